@@ -1,0 +1,60 @@
+"""Buffers that are known by name: what torch and widely used libraries register beside parameters.
+
+Two kinds matter. The running statistics of BatchNorm are learned. The rest can be worked out from the model's own
+configuration, so releases move them in and out of the state_dict: what one release saved, the next does not expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NUM_BATCHES_TRACKED = "num_batches_tracked"
+"""The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64."""
+
+COUNTED_SINCE = "0.4.1"
+"""The release of torch that added ``num_batches_tracked``."""
+
+RUNNING_STATISTICS = frozenset({"running_mean", "running_var", NUM_BATCHES_TRACKED})
+"""The buffers of a BatchNorm."""
+
+TRANSIENT: Mapping[str, str] = {
+    "position_ids": "BERT, CLIP and most of transformers; not saved since 4.31",
+    "token_type_ids": "BERT's embeddings in transformers; not saved",
+    "relative_position_index": "Swin, BEiT, MaxViT; not saved by timm since 0.8",
+    "relative_coords_table": "Swin v2; not saved by timm since 0.8",
+    "attn_mask": "Swin's shifted windows, CLIP's text tower",
+    "masked_bias": "GPT-2, GPT-Neo, GPT-J in transformers",
+    "causal_mask": "decoders that register their mask",
+    "inv_freq": "rotary embeddings; LLaMA's is not saved since transformers 4.32, ESM's still is",
+    "cos_cached": "rotary embeddings of early LLaMA ports",
+    "sin_cached": "rotary embeddings of early LLaMA ports",
+    "_float_tensor": "sinusoidal positions in fairseq",
+    "anchor_grid": "YOLOv5 up to 5.0",
+    "total_ops": "left behind by thop.profile",
+    "total_params": "left behind by thop.profile",
+    **dict.fromkeys(("tp", "fp", "tn", "fn", "confmat", "correct", "total"), "state of a torchmetrics metric"),
+    **dict.fromkeys(("sum_squared_error", "sum_abs_error"), "state of a torchmetrics metric"),
+}
+"""Last segments of buffers that come and go between releases, with where they come from."""
+
+_MASKS = frozenset({"bias", "mask"})
+"""Names under which decoders of the GPT-2 family registered their causal mask, of shape (1, 1, n, n)."""
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The module path of a key, with its closing dot (empty at the top), and its last segment."""
+    head, dot, leaf = key.rpartition(".")
+    return head + dot, leaf
+
+
+def is_transient(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
+    _, leaf = split_key(key)
+    if leaf in _MASKS:
+        return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
+    return leaf in TRANSIENT
+
+
+def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether the name alone says that a tensor is a buffer and no parameter."""
+    return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)

@@ -1,0 +1,233 @@
+"""What a checkpoint is once it has been read: names, shapes, dtypes and where the bytes lie. No tensor is in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptfix.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+PathPart = str | int
+"""One step into a container: a key of a dict, an attribute of an object, or an index of a list."""
+
+
+class ByteSource(Protocol):
+    """Where the bytes of a storage lie: a range of a file, a compressed member, or memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        ...
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file ends before."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
+
+    ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
+    ``crc32`` is the checksum that the container gives for the whole storage, where it has one.
+    """
+
+    key: str
+    source: ByteSource
+    device: str = "cpu"
+    crc32: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.source.nbytes
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors
+    themselves.
+    """
+
+    scheme: str
+    scale: float | TensorSpec
+    zero_point: int | TensorSpec
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its values.
+
+    ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``ckptfix.dtypes``). A strided tensor
+    has a ``storage``; a sparse one has ``parts`` (``indices`` and ``values``, or the compressed index tensors) and no
+    storage; one that was saved from the meta device has neither. ``requires_grad`` is kept because a Parameter carries
+    it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    storage: Storage | None = None
+    offset: int = 0
+    layout: str = "strided"
+    parts: Mapping[str, TensorSpec] = field(default_factory=dict)
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    is_parameter: bool = False
+    is_coalesced: bool | None = None
+    math_bits: Mapping[str, bool] = field(default_factory=dict)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements (1 for a 0-d tensor)."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
+        return self.numel * self.itemsize
+
+    @property
+    def has_data(self) -> bool:
+        """Whether values were saved at all (False for tensors of the meta device)."""
+        return self.storage is not None or bool(self.parts)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in row-major order."""
+        return self.numel == 0 or all(
+            size == 1 or stride == expected
+            for size, stride, expected in zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        )
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first and one past the last byte of the storage that the tensor touches."""
+        if self.numel == 0:
+            return (self.offset * self.itemsize, self.offset * self.itemsize)
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (self.offset * self.itemsize, (last + 1) * self.itemsize)
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        """Equal for two strided tensors that are the same view of the same storage."""
+        return (id(self.storage), self.offset, self.dtype, self.shape, self.strides)
+
+    def strided_parts(self) -> Iterator[TensorSpec]:
+        """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
+        if self.parts:
+            for part in self.parts.values():
+                yield from part.strided_parts()
+        elif self.storage is not None:
+            yield self
+        if self.quantizer is not None:
+            for value in (self.quantizer.scale, self.quantizer.zero_point):
+                if isinstance(value, TensorSpec):
+                    yield from value.strided_parts()
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that was noticed while reading and that a rule of the family FIL turns into a finding.
+
+    ``kind`` is a word such as ``foreign-class``, ``non-string-key``, ``protocol``; ``where`` names the place in the
+    container (``args``, ``optimizer.state``); ``detail`` says what it is (``argparse.Namespace``)."""
+
+    kind: str
+    where: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state_dict that was found in a container: its place, its number of tensors and of elements."""
+
+    path: tuple[PathPart, ...]
+    tensors: int
+    numel: int
+
+    @property
+    def name(self) -> str:
+        """The name that ``--weights`` takes: ``state_dict``, ``model.ema``, ``[0]``; ``.`` for the top level."""
+        return path_name(self.path)
+
+
+def path_name(path: tuple[PathPart, ...]) -> str:
+    """A container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return name.removeprefix(".") or "."
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state_dict and the container around it, read lazily.
+
+    ``entries`` holds the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the
+    rest (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None
+    where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
+    state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
+    storage is written as ``cpu``."""
+
+    path: str
+    format: str
+    entries: Mapping[str, object]
+    metadata: Mapping[str, Mapping[str, Any]] | None = None
+    container: tuple[PathPart, ...] = ()
+    root: object = None
+    devices: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of the state_dict, by key, in the file's order."""
+        return {key: value for key, value in self.entries.items() if isinstance(value, TensorSpec)}
+
+    def keys(self) -> list[str]:
+        """The keys of the tensors, in the file's order."""
+        return list(self.specs)
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor of a key, on CPU, with the dtype, shape and strides of the file.
+
+        Raises ``KeyError`` for an unknown key and ``UnreadableError`` where the bytes are not in the file.
+        """
+        from ckptfix.tensors import build_tensor
+
+        return build_tensor(self.specs[key], self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
+
+        The entries that are no tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
+        """
+        from ckptfix.tensors import build_state_dict
+
+        return build_state_dict(self)
+
+    def with_entries(
+        self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None
+    ) -> Checkpoint:
+        """The same checkpoint with another state_dict in its container."""
+        return replace(self, entries=entries, metadata=metadata)

@@ -1,0 +1,101 @@
+"""What the user chose: the flags of the command line over the configuration file, as arguments of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from ckptfix.config import Configuration
+from ckptfix.errors import UsageError
+from ckptfix.settings import SmokeSettings
+
+_PASSED_ON = ("weights", "for_torch", "unsafe_fixes", "fill", "drop_mismatched", "seed", "format", "smoke")
+_SMOKE = ("device", "timeout", "seed")
+
+
+def choose(context: typer.Context, configuration: Configuration) -> dict[str, Any]:
+    """The options of a command by name: what was given, else what the configuration says; the rest is left out.
+
+    A ``--model`` or ``--like`` on the command line replaces either of the configuration, as they answer one question.
+    """
+    given = {name: value for name, value in context.params.items() if value is not None and value not in ([], ())}
+    known = {name: value for name, value in configuration.values.items() if name in context.params}
+    if "model" in given or "like" in given:
+        known = {name: value for name, value in known.items() if name not in ("model", "model_args", "like")}
+    return {**known, **given}
+
+
+def library_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of ``check`` and ``repair``. Raises ``UsageError`` for a value that has no meaning."""
+    arguments = {name: choices[name] for name in ("model", "like", *_PASSED_ON) if name in choices}
+    if "model" in arguments and "like" in arguments:
+        raise UsageError("--model and --like exclude each other: both say what the checkpoint has to fit")
+    if "model_args" in choices:
+        arguments["model_args"] = _model_args(choices["model_args"])
+    for name in ("select", "ignore"):
+        if name in choices:
+            arguments[name] = _codes(name, choices[name])
+    if "no_values" in choices:
+        arguments["values"] = not choices["no_values"]
+    smoke = {name: choices[name] for name in _SMOKE if name in choices}
+    if "input" in choices:
+        smoke["inputs"] = tuple(choices["input"])
+    if smoke:
+        arguments["smoke_settings"] = SmokeSettings(**smoke)
+    return arguments
+
+
+def repair_command(source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
+    """The repair that goes with these choices, word by word, for the advice of a report."""
+    words = ["ckptfix", "repair", source]
+    for name in (
+        "model",
+        "model_args",
+        "like",
+        "weights",
+        "for_torch",
+        "fill",
+        "output",
+        "format",
+        "device",
+        "timeout",
+        "seed",
+    ):
+        if name in choices:
+            value = choices[name]
+            words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    for name in ("select", "ignore", "input"):
+        for value in choices.get(name, ()):
+            words += [f"--{name}", value]
+    for name in ("unsafe_fixes", "no_values", "drop_mismatched", "in_place", "backup"):
+        if choices.get(name):
+            words.append(f"--{name.replace('_', '-')}")
+    if "smoke" in choices:
+        words.append("--smoke" if choices["smoke"] else "--no-smoke")
+    return tuple(words)
+
+
+def _model_args(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        arguments = json.loads(value)
+    except ValueError as error:
+        raise UsageError(f"--model-args {value}: this is no valid JSON ({error}); write '{{\"depth\": 18}}'") from error
+    if not isinstance(arguments, dict | list):
+        raise UsageError(f"--model-args {value}: give an object of keyword arguments or an array of positional ones")
+    return arguments
+
+
+def _codes(name: str, values: list[str]) -> tuple[str, ...]:
+    """Codes from ``KEY,BUF101 VAL``. One that begins no rule would silently check nothing, so it is refused."""
+    from ckptfix.rules import RULES
+
+    codes = tuple(code.upper() for value in values for code in value.replace(",", " ").split())
+    for code in codes:
+        if not any(rule.code.startswith(code) for rule in RULES):
+            raise UsageError(f"--{name} {code}: no rule has a code that begins so; see ckptfix rule --all")
+    return codes

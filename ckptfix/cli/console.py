@@ -1,0 +1,144 @@
+"""The two streams, and what becomes of an exception.
+
+The report goes to stdout, everything else to stderr. An error is one line there, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ckptfix.cli.choices import choose
+from ckptfix.config import load_configuration
+from ckptfix.errors import CkptfixError, TargetError, UsageError
+from ckptfix.report.style import Line, Paper, Span
+
+FAILED = 2
+"""The exit code of what could not be done at all: unreadable, hostile, usage, our bug."""
+
+_INTERRUPTED, _PIPE_CLOSED = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, what a shell makes of a signal
+
+
+@dataclass
+class Console:
+    """Where a command writes.
+
+    ``failures`` holds the message of every error that was told. ``is_hopeless`` once something failed that all files
+    need.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    failures: list[str] = field(default_factory=list)
+    is_hopeless: bool = False
+
+    def write(self, lines: Iterable[Line]) -> None:
+        """Write lines of a report to stdout."""
+        write_output(Paper.of(sys.stdout).write(lines))
+
+    def write_plain(self, lines: Iterable[Line]) -> None:
+        """Write lines for a program to stdout, never with colours."""
+        write_output(Paper(encoding=Paper.of(sys.stdout).encoding).write(lines))
+
+    def note(self, text: str) -> None:
+        """Write a line to stderr, unless the user wants quiet."""
+        if not self.quiet:
+            _write_error([f"ckptfix: {text}"])
+
+    @contextmanager
+    def surviving(self, source: str = "") -> Iterator[None]:
+        """Tell an error about ``source`` and go on. Ctrl-C and a closed pipe end the program without a word."""
+        try:
+            yield
+        except TargetError as error:
+            # The user's own traceback, and nothing of ours.
+            sys.stderr.write(error.traceback_text)
+            self._fail(str(error))
+            self.is_hopeless = True
+        except UsageError as error:
+            self._fail(str(error))
+            # What is not about this file would be said of all others too.
+            self.is_hopeless = source not in str(error)
+        except CkptfixError as error:
+            self._fail(_naming(source, str(error)))
+        except BrokenPipeError:
+            _close_quietly()
+            raise typer.Exit(_PIPE_CLOSED) from None
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            self._fail(_naming(source, f"{place}{error.strerror or error}"))
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+        except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
+            if self.verbose:
+                sys.stderr.write(traceback.format_exc())
+            self._fail(_naming(source, _bug(error)))
+
+    @contextmanager
+    def guarding(self, source: str = "") -> Iterator[None]:
+        """Tell an error about ``source`` and end the program with exit code 2."""
+        told = len(self.failures)
+        with self.surviving(source):
+            yield
+        if len(self.failures) > told:
+            raise typer.Exit(FAILED)
+
+    def _fail(self, message: str) -> None:
+        self.failures.append(message)
+        _write_error([("ckptfix: ", Span("error: ", "error"), message)])
+
+
+def begin(context: typer.Context) -> tuple[Console, dict[str, Any]]:
+    """The console of a command and what the user chose, on the command line or in the configuration file."""
+    console = Console(quiet=bool(context.params.get("quiet")), verbose=bool(context.params.get("verbose")))
+    with console.guarding():
+        configuration = load_configuration()
+        choices = choose(context, configuration)
+        if choices.get("quiet") and choices.get("verbose"):
+            if context.params["quiet"] and context.params["verbose"]:
+                raise UsageError("--quiet and --verbose exclude each other")
+            choices["quiet"], choices["verbose"] = console.quiet, console.verbose
+        console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
+        if "model" in choices and context.params.get("model") is None:
+            # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.
+            console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
+    return console, choices
+
+
+def write_output(text: str) -> None:
+    """Write to stdout now, so that a closed pipe shows here and not when Python ends."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write_error(lines: Iterable[Line]) -> None:
+    sys.stderr.write(Paper.of(sys.stderr).write(lines))
+    sys.stderr.flush()
+
+
+def _close_quietly() -> None:
+    """Let Python's last flush go nowhere (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+
+
+def _naming(source: str, message: str) -> str:
+    return message if source in message else f"{source}: {message}"
+
+
+def _bug(error: Exception) -> str:
+    package = str(Path(__file__).parent.parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+    place = f" at ckptfix{frames[-1].filename.removeprefix(package)}:{frames[-1].lineno}" if frames else ""
+    what = f"{type(error).__name__}{place}: {error}"
+    return f"this is a bug of ckptfix, please report it (-v shows the traceback): {what}"

@@ -1,0 +1,68 @@
+"""Reports on their way to stdout, in the form that was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfix.cli.console import FAILED, Console, write_output
+from ckptfix.report import Report
+from ckptfix.report.telling import Telling
+
+
+@dataclass
+class ReportWriter:
+    """Writes reports one after another; JSON comes as one document at the end. ``exit_code`` is the worst so far."""
+
+    console: Console
+    form: str = "full"
+    exit_code: int = 0
+    _entries: list[Mapping[str, Any]] = field(default_factory=list)
+    _written: int = 0
+
+    def report(self, report: Report, telling: Telling) -> None:
+        """Write the report of one file."""
+        if self.form == "json":
+            self._entries.append(report.to_json())
+        elif self.form == "github":
+            from ckptfix.report.github import github_lines
+
+            self.console.write_plain(github_lines(report))
+        elif not (self.console.quiet and report.exit_code == 0):
+            from ckptfix.report.terminal import concise_lines, full_lines
+
+            lines = concise_lines(report, telling) if self.form == "concise" else full_lines(report, telling)
+            separator = [""] if self._written and self.form == "full" else []
+            self.console.write([*separator, *lines])
+            self._written += 1
+
+    def account(self, source: str, telling: Telling, make: Callable[[], Report]) -> None:
+        """Make the report of one file and write it; an error takes its place and stops no other file."""
+        told = len(self.console.failures)
+        with self.console.surviving(source):
+            report = make()
+            self.report(report, telling)
+            self.exit_code = max(self.exit_code, report.exit_code)
+        for message in self.console.failures[told:]:
+            self.error(source, message)
+            self.exit_code = FAILED
+
+    def error(self, source: str, message: str) -> None:
+        """Write what programs should know of a file that could not be checked; people read the line on stderr."""
+        if self.form == "json":
+            from ckptfix.report.json import error_to_json
+
+            self._entries.append(error_to_json(source, message))
+        elif self.form == "github":
+            from ckptfix.report.github import github_error
+
+            self.console.write_plain([github_error(source, message)])
+
+    def close(self) -> None:
+        """Write what was held back."""
+        if self.form == "json":
+            from ckptfix.report.json import envelope
+
+            write_output(json.dumps(envelope(self._entries), indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,47 @@
+"""How much of a target came from the file, and whether a strict load can work at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from ckptfix.checkpoint import Checkpoint
+from ckptfix.finding import Fill
+from ckptfix.report import Coverage
+from ckptfix.target import PARAMETER, Target
+
+
+def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fill]) -> Coverage:
+    """The share of the target's parameters and buffers, by number of elements, that came from the file. A tie counts
+    once.
+    """
+    counts: Counter[tuple[str, bool]] = Counter()
+    origins: Counter[str] = Counter()
+    seen: set[str] = set()
+    for key, slot in target.slots.items():
+        if key in seen:
+            continue
+        group = target.tie_of.get(key, (key,))
+        seen.update(group)
+        fits = [name for name in group if name in result.specs and target.accepts(name, result.specs[name].shape)]
+        numel = result.specs[fits[0]].numel if fits else slot.numel
+        from_file = any(name not in filled for name in fits)
+        counts[slot.kind, from_file] += numel
+        if fits and not from_file and slot.kind == PARAMETER:
+            origins[filled[fits[0]].origin] += numel
+    parameters, buffers = (
+        (counts[kind, True] + counts[kind, False], counts[kind, True]) for kind in (PARAMETER, "buffer")
+    )
+    return Coverage(*parameters, *buffers, dict(origins))
+
+
+def obstacles(result: Checkpoint, target: Target) -> list[str]:
+    """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, or of another shape."""
+    missing = [key for key in target.slots if key not in result.entries]
+    missing += [key for key in target.entries if key not in result.entries]
+    known = target.slots.keys() | target.entries
+    unexpected = [key for key in result.entries if key not in known]
+    mismatched = [
+        key for key, spec in result.specs.items() if key in target.slots and not target.accepts(key, spec.shape)
+    ]
+    return [*missing, *unexpected, *mismatched]

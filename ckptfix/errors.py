@@ -1,0 +1,41 @@
+"""The errors that ckptfix raises on purpose.
+
+Each message is one line that says what is wrong, in which file, and what to do next. Anything else that escapes from
+ckptfix is a bug of ours."""
+
+
+class CkptfixError(Exception):
+    """The base of every error that ckptfix raises on purpose."""
+
+
+class UnreadableError(CkptfixError):
+    """The file holds no checkpoint that can be read: another format, damage, or a pointer to a file that was never
+    fetched.
+    """
+
+
+class HostileError(UnreadableError):
+    """The file was made to run code or to exhaust the machine."""
+
+
+class TargetError(CkptfixError):
+    """The model or reference file that the checkpoint has to fit cannot be had.
+
+    ``traceback_text`` is the user's own traceback where the user's factory raised, and empty otherwise.
+    """
+
+    def __init__(self, message: str, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.traceback_text = traceback_text
+
+
+class PlanError(CkptfixError):
+    """The edits contradict each other or do not belong to this checkpoint."""
+
+
+class WriteError(CkptfixError):
+    """The result cannot be written in the form that was asked for."""
+
+
+class UsageError(CkptfixError):
+    """A setting has no meaning, or two settings exclude each other."""

@@ -1,0 +1,212 @@
+"""The words between the rules and the engine: findings, edits, fixes, and what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from ckptfix.checkpoint import Checkpoint
+    from ckptfix.settings import Settings
+    from ckptfix.target import Target
+    from ckptfix.values import Statistics
+
+
+class Applicability(IntEnum):
+    """How far a fix can be trusted, in order."""
+
+    DISPLAY_ONLY = 0
+    """Shown, never applied: the user has to decide."""
+    UNSAFE = 1
+    """A value is invented, dropped or cast, or nothing confirms the guess. Applied on ``--unsafe-fixes``, or when asked
+    for by its own flag.
+    """
+    SAFE = 2
+    """Every stored value stays bit for bit, or is what torch itself would supply."""
+
+
+class Level(IntEnum):
+    """How bad a finding is, in order. A note never changes the exit code."""
+
+    NOTE = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of a checkpoint, as data: it prints, goes to JSON and back, and never holds a callback."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The edit as a JSON object; ``edit`` names its kind."""
+        return {"edit": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Rename(Edit):
+    """Give an entry another key. ``_metadata`` of its modules follows."""
+
+    kind: ClassVar[str] = "rename"
+    key: str
+    to: str
+
+
+@dataclass(frozen=True)
+class Drop(Edit):
+    """Take an entry out."""
+
+    kind: ClassVar[str] = "drop"
+    key: str
+
+
+@dataclass(frozen=True)
+class Fill(Edit):
+    """Put a tensor in that the file does not have.
+
+    ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
+    (the file of ``--fill FILE``, under ``donor_key``)."""
+
+    kind: ClassVar[str] = "fill"
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    origin: str
+    donor_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Tie(Edit):
+    """Supply a key from another one of the same checkpoint; the two share their storage."""
+
+    kind: ClassVar[str] = "tie"
+    key: str
+    to: str
+
+
+@dataclass(frozen=True)
+class Cast(Edit):
+    """Convert a tensor to another dtype."""
+
+    kind: ClassVar[str] = "cast"
+    key: str
+    before: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Reshape(Edit):
+    """Give a contiguous tensor another shape of the same number of elements."""
+
+    kind: ClassVar[str] = "reshape"
+    key: str
+    before: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plain(Edit):
+    """Turn an object of a class into plain data that ``torch.load(weights_only=True)`` accepts.
+
+    ``where`` is its place in the container (``args``), ``before`` its class, ``after`` what it becomes (``dict``,
+    ``str``)."""
+
+    kind: ClassVar[str] = "plain"
+    where: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Retag(Edit):
+    """Write the tensors without the device that they were saved from (``cuda:3``), so that they load where it does not
+    exist.
+    """
+
+    kind: ClassVar[str] = "retag"
+    device: str
+    to: str = "cpu"
+
+
+EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Rename, Drop, Fill, Tie, Cast, Reshape, Plain, Retag)}
+"""Every edit by its name in JSON."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Edits that cure a finding. ``asked`` means that the user's own flag asked for exactly this, whatever its
+    applicability.
+    """
+
+    edits: tuple[Edit, ...]
+    applicability: Applicability
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing, about a checkpoint.
+
+    ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it
+    rests on, plain JSON data; ``remedy`` is what to do where no fix was applied, a command or flag where there is one.
+    """
+
+    code: str
+    name: str
+    level: Level
+    message: str
+    keys: tuple[str, ...] = ()
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    fix: Fix | None = None
+    remedy: str = ""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, for messages: ``1 key``, ``3 keys``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
+
+    ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; None under
+    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``."""
+
+    checkpoint: Checkpoint
+    target: Target | None
+    statistics: Statistics | None
+    settings: Settings
+    donor: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: its code and name, its manual (the docstring of its module), and the generator that proposes."""
+
+    code: str
+    name: str
+    manual: str
+    propose: Callable[[Context], Iterator[Finding]]
+
+    def finding(self, level: Level, message: str, **rest: Any) -> Finding:
+        """A finding of this rule."""
+        return Finding(self.code, self.name, level, message, **rest)
+
+
+def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:
+    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module, whose docstring is the
+    manual.
+    """
+
+    def wrap(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
+        import sys
+
+        manual = (sys.modules[generator.__module__].__doc__ or "").strip()
+        made = Rule(code, name, manual, lambda context: generator(made, context))
+        return made
+
+    return wrap

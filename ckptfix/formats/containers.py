@@ -1,0 +1,217 @@
+"""Where in a parsed file the state_dict is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptfix.checkpoint import Candidate, Checkpoint, PathPart, Remark, TensorSpec, path_name
+from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.formats.document import Document
+from ckptfix.formats.inert import NumpyArray
+from ckptfix.formats.machine import Opaque
+from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.tree import tensors_in
+
+PREFERRED = tuple(
+    "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
+    "generator backbone".split()
+)
+"""Names under which trainers keep the weights to load, the most explicit first."""
+
+AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")
+"""Parts of names that mark a second, averaged set of weights."""
+
+SEARCH_DEPTH = 6
+NODE_LIMIT = 1_000_000
+
+
+def open_document(document: Document, weights: str | None = None) -> Checkpoint:
+    """The checkpoint of a document: its state_dict found, or taken where ``weights`` says.
+
+    Raises ``UnreadableError`` where the file holds no weights, ``UsageError`` where it has none of the name.
+    """
+    found = dict(_search(document))
+    candidates = tuple(_candidate(path, value) for path, value in found.items())
+    ranked = sorted(candidates, key=_rank)
+    if weights is not None:
+        path, value = _pick(document, found, weights)
+    elif ranked:
+        path = ranked[0].path
+        value = found[path]
+    else:
+        raise UnreadableError(_why_none(document))
+    entries, remarks = _entries(document, value, path)
+    metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None
+    if metadata is None:
+        metadata = document.metadata
+    specs = [spec for spec in entries.values() if isinstance(spec, TensorSpec)]
+    if specs and not any(spec.has_data for spec in specs):
+        raise UnreadableError(
+            f"{document.path}: its {len(specs)} tensors were saved from the meta device: names and shapes, but no "
+            "value was ever saved;"
+            " save the model again after its weights are loaded"
+        )
+    return Checkpoint(
+        path=document.path,
+        format=document.format,
+        entries=entries,
+        metadata=_clean_metadata(metadata),
+        container=path,
+        root=document.root,
+        devices=tuple(
+            sorted({spec.storage.device for spec in tensors_in(document.root) if spec.storage is not None} - {"cpu"})
+        ),
+        candidates=_plausible(ranked),
+        remarks=(*document.remarks, *remarks),
+    )
+
+
+def _clean_metadata(metadata: Any) -> Mapping[str, Mapping[str, Any]] | None:
+    if not isinstance(metadata, dict):
+        return None
+    return {key: value for key, value in metadata.items() if isinstance(key, str) and isinstance(value, dict)}
+
+
+def _mapping(value: Any) -> dict[Any, Any] | None:
+    """The pairs of a dict, or of an object whose class was a dict."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Opaque) and value.pairs and not is_module(value):
+        return value.pairs
+    return None
+
+
+def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
+    """Every state_dict in the tree, each object once, with its path."""
+    seen: set[int] = set()
+    pending: list[tuple[tuple[PathPart, ...], Any]] = [((), document.root)]
+    while pending:
+        path, value = pending.pop(0)
+        if id(value) in seen or len(path) > SEARCH_DEPTH:
+            continue
+        seen.add(id(value))
+        if len(seen) > NODE_LIMIT:
+            raise HostileError(
+                f"{document.path}: more than {NODE_LIMIT} objects lie around the weights; do not use this file"
+            )
+        if is_module(value):
+            state_dict = module_state_dict(value, document.path)
+            if state_dict:
+                yield path, state_dict
+            continue
+        mapping = _mapping(value)
+        children: list[tuple[PathPart, Any]] = []
+        if mapping is not None:
+            if _is_optimizer(mapping):
+                continue
+            tensors = _count_tensors(mapping)
+            if tensors and 2 * tensors >= len(mapping):
+                yield path, mapping
+                continue
+            children = [(key, child) for key, child in mapping.items() if isinstance(key, (str, int))]
+            inner = [(path, mapping)] if tensors else []
+            below = [
+                found for key, child in children if isinstance(child, (dict, list, tuple, Opaque)) for found in [child]
+            ]
+            if inner and not below:
+                yield path, mapping
+                continue
+        elif isinstance(value, (list, tuple)) and len(value) <= 64:
+            children = list(enumerate(value))
+        elif isinstance(value, Opaque):
+            children = list(value.attributes.items())
+        pending.extend(
+            ((*path, key), child) for key, child in children if isinstance(child, (dict, list, tuple, Opaque))
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (TensorSpec, NumpyArray))
+
+
+def _count_tensors(mapping: Mapping[Any, Any]) -> int:
+    return sum(
+        _is_tensor(value) or (isinstance(value, tuple) and any(map(_is_tensor, value))) for value in mapping.values()
+    )
+
+
+def _is_optimizer(mapping: Mapping[Any, Any]) -> bool:
+    return "param_groups" in mapping and "state" in mapping
+
+
+def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
+    specs = [spec for spec in value.values() if isinstance(spec, TensorSpec)]
+    return Candidate(path, _count_tensors(value), sum(spec.numel for spec in specs))
+
+
+def _rank(candidate: Candidate) -> tuple[bool, int, int, int]:
+    """Raw weights before averaged ones, then by the name's place among the preferred, then the larger, then the less
+    deep.
+    """
+    names = [str(part).lower() for part in candidate.path]
+    averaged = any(mark in name for name in names for mark in AVERAGED)
+    known = [PREFERRED.index(name) for name in names if name in PREFERRED]
+    return (averaged, min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
+
+
+def _plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates that could be meant: not a random state or a table of means beside the weights."""
+    largest = max((candidate.tensors for candidate in ranked), default=0)
+    return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
+
+
+def _pick(document: Document, found: Mapping[tuple[PathPart, ...], Any], name: str) -> tuple[tuple[PathPart, ...], Any]:
+    for path, value in found.items():
+        if name in (path_name(path), "/".join(map(str, path))):
+            return path, value
+    root = _mapping(document.root)
+    if root is not None and name in root:
+        chosen = root[name]
+        inner = module_state_dict(chosen, document.path) if is_module(chosen) else _mapping(chosen)
+        if inner is not None and _count_tensors(inner):
+            return (name,), inner
+    names = ", ".join(path_name(path) for path in found) or "none"
+    raise UsageError(
+        f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with --weights"
+    )
+
+
+def _entries(
+    document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
+) -> tuple[dict[str, Any], list[Remark]]:
+    """The state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
+    remarks: list[Remark] = []
+    arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
+    entries: dict[str, Any] = {}
+    for key, entry in value.items():
+        name = key if isinstance(key, str) else str(key)
+        if name is not key:
+            remarks.append(Remark("non-string-key", path_name(path), name))
+        if name in entries:
+            raise UnreadableError(
+                f"{document.path}: the state_dict has the key {name} twice, as text and as a number; keep one of them"
+            )
+        if arrays_only and isinstance(entry, NumpyArray):
+            spec = entry.spec(document.path)
+            entry = entry if spec is None else spec
+        entries[name] = entry
+    if arrays_only and any(isinstance(entry, TensorSpec) for entry in entries.values()):
+        remarks.append(Remark("numpy-weights", path_name(path), "numpy arrays"))
+    return entries, remarks
+
+
+def _why_none(document: Document) -> str:
+    root = document.root
+    mapping = _mapping(root) or {}
+    inner = [key for key, value in mapping.items() if isinstance(value, dict) and _is_optimizer(value)]
+    if _is_optimizer(mapping) or inner:
+        return (
+            f"{document.path}: the file holds an optimizer's state and no model weights;"
+            " look for the file that the same training saved beside it"
+        )
+    kind = str(root.cls) if isinstance(root, Opaque) else type(root).__name__
+    return (
+        f"{document.path}: no weights found in it: the file holds a {kind} without tensors under names;"
+        " is it the right file?"
+    )

@@ -1,0 +1,18 @@
+"""A whole torch.save file inside a pickle, as ``pickle.dump`` of a tensor writes it
+(``torch.storage._load_from_bytes``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfix.formats import torch_legacy, torch_zip
+from ckptfix.formats.sources import Content
+
+
+def read_nested(data: bytes, path: str, nesting: int) -> tuple[Any, set[str]]:
+    """The root object of the inner file and the globals that its pickles name."""
+    content = Content(path, data)
+    reader = torch_zip.read if torch_zip.sniff(content) else torch_legacy.read
+    document = reader(content, nesting)
+    return document.root, document.names

@@ -1,0 +1,61 @@
+"""Which globals a pickle names only to run code.
+
+No checkpoint needs them; a file that does is built as an attack, or by somebody who did not know better. The list
+follows the ones that picklescan and fickling keep (https://github.com/mmaitre314/picklescan,
+https://github.com/trailofbits/fickling), but nothing here protects ckptfix itself: its reader resolves no global at
+all. It protects those who load the file elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptfix.checkpoint import Remark
+
+MODULES = frozenset(
+    """os posix nt posixpath ntpath subprocess commands pty popen2 sys shutil socket _socket ssl http urllib urllib2
+    requests httplib ftplib telnetlib smtplib socketserver asyncio multiprocessing threading _thread signal ctypes
+    _ctypes cffi runpy importlib imp _imp pkgutil zipimport codeop pdb bdb cProfile timeit doctest pydoc venv ensurepip
+    pip idlelib lib2to3 webbrowser antigravity tempfile fileinput linecache pickle _pickle cPickle cloudpickle dill
+    joblib shelve marshal sqlite3 _sqlite3 gc nturl2path""".split()
+)
+"""Top-level modules of which no checkpoint needs anything."""
+
+ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
+"""Modules that give an attack away wherever they stand in a dotted name: ``torch.serialization.os.system``."""
+
+BUILTINS = frozenset(
+    "eval exec execfile compile open file __import__ apply input raw_input setattr delattr globals locals vars "
+    "breakpoint exit quit".split()
+)
+"""Built-in functions that no checkpoint needs. ``getattr`` is what Python 3.11 pickles enums with; its result is judged
+instead.
+"""
+
+FUNCTIONS = frozenset(
+    """torch.load torch.save torch.jit.load torch.jit.jit_module_from_flatbuffer torch.hub torch.serialization.load
+    torch.package torch.utils.cpp_extension torch.classes.load_library torch.ops.load_library torch.distributed.rpc
+    torch.utils.collect_env torch.utils.bottleneck torch._inductor torch._dynamo torch.fx._graph_module
+    torch.utils._config_module torch.utils.data.datapipes.utils numpy.load numpy.save numpy.loadtxt numpy.savetxt
+    numpy.fromfile numpy.genfromtxt numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils
+    pandas.read_pickle pandas.io types.CodeType types.FunctionType operator.attrgetter operator.methodcaller
+    operator.call code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile
+    trace.Trace io.open io.FileIO _io.FileIO _io.open site.main platform.popen inspect.getattr_static""".split()
+)
+"""Names, or their beginnings, that load other files, build code, or call by name, in modules that are harmless
+otherwise.
+"""
+
+
+def is_payload(name: str) -> bool:
+    """Whether a global (``posix.system``) is there only to run code."""
+    parts = name.split(".")
+    if parts[0] in MODULES or any(part in ANYWHERE for part in parts[1:-1]):
+        return True
+    if parts[0] in ("builtins", "__builtin__"):
+        return parts[1] in BUILTINS
+    return any(".".join(parts[:depth]) in FUNCTIONS for depth in range(2, len(parts) + 1))
+
+
+def payload_remarks(names: Iterable[str]) -> list[Remark]:
+    """One remark for each global that is there only to run code."""
+    return [Remark("payload", "pickle", name) for name in sorted(names) if is_payload(name)]

@@ -1,0 +1,86 @@
+"""Writes a checkpoint as safetensors, with what the format has no room for in ``__metadata__``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, BinaryIO
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.errors import WriteError
+from ckptfix.formats.notes import encode_container
+from ckptfix.formats.plain import plain_root
+from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
+from ckptfix.formats.sources import stream
+
+ALIGNMENT = 8
+
+
+def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
+    """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
+    header.
+
+    Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
+    """
+    header, order = _header(checkpoint)
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    raw += b" " * (-len(raw) % ALIGNMENT)
+    file.write(len(raw).to_bytes(8, "little"))
+    file.write(raw)
+    for spec in order:
+        for block in contiguous_blocks(spec, checkpoint.path):
+            file.write(block)
+
+
+def lost_extras(checkpoint: Checkpoint) -> list[str]:
+    """The places around the state_dict that a safetensors file cannot carry."""
+    root, _ = plain_root(checkpoint)
+    return encode_container(checkpoint, root)[1]
+
+
+def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
+    stored: dict[tuple[object, ...], str] = {}
+    records: dict[str, Any] = {}
+    ties: dict[str, str] = {}
+    order: list[TensorSpec] = []
+    position = 0
+    for key, spec in checkpoint.specs.items():
+        dtype = DTYPES[spec.dtype]
+        if dtype.safetensors is None or spec.layout != "strided" or spec.quantizer is not None:
+            kind = spec.layout if spec.layout != "strided" else spec.dtype
+            raise WriteError(f"{checkpoint.path}: safetensors cannot hold {key} ({kind}); write it with --format pth")
+        if key == "__metadata__":
+            raise WriteError(
+                f"{checkpoint.path}: safetensors reserves the key __metadata__; rename the tensor, or write it with "
+                "--format pth"
+            )
+        if spec.numel and spec.view in stored:
+            ties[key] = stored[spec.view]
+            continue
+        stored[spec.view] = key
+        records[key] = {
+            "dtype": dtype.safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        position += spec.nbytes
+        order.append(spec)
+    root, _ = plain_root(checkpoint)
+    container, _ = encode_container(checkpoint, root)
+    notes = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "note"} | {"format": "pt"}
+    for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, container)):
+        if value:
+            notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return {"__metadata__": notes, **records}, order
+
+
+def contiguous_blocks(spec: TensorSpec, path: str) -> Any:
+    """The bytes of a strided tensor in row-major order, in blocks."""
+    if spec.storage is None:
+        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
+    if spec.is_contiguous and not spec.math_bits:
+        yield from stream(spec.storage.source, *spec.extent)
+        return
+    from ckptfix.tensors import row_major_bytes
+
+    yield row_major_bytes(spec, path)

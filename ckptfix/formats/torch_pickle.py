@@ -1,0 +1,90 @@
+"""What the two torch formats share: running the pickle of a torch.save file with its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptfix.checkpoint import Storage
+from ckptfix.dtypes import DTYPES
+from ckptfix.errors import HostileError
+from ckptfix.formats.inert import InertTable, TypedStorage, storage_dtype
+from ckptfix.formats.machine import Bytes, Global, PickleMachine
+
+NESTING_LIMIT = 4
+"""How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
+
+
+class StoragePickle:
+    """Runs the pickles of one file.
+
+    ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
+    gathers every global that the pickles of the file name."""
+
+    def __init__(self, path: str, find_storage: Callable[[str, int, str], Storage], nesting: int = 0) -> None:
+        self.path, self.nesting = path, nesting
+        self.names: set[str] = set()
+        self.table = InertTable(path, self._nested)
+        self.protocol = 0
+        self.storages: dict[str, Storage] = {}
+        self.dtypes: dict[str, str] = {}
+        self._find_storage = find_storage
+
+    def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
+        """The inert value of the pickle at ``position`` and the position behind it."""
+        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position)
+        try:
+            value = machine.load()
+        finally:
+            self.names.update(str(name) for name in machine.globals.values())
+            self.names.update(self.table.derived)
+        self.protocol = max(self.protocol, machine.protocol)
+        return value, machine.position
+
+    def _persistent(self, pid: Any) -> Any:
+        """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
+        kind, cls, *rest = pid
+        if kind == "module" and isinstance(cls, Global):
+            return cls
+        if kind != "storage":
+            raise ValueError(f"persistent id of kind {kind!r:.40}")
+        key, device, numel, *view = rest
+        dtype = storage_dtype(cls)
+        nbytes = int(numel) * DTYPES[dtype].itemsize
+        key = str(key)
+        if key not in self.storages:
+            self.storages[key] = self._find_storage(key, nbytes, str(device))
+            self.dtypes[key] = dtype
+        elif nbytes > self.storages[key].nbytes:
+            raise HostileError(
+                f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
+            )
+        return (
+            TypedStorage(self.storages[key], dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+        )
+
+    def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
+        # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
+        # view.
+        from ckptfix.formats.sources import WindowBytes
+
+        view_key, offset, size = view
+        name, itemsize = f"{key}:{view_key}", DTYPES[dtype].itemsize
+        root = self.storages[key]
+        if (offset + size) * itemsize > root.nbytes or offset < 0 or size < 0:
+            raise HostileError(f"{self.path}: a view claims more than its storage {key} holds; fetch the file again")
+        if name not in self.storages:
+            source = WindowBytes(root.source, offset * itemsize, size * itemsize)
+            self.storages[name] = root if size * itemsize == root.nbytes else Storage(name, source, root.device)
+        return TypedStorage(self.storages[name], dtype)
+
+    def _nested(self, data: bytes) -> Any:
+        if self.nesting >= NESTING_LIMIT:
+            raise HostileError(
+                f"{self.path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
+            )
+        from ckptfix.formats.nested import read_nested
+
+        root, names = read_nested(data, self.path, self.nesting + 1)
+        self.names.update(names)
+        return root

@@ -1,0 +1,86 @@
+"""Writes a checkpoint as a ``.pth`` file: the zip container, or the legacy one for readers older than torch 1.6."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, BinaryIO
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.formats.pickle_writer import PickleWriter, StorageRef
+from ckptfix.formats.plain import plain_root
+from ckptfix.formats.sources import stream
+from ckptfix.formats.torch_legacy import MAGIC, PROTOCOL
+from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.zip_writer import ZipWriter
+from ckptfix.regions import Region, Regions
+
+
+class Placement:
+    """Gives every region that the tensors of a tree cover a storage of its own in the new file, in the order of the
+    tensors.
+    """
+
+    def __init__(self, root: Any, devices: tuple[str, ...]) -> None:
+        self._devices = devices
+        specs = list(tensors_in(root))
+        self._regions = Regions(specs)
+        self.keys: dict[int, str] = {}
+        self.regions: list[Region] = []
+        self.dtypes: dict[str, str] = {}
+        for spec in specs:
+            region, _ = self._regions.of(spec)
+            if id(region) not in self.keys:
+                key = self.keys[id(region)] = str(len(self.regions))
+                self.regions.append(region)
+                self.dtypes[key] = spec.dtype
+
+    def __call__(self, spec: TensorSpec) -> StorageRef:
+        """Where the bytes of a strided tensor are in the new file."""
+        region, offset = self._regions.of(spec)
+        device = region.storage.device if region.storage.device in self._devices else "cpu"
+        return StorageRef(self.keys[id(region)], region.nbytes, device, offset)
+
+
+def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> None:
+    """Write the zip container of torch ≥ 1.6."""
+    root, _ = plain_root(checkpoint)
+    placement = Placement(root, checkpoint.devices)
+    pickle = PickleWriter(checkpoint.path, placement).dump(root)
+    archive = ZipWriter(file)
+    for name, data in (
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", b"64"),
+        ("byteorder", sys.byteorder.encode()),
+    ):
+        archive.write(name, [data], len(data))
+    for region in placement.regions:
+        # A whole storage keeps the checksum of its source: damage that was there stays visible.
+        crc = region.storage.crc32 if region.is_whole else None
+        blocks = stream(region.storage.source, region.start, region.stop)
+        archive.write(f"data/{placement.keys[id(region)]}", blocks, region.nbytes, crc)
+    archive.write("version", [b"3\n"], 2)
+    archive.close()
+
+
+def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
+    """Write the container of torch ≤ 1.5, which cannot read the zip one."""
+    root, _ = plain_root(checkpoint)
+    placement = Placement(root, checkpoint.devices)
+    system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    keys = [placement.keys[id(region)] for region in placement.regions]
+    for value in (MAGIC, PROTOCOL, system, root, keys):
+        file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
+    for region, key in zip(placement.regions, keys, strict=True):
+        file.write((region.nbytes // DTYPES[placement.dtypes[key]].itemsize).to_bytes(8, "little"))
+        for block in stream(region.storage.source, region.start, region.stop):
+            file.write(block)
+
+
+class _LegacyPickleWriter(PickleWriter):
+    """The same pickle with persistent ids of six parts; the last, a view of the storage, is None since torch 0.4."""
+
+    def _storage(self, ref: StorageRef, storage: str | None, itemsize: int) -> None:
+        super()._storage(ref, storage, itemsize)
+        self._out[-1] = b"NtQ"

@@ -1,0 +1,245 @@
+"""The story of a repair, from the file that comes in to the file that goes out. Start reading here.
+
+    open      formats    the file is parsed inertly; no tensor is read
+    target    target     what the state_dict has to fit: a model, a factory, or a reference file
+    diagnose  rules      findings, and the plan of the fixes that are allowed
+    apply     plan       a new lazy view of the same bytes
+    deliver   delivery   temporary file, comparison, forward test, rename
+
+``check`` stops after the diagnosis; ``load`` and ``repair_state_dict`` hand the view to torch instead of writing it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.checkpoint import Checkpoint, path_name
+from ckptfix.coverage import measure_coverage, obstacles
+from ckptfix.delivery import Delivery, Destination, deliver
+from ckptfix.diagnosis import Diagnosis, diagnose
+from ckptfix.errors import HostileError, TargetError, UsageError
+from ckptfix.factory import Arguments, target_from_factory
+from ckptfix.finding import Finding
+from ckptfix.formats import open_file
+from ckptfix.plan import Plan, Supplies
+from ckptfix.report import Report
+from ckptfix.settings import Settings
+from ckptfix.target import Target, target_from_checkpoint, target_from_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+"""A checkpoint file, or a state_dict in memory."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The outcome of a repair: the report, the plan, and the repaired checkpoint as a lazy view."""
+
+    report: Report
+    plan: Plan
+    checkpoint: Checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """The repaired state_dict on the CPU, with the entries that are no tensors, and torch's ``_metadata``."""
+        return self.checkpoint.state_dict()
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, weights: str | None = None) -> Checkpoint:
+    """Open a checkpoint file; no tensor is read and none of its code runs.
+
+    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``). Raises
+    ``UnreadableError`` with the true cause where the file holds no weights.
+    """
+    return open_file(os.fspath(path), weights)
+
+
+def check(
+    source: Source,
+    model: nn.Module | str | None = None,
+    *,
+    like: str | None = None,
+    model_args: Arguments = (),
+    **settings: Any,
+) -> Report:
+    """Say what is wrong with a checkpoint and what would be done about it; nothing is written.
+
+    ``settings`` are the fields of ``ckptfix.settings.Settings``.
+    """
+    checked = _settings(settings)
+    checkpoint = _open(source, checked)
+    target = _target(model, like, model_args, checked)
+    diagnosis = diagnose(checkpoint, target, checked, _donor(target, checked))
+    return replace(_report(checkpoint, target, diagnosis), fixed=(), edits=())
+
+
+def repair(
+    source: Source,
+    model: nn.Module | str | None = None,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    beside: bool = False,
+    in_place: bool = False,
+    backup: bool = False,
+    dry_run: bool = False,
+    plan: Plan | None = None,
+    like: str | None = None,
+    model_args: Arguments = (),
+    **settings: Any,
+) -> Repair:
+    """Repair a checkpoint, and write it where ``output`` says; without one, nothing is written.
+
+    ``beside`` writes ``<stem>.fixed<suffix>`` if there is anything to repair, ``in_place`` replaces the source in the
+    same case (``backup`` keeps it as ``<name>.bak``). ``plan`` applies saved edits instead of proposing any. Where a
+    target is given and a strict load would still fail, where the forward test fails, or where the file is built as an
+    attack, nothing is written and ``report.exit_code`` is 1."""
+    checked = _settings(settings)
+    checkpoint = _open(source, checked)
+    target = _target(model, like, model_args, checked)
+    donor = _donor(target, checked)
+    if plan is None:
+        diagnosis = diagnose(checkpoint, target, checked, donor)
+    else:
+        diagnosis = _carry_out(plan, checkpoint, target, checked, donor)
+    report = _report(checkpoint, target, diagnosis)
+    destination = Destination.of(checkpoint, output, beside, in_place, backup, changes=bool(diagnosis.plan))
+    if destination is not None and not dry_run:
+        factory = (model, model_args) if isinstance(model, str) else None
+        delivery = deliver(diagnosis.result, target, report, destination, checked, factory)
+        report = _with_delivery(report, delivery)
+    return Repair(report, diagnosis.plan, diagnosis.result)
+
+
+def load(
+    model: nn.Module,
+    source: Source,
+    *,
+    map_location: str | torch.device = "cpu",
+    like: str | None = None,
+    **settings: Any,
+) -> Report:
+    """Repair a checkpoint in memory and load it strictly into ``model``.
+
+    ``map_location`` is where the tensors are put before they are copied into the model's own. Raises ``CkptfixError``
+    where the checkpoint does not fit, naming what is left and the setting for it."""
+    repaired = repair(source, model, like=like, **settings)
+    state_dict = _fitting(repaired, model)
+    for key, value in state_dict.items():
+        if hasattr(value, "to") and str(map_location) != "cpu":
+            state_dict[key] = value.to(map_location)
+    model.load_state_dict(state_dict, strict=True)
+    return repaired.report
+
+
+def repair_state_dict(
+    state_dict: Mapping[str, Any], model: nn.Module | str | None = None, **settings: Any
+) -> tuple[dict[str, Any], Report]:
+    """Repair a state_dict in memory. Tensors that no edit touches are not copied; the argument is not changed."""
+    repaired = repair(state_dict, model, **settings)
+    return repaired.state_dict(), repaired.report
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    try:
+        settings = Settings(**given)
+    except TypeError as error:
+        raise UsageError(f"a setting is not known ({error}); see ckptfix.settings.Settings") from error
+    if settings.format not in (None, "pth", "safetensors"):
+        raise UsageError(f"format {settings.format!r} is not known; give pth or safetensors")
+    settings.is_for_torch_before("0")  # says in one line that a version is none
+    return settings
+
+
+def _open(source: Source, settings: Settings) -> Checkpoint:
+    if not isinstance(source, Mapping):
+        return open_file(os.fspath(source), settings.weights)
+    from ckptfix.tensors import open_state_dict
+
+    return open_state_dict(source)
+
+
+def _target(
+    model: nn.Module | str | None, like: str | None, model_args: Arguments, settings: Settings
+) -> Target | None:
+    if model is not None and like is not None:
+        raise UsageError("model and like exclude each other: both say what the checkpoint has to fit")
+    if isinstance(model, str):
+        return target_from_factory(model, model_args, settings.seed)
+    if model is not None:
+        return target_from_module(model)
+    return target_from_checkpoint(open_file(like)) if like is not None else None
+
+
+def _donor(target: Target | None, settings: Settings) -> Checkpoint | None:
+    """The checkpoint of ``--fill FILE``, under the names of the target."""
+    if settings.fill is None or settings.fill == "target":
+        return None
+    if target is None:
+        raise UsageError(f"--fill {settings.fill}: what is missing shows only against a target; add --model or --like")
+    return diagnose(open_file(settings.fill), target, Settings(select=("KEY", "FIL102"), values=False)).result
+
+
+def _carry_out(
+    plan: Plan, checkpoint: Checkpoint, target: Target | None, settings: Settings, donor: Checkpoint | None
+) -> Diagnosis:
+    """The result of a saved plan, and what the rules say of it; they change nothing more."""
+    supplies = Supplies(target.initial if target is not None else None, donor)
+    result = plan.apply(checkpoint, supplies)
+    left = diagnose(result, target, replace(settings, unsafe_fixes=False), donor)
+    return Diagnosis(left.findings, (), plan, result)
+
+
+def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis) -> Report:
+    return Report(
+        source=checkpoint.path,
+        format=checkpoint.format,
+        container=path_name(checkpoint.container),
+        tensors=len(checkpoint.specs),
+        numel=sum(spec.numel for spec in checkpoint.specs.values()),
+        target=target.label if target is not None else None,
+        findings=diagnosis.findings,
+        fixed=diagnosis.fixed,
+        edits=diagnosis.plan.edits,
+        coverage=measure_coverage(diagnosis.result, target, diagnosis.filled) if target is not None else None,
+        remarks=target.remarks if target is not None else (),
+    )
+
+
+def _with_delivery(report: Report, delivery: Delivery) -> Report:
+    findings: tuple[Finding, ...] = (*report.findings, *delivery.findings)
+    return replace(
+        report,
+        findings=findings,
+        smoke=delivery.smoke,
+        output=delivery.output,
+        remarks=(*report.remarks, *delivery.remarks),
+    )
+
+
+def _fitting(repaired: Repair, model: nn.Module) -> dict[str, Any]:
+    """The repaired state_dict, once it is known that a strict load will take it."""
+    report = repaired.report
+    if any(finding.code == "FIL901" for finding in report.findings):
+        raise HostileError(
+            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
+        )
+    left = obstacles(repaired.checkpoint, target_from_module(model))
+    if left:
+        reasons = "; ".join(
+            f"{finding.code} {finding.message}"
+            for finding in report.remaining
+            if finding.code[:3] in ("KEY", "FIT", "BUF")
+        )
+        hint = next(
+            (finding.remedy for finding in report.remaining if finding.remedy and finding.code.startswith("FIT")),
+            "see ckptfix.check",
+        )
+        raise TargetError(
+            f"{report.source}: does not fit {report.target} ({len(left)} keys, {left[0]} among them): {reasons}; {hint}"
+        )
+    return repaired.state_dict()

@@ -1,0 +1,67 @@
+"""What is left after a check or a repair, and the command for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from ckptfix.finding import Finding, Level
+from ckptfix.report.model import Report
+from ckptfix.report.style import Line, Span
+from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
+
+_WITH_VALUE = ("--fill", "--weights", "--for-torch")
+
+
+def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
+    """What the user can do about each finding that remains, and one command for all that a command can do."""
+    remaining = _remaining(report)
+    if not remaining:
+        if report.exit_code == 0 and telling.mode is not Mode.CHECK:
+            yield (Span("left: nothing", "good"),)
+        return
+    yield (Span("left:", "strong"),)
+    for finding in remaining:
+        if text := _text(finding):
+            yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
+    if command := next_command(report, telling):
+        yield ("  run: ", Span(command, "strong"))
+
+
+def next_command(report: Report, telling: Telling) -> str:
+    """The repair that cures what remains, as far as one can; empty where there is none."""
+    given = telling.command or ("ckptfix", "repair", report.source)
+    remaining = _remaining(report)
+    flags: dict[str, list[str]] = {}
+    for finding in remaining:
+        own = remedy_flags(finding.remedy)
+        flags.update(own)
+        if not own and needs_unsafe(finding):
+            flags["--unsafe-fixes"] = []
+    added = [word for flag, values in flags.items() if flag not in given for word in (flag, *values)]
+    # The same command again would do the same again, except that a check has not done it yet.
+    if not added and not (telling.mode is Mode.CHECK and any(map(is_fixable, remaining))):
+        return ""
+    return shlex.join((*given, *added))
+
+
+def remedy_flags(remedy: str) -> dict[str, list[str]]:
+    """The flags that a remedy begins with: ``--fill target takes …`` gives ``--fill`` and its value."""
+    flags: dict[str, list[str]] = {}
+    words = remedy.split()
+    while words and words[0].startswith("--"):
+        flag = words.pop(0)
+        flags[flag] = [words.pop(0).partition("|")[0]] if flag in _WITH_VALUE and words else []
+    return flags
+
+
+def _remaining(report: Report) -> list[Finding]:
+    return [finding for finding in report.remaining if finding.level > Level.NOTE]
+
+
+def _text(finding: Finding) -> str:
+    if finding.remedy:
+        return finding.remedy
+    if needs_unsafe(finding):
+        return "--unsafe-fixes applies the fix, which invents, drops or changes values"
+    return "" if is_fixable(finding) else f"no automatic repair; see ckptfix rule {finding.code}"

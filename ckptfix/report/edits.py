@@ -1,0 +1,138 @@
+"""The edits of a plan in few lines: ``rename 122 keys: module.{…} → {…}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Reshape, Retag, Tie
+from ckptfix.report.figures import plural, quantity, tensor_text
+from ckptfix.report.folding import folded_lines
+
+_ANY = "{…}"
+_INDENT = "  "
+
+E = TypeVar("E", bound=Edit)
+K = TypeVar("K")
+
+
+def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
+    """What the edits do, folded, in the order rename, drop, fill, tie, cast, reshape, plain, retag, and others by kind.
+
+    A long key list under a line is indented and cut after ``limit`` lines.
+    """
+    lines: list[str] = []
+    for change, renames in _grouped(_of(edits, Rename), lambda edit: rename_pattern(edit.key, edit.to)):
+        lines.append(f"rename {plural(len(renames), 'key')}: {change[0]} → {change[1]}")
+        if limit is None:
+            lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
+    lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
+    for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
+        lines += _fill_lines(origin, fills, limit)
+    for edit in _of(edits, Tie):
+        lines.append(f"tie {edit.key} to {edit.to}")
+    for (before, dtype), casts in _grouped(_of(edits, Cast), lambda edit: (edit.before, edit.dtype)):
+        lines += _listed(f"cast {{}} from {before} to {dtype}", (edit.key for edit in casts), limit)
+    for shapes, reshapes in _grouped(_of(edits, Reshape), lambda edit: (tuple(edit.before), tuple(edit.shape))):
+        before_shape, shape = (list(dims) for dims in shapes)
+        lines += _listed(f"reshape {{}} from {before_shape} to {shape}", (edit.key for edit in reshapes), limit)
+    lines += [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in _of(edits, Plain)]
+    lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
+    known = (Rename, Drop, Fill, Tie, Cast, Reshape, Plain, Retag)
+    for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
+        lines.append(f"{kind} ({len(others)})")
+    return lines
+
+
+def rename_pattern(key: str, to: str) -> tuple[str, str]:
+    """A rename without the segments that it leaves alone.
+
+    Each stretch of kept segments is ``{…}``. ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``,
+    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``.
+    """
+    old, new = key.split("."), to.split(".")
+    if (kept := _subsequence(new, old)) is not None:
+        return _pattern(old, kept), _pattern(new, [True] * len(new), breaks=_breaks(kept))
+    if (kept := _subsequence(old, new)) is not None:
+        return _pattern(old, [True] * len(old), breaks=_breaks(kept)), _pattern(new, kept)
+    head = 0
+    while head < min(len(old), len(new)) and old[head] == new[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    ends = (_pattern(side, [n < head or n >= len(side) - tail for n in range(len(side))]) for side in (old, new))
+    return next(ends), next(ends)
+
+
+def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
+    """Which segments of ``long`` make up ``short``, the last possible ones; None where it is not contained in it."""
+    kept = [False] * len(long)
+    position = len(short) - 1
+    for n in reversed(range(len(long))):
+        if position >= 0 and long[n] == short[position]:
+            kept[n] = True
+            position -= 1
+    return kept if position < 0 else None
+
+
+def _breaks(kept: list[bool]) -> set[int]:
+    """The positions in the list of kept segments before which something was left out."""
+    breaks, number = set(), 0
+    for n, is_kept in enumerate(kept):
+        if is_kept:
+            if n and not kept[n - 1] and number:
+                breaks.add(number)
+            number += 1
+    return breaks
+
+
+def _pattern(segments: list[str], kept: Sequence[bool], breaks: Iterable[int] = ()) -> str:
+    breaks = set(breaks)
+    parts: list[str] = []
+    for n, (segment, is_kept) in enumerate(zip(segments, kept, strict=True)):
+        if not is_kept:
+            parts.append(segment)
+        elif n == 0 or not kept[n - 1] or n in breaks:
+            parts.append(_ANY)
+    return ".".join(parts)
+
+
+def _fill_lines(origin: str, fills: Sequence[Fill], limit: int | None) -> list[str]:
+    numel = sum(math.prod(edit.shape) for edit in fills)
+    source = {
+        "zeros": "with zeros",
+        "target": "from the initial values of the target (not trained)",
+        "donor": "from the donor file",
+    }.get(origin, f"from {origin}")
+    specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
+    return _listed(f"fill {{}} ({_elements(numel)}) {source}", specs, limit, specs.__getitem__)
+
+
+def _elements(numel: int) -> str:
+    return "1 element" if numel == 1 else f"{quantity(numel)} elements"
+
+
+def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:
+    """A line with the number of keys for ``{}`` and the folded keys: behind it where they fit, else indented below."""
+    keys = list(keys)
+    if not keys:
+        return []
+    text = head.format(plural(len(keys), "key"))
+    folded = folded_lines(keys, limit, spec)
+    if len(folded) == 1:
+        return [f"{text}: {folded[0].removesuffix(f'  ({len(keys)})')}"]
+    return [f"{text}:", *(_INDENT + line for line in folded)]
+
+
+def _of(edits: Iterable[Edit], kind: type[E]) -> list[E]:
+    return [edit for edit in edits if isinstance(edit, kind)]
+
+
+def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, list[E]]]:
+    """The edits by what ``key`` says of them, in the order of first occurrence."""
+    groups: dict[K, list[E]] = {}
+    for edit in edits:
+        groups.setdefault(key(edit), []).append(edit)
+    yield from groups.items()

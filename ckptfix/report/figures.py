@@ -1,0 +1,54 @@
+"""Numbers and tensors as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 key``, ``20 keys``, ``2 entries``."""
+    if number == 1:
+        return f"1 {noun}"
+    plural_noun = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+    return f"{number} {plural_noun}"
+
+
+def quantity(number: int) -> str:
+    """A count in three figures: ``999``, ``11.7 M``, ``1.24 G``."""
+    return _scaled(number, ("", " k", " M", " G", " T", " P"))
+
+
+def size(nbytes: int) -> str:
+    """A size in bytes in three figures and powers of 1000: ``512 B``, ``46.8 MB``."""
+    return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def _scaled(number: int, units: Sequence[str]) -> str:
+    value = float(number)
+    for unit in units[:-1]:
+        # 999.5 and more would print as 1e+03.
+        if abs(value) < 999.5:
+            return f"{number}{unit}" if unit == units[0] else f"{_three(value)}{unit}"
+        value /= 1000
+    return f"{_three(value)}{units[-1]}"
+
+
+def _three(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def percent(part: int, whole: int) -> str:
+    """A share in per cent that says 100 only of the whole, and 0 only of nothing: ``99.99 %``, ``< 0.01 %``."""
+    if part >= whole:
+        return "100 %"
+    if part == 0:
+        return "0 %"
+    hundredths = math.floor(10_000 * part / whole)
+    return "< 0.01 %" if hundredths == 0 else f"{hundredths / 100:g} %"
+
+
+def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:
+    """A tensor's dtype and shape: ``float32[64, 3, 7, 7]``, ``int64[]``; ``float32[?]`` for a shape not known yet."""
+    return f"{dtype}[{'?' if shape is None else ', '.join(map(str, shape))}]"

@@ -1,0 +1,161 @@
+"""Long key lists in few lines: ``layers.{0…11}.attn.{q,k,v}.weight``.
+
+Keys are split into segments. Two patterns that differ in one segment only become one pattern with both alternatives
+there, so each pattern is a full product and stands for exactly the keys that were put in: nothing is implied that is
+not there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+MAX_NAMES = 6
+"""More alternatives than this are no longer read at a glance, unless they are numbers."""
+
+_MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
+_INTEGER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
+_NUMBERED = re.compile(r"(.*?[^0-9])(0|[1-9][0-9]{0,17})", re.DOTALL)
+
+Slot = tuple[str, ...]
+"""The alternatives of one segment, in a fixed order."""
+Pattern = tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The keys of a full product of alternatives. ``spec`` is what they have in common beside the pattern."""
+
+    slots: Pattern
+    spec: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of keys."""
+        return math.prod(len(slot) for slot in self.slots)
+
+    def unfold(self) -> Iterator[str]:
+        """The keys, the last alternatives running fastest."""
+        return map(".".join, product(*self.slots))
+
+    def __str__(self) -> str:
+        return ".".join(_slot_text(slot) for slot in self.slots)
+
+
+def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> list[Fold]:
+    """Fold keys into patterns, in the order of their first keys.
+
+    With ``spec`` only keys for which it gives the same text come together. A key that occurs twice counts once.
+    """
+    ranks: dict[str, int] = {}
+    # Patterns of different length or spec never merge. The number is that of the first key, for the order.
+    groups: dict[tuple[str, int], dict[Pattern, int]] = {}
+    for number, key in enumerate(keys):
+        segments = key.split(".", _MAX_SEGMENTS - 1)
+        for segment in segments:
+            ranks.setdefault(segment, len(ranks))
+        group = groups.setdefault((spec(key) if spec else "", len(segments)), {})
+        group.setdefault(tuple((segment,) for segment in segments), number)
+
+    folds = [
+        (number, Fold(pattern, text))
+        for (text, _), patterns in groups.items()
+        for pattern, number in _folded(patterns, ranks).items()
+    ]
+    return [fold for _, fold in sorted(folds, key=lambda item: item[0])]
+
+
+def folded_lines(keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None) -> list[str]:
+    """The folded keys as lines, at most ``limit`` and one that counts the rest."""
+    folds = fold_keys(keys, spec)
+    shown = folds if limit is None or len(folds) <= limit else folds[: limit - 1]
+    lines = [f"{fold}  {fold.spec}".rstrip() + (f"  ({fold.count})" if fold.count > 1 else "") for fold in shown]
+    rest = sum(fold.count for fold in folds[len(shown) :])
+    return [*lines, f"… and {rest} more"] if rest else lines
+
+
+def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern, int]:
+    """Merge until nothing merges: numbers first, then numbered names (``layer1``), then names."""
+    length = len(next(iter(patterns)))
+    while True:
+        before = len(patterns)
+        for kind in (_number_kind, _numbered_kind, _name_kind):
+            # Names from the right: the leaves of one module (``weight``, ``bias``) belong together before modules do.
+            for position in range(length) if kind is _number_kind else reversed(range(length)):
+                patterns = _merged(patterns, position, kind, ranks)
+        if len(patterns) == before:
+            return patterns
+
+
+def _merged(
+    patterns: dict[Pattern, int], position: int, kind: Callable[[Slot], str | None], ranks: dict[str, int]
+) -> dict[Pattern, int]:
+    """The patterns after merging those that differ in this position alone, where both slots are of one kind."""
+    groups: dict[tuple[str | None, Pattern], list[Pattern]] = {}
+    for pattern in patterns:
+        of_kind = kind(pattern[position])
+        rest = pattern if of_kind is None else (*pattern[:position], *pattern[position + 1 :])
+        groups.setdefault((of_kind, rest), []).append(pattern)
+
+    result: dict[Pattern, int] = {}
+    for members in groups.values():
+        alternatives = {segment for pattern in members for segment in pattern[position]}
+        if len(members) > 1 and not (kind is _name_kind and len(alternatives) > MAX_NAMES):
+            slot = tuple(sorted(alternatives, key=lambda segment: _order(segment, ranks)))
+            merged = (*members[0][:position], slot, *members[0][position + 1 :])
+            result[merged] = min(patterns[pattern] for pattern in members)
+        else:
+            result.update((pattern, patterns[pattern]) for pattern in members)
+    return result
+
+
+def _number_kind(slot: Slot) -> str | None:
+    return "number" if _INTEGER.fullmatch(slot[0]) else None
+
+
+def _numbered_kind(slot: Slot) -> str | None:
+    return _stem(slot)
+
+
+def _name_kind(slot: Slot) -> str | None:
+    return None if _INTEGER.fullmatch(slot[0]) else "name"
+
+
+def _stem(slot: Slot) -> str | None:
+    """What numbered names have in front of their number (``layer`` of ``layer1, layer2``), None for others."""
+    matches = [_NUMBERED.fullmatch(segment) for segment in slot]
+    stems = {match[1] if match else None for match in matches}
+    return stems.pop() if len(stems) == 1 else None
+
+
+def _order(segment: str, ranks: dict[str, int]) -> tuple[int, str, int, int]:
+    """Numbers by value, numbered names by number within their stem, others as they first occurred."""
+    if _INTEGER.fullmatch(segment):
+        return (0, "", int(segment), 0)
+    if match := _NUMBERED.fullmatch(segment):
+        return (1, match[1], int(match[2]), 0)
+    return (2, "", 0, ranks[segment])
+
+
+def _slot_text(slot: Slot) -> str:
+    if len(slot) == 1:
+        return slot[0]
+    if all(_INTEGER.fullmatch(segment) for segment in slot):
+        return f"{{{_ranges([int(segment) for segment in slot])}}}"
+    if (stem := _stem(slot)) is not None:
+        return f"{stem}{{{_ranges([int(segment[len(stem) :]) for segment in slot])}}}"
+    return f"{{{','.join(slot)}}}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers with their runs: ``0…3,7,9,10``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

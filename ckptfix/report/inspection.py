@@ -1,0 +1,247 @@
+"""What is in a checkpoint: where the state_dict lies, what its tensors are, what else there is. No tensor is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
+from ckptfix.formats.machine import Global, Opaque
+from ckptfix.report.figures import plural, quantity, size, tensor_text
+from ckptfix.report.folding import folded_lines
+from ckptfix.report.json import plain
+from ckptfix.report.model import REPORT_VERSION
+from ckptfix.report.style import Line, Span
+
+BLOAT = 1.25
+"""From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word."""
+
+_SHOWN = 12
+_NODES = 100_000  # objects that are looked at for their classes
+_VALUE_LENGTH = 60
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> dict[str, Any]:
+    """The facts as plain JSON data, the same that ``ckptfix inspect --output-format json`` prints."""
+    specs = checkpoint.specs
+    storages = _storages(specs.values())
+    dtypes: dict[str, dict[str, int]] = {}
+    for spec in specs.values():
+        entry = dtypes.setdefault(spec.dtype, {"tensors": 0, "numel": 0})
+        entry["tensors"] += 1
+        entry["numel"] += spec.numel
+    metadata = checkpoint.metadata
+    return {
+        "version": REPORT_VERSION,
+        "source": checkpoint.path,
+        "format": checkpoint.format,
+        "container": path_name(checkpoint.container),
+        "candidates": [
+            {"name": candidate.name, "tensors": candidate.tensors, "numel": candidate.numel}
+            for candidate in checkpoint.candidates
+        ],
+        "tensors": len(specs),
+        "numel": sum(spec.numel for spec in specs.values()),
+        "dtypes": dtypes,
+        "devices": dict(Counter(storage.device for storage in storages)),
+        "file_size": file_size,
+        "stored_bytes": sum(storage.nbytes for storage in storages),
+        "tensor_bytes": covered_bytes(specs.values()),
+        "ties": [list(group) for group in ties(specs)],
+        "metadata": None if metadata is None else len(metadata),
+        "entries": {key: describe(value) for key, value in checkpoint.entries.items() if key not in specs},
+        "extras": extras(checkpoint),
+        "classes": classes(checkpoint.root),
+        "remarks": [
+            {"kind": remark.kind, "where": remark.where, "detail": remark.detail} for remark in checkpoint.remarks
+        ],
+        "keys": {
+            key: plain(
+                {
+                    "dtype": spec.dtype,
+                    "shape": spec.shape,
+                    **({"strides": spec.strides} if spec.layout == "strided" and not spec.is_contiguous else {}),
+                    **({"layout": spec.layout} if spec.layout != "strided" else {}),
+                }
+            )
+            for key, spec in specs.items()
+        },
+    }
+
+
+def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbose: bool = False) -> Iterator[Line]:
+    """The facts for people."""
+    facts = inspect_checkpoint(checkpoint, file_size)
+    limit = None if verbose else _SHOWN
+    yield (
+        Span(f"{facts['source']}: ", "strong"),
+        f"{facts['format']}, {plural(facts['tensors'], 'tensor')}, {quantity(facts['numel'])} elements",
+    )
+    yield f"state_dict: {_place(facts['container'])}"
+    others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
+    for candidate in others:
+        yield (
+            f"  also: {candidate['name']} ({plural(candidate['tensors'], 'tensor')},"
+            f" {quantity(candidate['numel'])} elements; --weights {candidate['name']})"
+        )
+    yield "dtypes: " + _listed(
+        f"{name} {plural(entry['tensors'], 'tensor')} ({quantity(entry['numel'])} elements)"
+        for name, entry in facts["dtypes"].items()
+    )
+    yield "saved on: " + _listed(f"{device} ({plural(count, 'storage')})" for device, count in facts["devices"].items())
+    yield from _size_lines(facts)
+    metadata = facts["metadata"]
+    yield "_metadata: " + ("none" if metadata is None else plural(metadata, "module"))
+    yield from _section("ties", [" = ".join(group) for group in facts["ties"]], limit, "none")
+    yield from _section(
+        "entries that are no tensors", [f"{key}: {text}" for key, text in facts["entries"].items()], limit
+    )
+    yield from _section("beside the state_dict", [f"{name}: {text}" for name, text in facts["extras"].items()], limit)
+    yield from _section("objects of classes", [f"{name} ({count})" for name, count in facts["classes"].items()], limit)
+    yield from _section(
+        "remarks", [f"{remark['kind']}: {remark['detail']} ({remark['where']})" for remark in facts["remarks"]], limit
+    )
+    specs = checkpoint.specs
+    # The table is what the command is for, so it gets more room than a list in a report.
+    table = folded_lines(specs, None if verbose else 40, lambda key: _spec_text(specs[key]))
+    yield from _section("keys", table, None)
+
+
+def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:
+    """One line for each tensor, ``key dtype[shape]``, in the file's order."""
+    for key, spec in checkpoint.specs.items():
+        yield f"{key} {_spec_text(spec)}"
+
+
+def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
+    """The groups of keys that are one tensor: the same view of the same storage. Empty tensors are no ties."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for key, spec in specs.items():
+        if spec.storage is not None and spec.numel:
+            groups.setdefault(spec.view, []).append(key)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def covered_bytes(specs: Iterable[TensorSpec]) -> int:
+    """The bytes of the storages that at least one tensor touches, between its first and its last element."""
+    extents: dict[int, list[tuple[int, int]]] = {}
+    for spec in specs:
+        for part in spec.strided_parts():
+            extents.setdefault(id(part.storage), []).append(part.extent)
+    total = 0
+    for ranges in extents.values():
+        end = 0
+        for start, stop in sorted(ranges):
+            total += max(0, stop - max(start, end))
+            end = max(end, stop)
+    return total
+
+
+def extras(checkpoint: Checkpoint) -> dict[str, str]:
+    """What lies beside the state_dict on the way to it, by its name in the container."""
+    found: dict[str, str] = {}
+    place: tuple[PathPart, ...] = ()
+    here = checkpoint.root
+    for step in checkpoint.container:
+        children = _children(here)
+        for name, value in children.items():
+            if name != step:
+                found[path_name((*place, name))] = describe(value)
+        if step not in children:
+            break
+        place, here = (*place, step), children[step]
+    return found
+
+
+def classes(root: object) -> dict[str, int]:
+    """The classes of the objects in the container that are neither tensors nor plain data, with their number."""
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    pending = [root]
+    while pending and len(seen) < _NODES:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, Opaque | Mapping | list | tuple):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Opaque):
+            found[str(value.cls)] += 1
+            pending += [*value.args, *value.kwargs.values(), value.state]
+        pending += _children(value).values()
+    return dict(found.most_common())
+
+
+def describe(value: object) -> str:
+    """A value of a container in a few words."""
+    if isinstance(value, TensorSpec):
+        return _spec_text(value)
+    if isinstance(value, Opaque):
+        return f"object of {value.cls}"
+    if isinstance(value, Global):
+        return f"the name {value}"
+    if value is None or isinstance(value, bool | int | float | str):
+        # repr of a huge int raises, and of a huge text takes its time.
+        if isinstance(value, int) and value.bit_length() > 256:
+            return "a huge number"
+        text = repr(value[: _VALUE_LENGTH + 1] if isinstance(value, str) else value)
+        return text if len(text) <= _VALUE_LENGTH else text[: _VALUE_LENGTH - 1] + "…"
+    if isinstance(value, Mapping):
+        tensors = sum(isinstance(item, TensorSpec) for item in value.values())
+        return f"dict of {len(value)}" + (f", {plural(tensors, 'tensor')}" if tensors else "")
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes"
+    return type(value).__name__
+
+
+def _children(value: object) -> dict[PathPart, object]:
+    if isinstance(value, Opaque):
+        return _children(value.attributes) | _children(value.pairs) | _children(value.items)
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str | int) else str(key): item for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return {}
+
+
+def _storages(specs: Iterable[TensorSpec]) -> list[Storage]:
+    found = {id(part.storage): part.storage for spec in specs for part in spec.strided_parts()}
+    return [storage for storage in found.values() if storage is not None]
+
+
+def _size_lines(facts: Mapping[str, Any]) -> Iterator[Line]:
+    on_disk = "" if facts["file_size"] is None else f"file {size(facts['file_size'])}, "
+    yield f"size: {on_disk}storages {size(facts['stored_bytes'])}, of which tensors cover {size(facts['tensor_bytes'])}"
+    if facts["stored_bytes"] > BLOAT * facts["tensor_bytes"]:
+        spare = facts["stored_bytes"] - facts["tensor_bytes"]
+        yield (
+            Span(f"  {size(spare)} belong to no tensor of this state_dict: views save their whole storage", "warning"),
+        )
+
+
+def _section(title: str, lines: Sequence[str], limit: int | None, empty: str = "") -> Iterator[Line]:
+    if not lines:
+        if empty:
+            yield f"{title}: {empty}"
+        return
+    yield f"{title}:"
+    shown = lines if limit is None else lines[:limit]
+    yield from (f"  {line}" for line in shown)
+    if len(lines) > len(shown):
+        yield f"  … and {len(lines) - len(shown)} more (-v)"
+
+
+def _listed(items: Iterator[str]) -> str:
+    return ", ".join(items) or "none"
+
+
+def _place(name: str) -> str:
+    return "the file itself" if name == "." else name
+
+
+def _spec_text(spec: TensorSpec) -> str:
+    text = tensor_text(spec.dtype, spec.shape)
+    if spec.layout != "strided":
+        return f"{text} {spec.layout}"
+    return text

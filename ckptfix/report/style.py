@@ -1,0 +1,80 @@
+"""Text on its way to a stream: colours, the symbols that its encoding has, and nothing that could steer a terminal.
+
+A renderer yields lines made of plain strings and ``Span`` objects. Only ``Paper.write`` turns them into text, so a
+key, a message or a file name with an escape sequence in it cannot reach the terminal as one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+_CODES = {
+    "error": "1;31",
+    "warning": "33",
+    "note": "36",
+    "good": "32",
+    "strong": "1",
+    "faint": "2",
+}
+
+# For streams whose encoding is not one of Unicode.
+_ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "≥": ">=", "≤": "<=", "≈": "~"})  # noqa: RUF001 - the signs are the point
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong`` or ``faint``."""
+
+    text: str
+    role: str
+
+
+Line = str | tuple[str | Span, ...]
+"""One line: text, or pieces of it."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a stream can show: colours or not, and its encoding."""
+
+    color: bool = False
+    encoding: str = "utf-8"
+
+    @classmethod
+    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Paper:
+        """The paper that a stream is: colours on a terminal, unless ``NO_COLOR`` or ``FORCE_COLOR`` says otherwise."""
+        if environment.get("NO_COLOR"):
+            color = False
+        elif environment.get("FORCE_COLOR"):
+            color = environment["FORCE_COLOR"] != "0"
+        else:
+            color = stream.isatty() and environment.get("TERM") != "dumb"
+        return cls(color, getattr(stream, "encoding", None) or "utf-8")
+
+    def write(self, lines: Iterable[Line]) -> str:
+        """The lines as one text that ends in a line break; the empty text for no lines."""
+        return "".join(
+            "".join(self._piece(piece) for piece in ((line,) if isinstance(line, str) else line)).rstrip() + "\n"
+            for line in lines
+        )
+
+    def _piece(self, piece: str | Span) -> str:
+        text = self._encodable(printable(piece if isinstance(piece, str) else piece.text))
+        if isinstance(piece, Span) and self.color and text:
+            return f"\x1b[{_CODES[piece.role]}m{text}\x1b[0m"
+        return text
+
+    def _encodable(self, text: str) -> str:
+        if self.encoding.lower().replace("_", "-").startswith(("utf-8", "utf8", "utf-16", "utf-32")):
+            return text
+        return text.translate(_ASCII).encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, line breaks and lone surrogates shown as escapes (``\\x1b``)."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

@@ -1,0 +1,49 @@
+"""FIL901 executable-payload: the pickle names functions that no checkpoint needs.
+
+## What it finds
+Globals such as `os.system`, `builtins.eval`, `runpy`, `subprocess`, `torch.load` in a pickle of the file, however they
+are spelled; and further pickles in the archive that torch.load never reads, where a scanner or another reader might.
+
+## Why it matters
+A pickle runs what it names. Loading such a file with `weights_only=False`, with an old torch (CVE-2025-32434) or with
+plain `pickle` hands the machine over. ckptfix reads it without running anything, so that looking is safe.
+
+## Fix safety
+There is no fix, and `repair` writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
+from somewhere else.
+
+## Example
+`posix.system('touch …')` in `data.pkl`.
+
+## Sources
+https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fickling, whose lists this one follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Context, Finding, Level, Rule, rule
+
+REMEDY = "do not load this file with anything; get it from a source that you trust"
+
+
+@rule("FIL901", "executable-payload")
+def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name what the file would run."""
+    payload = [remark.detail for remark in context.checkpoint.remarks if remark.kind == "payload"]
+    if payload:
+        yield rule.finding(
+            Level.ERROR,
+            f"the file is built to run code when it is loaded: it names {', '.join(payload)}",
+            evidence={"globals": payload},
+            remedy=REMEDY,
+        )
+    hidden = [remark.where for remark in context.checkpoint.remarks if remark.kind == "hidden-pickle"]
+    if hidden:
+        yield rule.finding(
+            Level.WARNING,
+            f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
+            evidence={"members": hidden},
+            remedy=REMEDY,
+        )

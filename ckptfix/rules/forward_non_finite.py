@@ -1,0 +1,40 @@
+"""RUN102 forward-non-finite: the model runs on the file and gives NaN or infinities.
+
+## What it finds
+Floating outputs of the forward test that hold NaN, +Inf or -Inf, in nested tuples, dicts and dataclasses too: which
+output, how many of each, and the first module that made such a value out of finite ones, with its class, the range of
+its input and the figures of its weights. A module whose weights are finite points to an overflow, a negative
+`running_var`, or an input that the model was not made for.
+
+## Why it matters
+A file can load strictly and be worthless: NaN in one `running_var` makes every output NaN in eval mode, though training
+goes on unharmed, since there the batch's own statistics are used.
+
+## Fix safety
+There is no fix: a value that was lost cannot be guessed. No file is written. VAL101 names the values in the file that
+are not finite; another copy of them (an EMA twin in the same file, `--fill FILE` of a donor) is the cure. Some models
+put -Inf into their output on purpose, as a mask; for them `--no-smoke` leaves the test out.
+
+## Example
+A `BatchNorm2d` whose `running_var` was saved after a divergence:
+
+    The model runs, but its output is not finite: output float32[2, 10]: 20 NaN; the first to make NaN of finite
+    values is bn1 (BatchNorm2d), whose running_var is not finite itself.
+
+## Sources
+- NaN in a published file: https://github.com/sharif-apu/BJDD_CVPR21/issues/4
+- `torch.nn.BatchNorm2d`, the statistics in eval mode:
+  https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Context, Finding, Rule, rule
+
+
+@rule("RUN102", "forward-non-finite")
+def forward_non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Nothing can be said from names and values; ``ckptfix.smoke`` makes the finding once there is a file to run."""
+    return iter(())

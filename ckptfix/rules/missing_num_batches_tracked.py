@@ -1,0 +1,84 @@
+"""BUF101 missing-num-batches-tracked: a BatchNorm without its counter, as before torch 0.4.1.
+
+## What it finds
+
+Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
+target, those where the target wants the counter.
+
+## Why it matters
+
+The counter came with torch 0.4.1 and raised the version of BatchNorm in `_metadata` to 2. Torch supplies a missing
+counter to a module of version 1 or none; at version 2, and in every reader that compares keys, it is a missing key.
+
+## Fix safety
+
+Safe: a 0-d int64 zero is what torch itself would supply. It is used only by a BatchNorm with `momentum=None`. A
+stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and for modules whose `_metadata`
+says that they are no BatchNorm of torch (detectron2's frozen one has version 3).
+
+## Example
+
+    ckptfix repair resnet-2017.pth
+    # + bn1.num_batches_tracked  int64[]  zeros
+
+## Sources
+
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/batchnorm.py (`_load_from_state_dict`)
+- https://github.com/pytorch/pytorch/issues/110361
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.checkpoint import Checkpoint
+from ckptfix.finding import Applicability, Context, Fill, Finding, Fix, Level, Rule, counted, rule
+
+_COUNTING_VERSION = 2
+"""The version of BatchNorm in ``_metadata`` that has the counter."""
+
+
+@rule("BUF101", "missing-num-batches-tracked")
+def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Supplies the counter, as torch would."""
+    if context.settings.is_for_torch_before(COUNTED_SINCE):
+        return
+    checkpoint, target = context.checkpoint, context.target
+    fills = []
+    for module in _uncounted(checkpoint):
+        key = module + NUM_BATCHES_TRACKED
+        slot = target.slots.get(key) if target else None
+        if target is None and _version(checkpoint, module) <= _COUNTING_VERSION:
+            fills.append(Fill(key, "int64", (), "zeros"))
+        elif slot is not None and slot.shape is not None:
+            fills.append(Fill(key, slot.dtype, slot.shape, "zeros"))
+    if not fills:
+        return
+    fails = sum(_version(checkpoint, split_key(fill.key)[0]) >= _COUNTING_VERSION for fill in fills)
+    yield rule.finding(
+        Level.ERROR if fails else Level.WARNING,
+        f"{counted(len(fills), 'BatchNorm module')} without num_batches_tracked, as saved before torch {COUNTED_SINCE}",
+        keys=tuple(fill.key for fill in fills),
+        evidence={"modules": len(fills), "strict_load_fails": fails},
+        fix=Fix(tuple(fills), Applicability.SAFE),
+    )
+
+
+def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
+    """Paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
+    specs = checkpoint.specs
+    for key, mean in specs.items():
+        module, leaf = split_key(key)
+        variance = specs.get(module + "running_var")
+        is_mean = (
+            leaf == "running_mean" and variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
+        )
+        if is_mean and module + NUM_BATCHES_TRACKED not in checkpoint.entries:
+            yield module
+
+
+def _version(checkpoint: Checkpoint, module: str) -> int:
+    """The version that ``_metadata`` gives a module, 0 where it says nothing."""
+    version = (checkpoint.metadata or {}).get(module.removesuffix("."), {}).get("version")
+    return version if isinstance(version, int) else 0

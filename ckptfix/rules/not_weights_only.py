@@ -1,0 +1,58 @@
+"""FIL102 not-weights-only: the file holds things that `torch.load` refuses since 2.6.
+
+## What it finds
+Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
+modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text.
+
+## Why it matters
+`torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
+global`; its message sends people to turn the safety off. A class that has moved or vanished fails even then: `No module
+named 'models'`.
+
+## Fix safety
+Safe: every tensor stays bit for bit. Plain data of known classes takes its natural form (Namespace → dict, Path → str,
+numpy scalar → number, numpy array → tensor, module → state_dict); an object of an unknown class becomes a dict of what
+it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]` afterwards.
+
+## Example
+`{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
+
+## Sources
+https://pytorch.org/docs/stable/notes/serialization.html#weights-only; piper#718, bark#653, open-retina#186,
+SketchKit#90, ultralytics#19778."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, rule
+from ckptfix.formats.plain import plain_root
+
+_BEFORE = {
+    "protocol": ("pickle protocol {}", "protocol 2"),
+    "plain-pickle": ("{}", "torch.save"),
+    "numpy-weights": ("{}", "torch tensors"),
+    "tensor-subclass": ("{}", "torch.Tensor"),
+    "non-string-key": ("the key {} as a number", "text"),
+}
+
+
+@rule("FIL102", "not-weights-only")
+def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Convert everything beside the weights into plain data."""
+    checkpoint = context.checkpoint
+    _, conversions = plain_root(checkpoint)
+    for remark in checkpoint.remarks:
+        if remark.kind in _BEFORE:
+            before, after = _BEFORE[remark.kind]
+            conversions.append(Plain(remark.where, before.format(remark.detail), after))
+    if not conversions:
+        return
+    classes = list(dict.fromkeys(edit.before for edit in conversions))
+    shown = ", ".join(classes[:4]) + (f" and {len(classes) - 4} more" if len(classes) > 4 else "")
+    yield rule.finding(
+        Level.WARNING,
+        f"torch.load refuses this file with its default weights_only=True, because of {shown}",
+        evidence={edit.where: f"{edit.before} → {edit.after}" for edit in conversions},
+        fix=Fix(tuple(conversions), Applicability.SAFE),
+    )

@@ -1,0 +1,61 @@
+"""FIT102 unexpected-key: a key that the target has no place for.
+
+## What it finds
+
+Keys of the file that the target does not want, after the rules on names and buffers have had their turn.
+
+## Why it matters
+
+A strict load fails with `Unexpected key(s) in state_dict`. Such keys are a part that the target lacks, such as a
+decoder or an auxiliary head, or the file is of another model.
+
+## Fix safety
+
+Unsafe: `--unsafe-fixes` drops learned values. Nothing is offered where no key of the file fits the target: then it
+is the wrong model, or the wrong state_dict of the file.
+
+## Example
+
+    ckptfix repair googlenet.pth --model my_models:googlenet_without_aux --unsafe-fixes
+    # - aux1.fc1.weight
+
+## Sources
+
+- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+
+
+@rule("FIT102", "unexpected-key")
+def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Lists what the target has no place for."""
+    if context.target is None:
+        return
+    checkpoint, target = context.checkpoint, context.target
+    unexpected = [key for key in checkpoint.entries if key not in target.slots and key not in target.entries]
+    if not unexpected:
+        return
+    numel = sum(checkpoint.specs[key].numel for key in unexpected if key in checkpoint.specs)
+    evidence = {"numel": numel, "of": sum(spec.numel for spec in checkpoint.specs.values())}
+    if len(unexpected) == len(checkpoint.entries):
+        yield rule.finding(
+            Level.ERROR,
+            f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
+            keys=tuple(unexpected),
+            evidence=evidence,
+            remedy="name the model that the file belongs to, or pick another state_dict of the file with --weights",
+        )
+        return
+    yield rule.finding(
+        Level.ERROR,
+        f"{counted(len(unexpected), 'key')} without a place in the target",
+        keys=tuple(unexpected),
+        evidence=evidence,
+        fix=Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE),
+        remedy="--unsafe-fixes drops them",
+    )

@@ -1,0 +1,62 @@
+"""Every setting of a check or a repair, with its default, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptfix.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SmokeSettings:
+    """How the forward test runs.
+
+    ``inputs`` are the texts given with ``--input``, one for each argument of ``forward``: a shape (``2x3x224x224``), a
+    shape with an integer range (``2x16:int:0:1000``), a name before either (``input_ids=2x16:int:0:1000``), or a file
+    (``.npy``, ``.pt``, ``.safetensors``). Empty: an input is derived from the model. ``timeout`` is in seconds."""
+
+    inputs: tuple[str, ...] = ()
+    device: str = "auto"
+    timeout: float = 300.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    ``select`` and ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target`` or the
+    path of a donor file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given.
+    ``format`` is ``pth`` or ``safetensors``; None keeps that of the source."""
+
+    weights: str | None = None
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    unsafe_fixes: bool = False
+    fill: str | None = None
+    drop_mismatched: bool = False
+    for_torch: str | None = None
+    values: bool = True
+    seed: int = 0
+    format: str | None = None
+    smoke: bool | None = None
+    smoke_settings: SmokeSettings = field(default_factory=SmokeSettings)
+
+    def selects(self, code: str) -> bool:
+        """Whether the rule of this code is to run."""
+        chosen = not self.select or any(code.startswith(start) for start in self.select)
+        return chosen and not any(code.startswith(start) for start in self.ignore)
+
+    def is_for_torch_before(self, release: str) -> bool:
+        """Whether the result is meant for a torch older than ``release``.
+
+        Raises ``UsageError`` where ``for_torch`` is no version.
+        """
+        if self.for_torch is None:
+            return False
+        from packaging.version import InvalidVersion, Version
+
+        try:
+            return Version(self.for_torch) < Version(release)
+        except InvalidVersion as error:
+            raise UsageError(f"--for-torch {self.for_torch!r} is no version; write it like 0.4.0") from error

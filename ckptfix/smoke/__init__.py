@@ -1,0 +1,9 @@
+"""The forward test: the model runs on the very file that is to be delivered, in a process of its own.
+
+``run`` tells the story; ``child`` is what the other process executes; ``exam`` is the work that it does there.
+"""
+
+from ckptfix.smoke.result import SmokeResult
+from ckptfix.smoke.run import run_smoke
+
+__all__ = ["SmokeResult", "run_smoke"]

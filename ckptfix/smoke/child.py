@@ -1,0 +1,63 @@
+"""What the other process executes: ``python -m ckptfix.smoke.child``, the job as JSON on stdin, the answer as JSON
+lines in a private file.
+
+Neither stdout nor stderr is used for the answer: they belong to the user's model, which may print what it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+_GRACE = 30.0
+"""Seconds after the time limit at which the child ends by itself, should the parent be gone."""
+
+
+def main() -> None:
+    """Read the job, do it, answer."""
+    order: dict[str, Any] = json.load(sys.stdin)
+    with (
+        Path(order["answer"]).open("w", encoding="utf-8") as answer,
+        Path(order["stack"]).open("w", encoding="utf-8") as stack,
+    ):
+        _prepare(stack, order["timeout"])
+        import torch  # noqa: F401  before the user's folder can be imported from: a file random.py there is none of torch's business
+
+        _enter_folder(order["cwd"])
+        from ckptfix.smoke.exam import Job, examine
+
+        job = order["job"]
+        job["inputs"] = tuple(job["inputs"])
+        outcome = examine(Job(**job), lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": so_far.to_json()}))
+        _tell(answer, {"outcome": outcome.to_json()})
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _prepare(stack: TextIO, timeout: float) -> None:
+    """On a crash the Python stack goes to a file, and no core is written: it would be as large as the model."""
+    faulthandler.enable(stack)
+    faulthandler.dump_traceback_later(timeout + _GRACE, exit=True, file=stack)
+    with contextlib.suppress(ImportError):  # Windows has neither limits nor cores
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _enter_folder(folder: str) -> None:
+    """Take on the folder of the user; the process was started in an empty one, which stands first in the path."""
+    os.chdir(folder)
+    sys.path[0] = folder
+
+
+def _tell(answer: TextIO, line: dict[str, Any]) -> None:
+    answer.write(json.dumps(line) + "\n")
+    answer.flush()
+
+
+if __name__ == "__main__":
+    main()

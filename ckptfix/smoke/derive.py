@@ -1,0 +1,127 @@
+"""An input for a model that nobody gave one for: read off its first layers, in module order, and tried one after
+another.
+
+A guess that does not run says nothing against the checkpoint, only against the guess.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.smoke.inputs import Input, RandomInput
+from ckptfix.smoke.transformers_inputs import is_transformers_model, transformers_inputs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BATCH = 2  # a batch of one would hide a wrong reshape
+_FIRST_LAYERS = 3  # the first in module order is not always the first that runs
+_MOST_GUESSES = 24
+_SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((64,), (1024,), (16000,), (28,)),
+    2: ((64, 64), (224, 224), (32, 32), (28, 28), (256, 256), (299, 299)),
+    3: ((8, 32, 32), (16, 112, 112), (32, 32, 32), (64, 64, 64)),
+}
+_LATENT_SIZES = (1, 4, 8, 16)
+_LENGTHS = (8, 4, 1)
+_SIZE_NAMES = ("img_size", "image_size", "input_size")
+_LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "max_len", "block_size", "n_positions", "context_length")
+
+Guess = tuple[Input, ...]
+
+
+def derive_inputs(model: nn.Module) -> list[Guess]:
+    """The inputs worth trying, likeliest first; empty for a model whose layers say nothing about its input."""
+    stated = transformers_inputs(model) if is_transformers_model(model) else []
+    if stated:
+        return stated
+    arity = _arity(model)
+    guesses: dict[Guess, None] = {}  # an ordered set
+    for shapes in islice(_known_layers(model), _FIRST_LAYERS):
+        for shape in shapes:
+            guesses.setdefault((shape,) * arity)
+    per_argument = [next(iter(shapes)) for shapes in islice(_known_layers(model), arity)]
+    if arity > 1 and len(per_argument) == arity:
+        guesses.setdefault(tuple(per_argument))  # one layer for each argument: a user and an item embedding
+    return list(islice(guesses, _MOST_GUESSES))
+
+
+def _arity(model: nn.Module) -> int:
+    """How many positional arguments ``forward`` insists on; a model of two towers gets the same input twice."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # compiled code has no signature
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in signature.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return max(1, len(required))
+
+
+def _known_layers(model: nn.Module) -> Iterator[list[RandomInput]]:
+    for layer in model.modules():
+        shapes = [RandomInput(shape, bounds) for shape, bounds in _shapes(layer, model)]
+        if shapes:
+            yield shapes
+
+
+def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, int] | None]]:
+    """Shapes that this layer takes when it comes first, with the range of its integers."""
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+    match layer:
+        case _ConvTransposeNd():
+            dims = len(layer.kernel_size)
+            yield from (((BATCH, layer.in_channels, *(size,) * dims), None) for size in _LATENT_SIZES)
+        case _ConvNd():
+            dims = len(layer.kernel_size)
+            sizes = (*_declared_sizes(model, dims), *_SIZES[dims])
+            yield from (((BATCH, layer.in_channels, *size), None) for size in sizes)
+        case nn.Linear() | nn.Bilinear():
+            width = layer.in_features if isinstance(layer, nn.Linear) else layer.in1_features
+            yield (BATCH, width), None
+            yield (BATCH, 8, width), None
+        case nn.Embedding() | nn.EmbeddingBag():
+            yield from (((BATCH, length), (0, layer.num_embeddings)) for length in _lengths(model))
+            yield (BATCH,), (0, layer.num_embeddings)
+        case nn.RNNBase():
+            steps = (BATCH, 8) if layer.batch_first else (8, BATCH)
+            yield (*steps, layer.input_size), None
+            yield (*reversed(steps), layer.input_size), None
+        case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
+            yield (BATCH, 8, layer.self_attn.embed_dim), None
+        case nn.MultiheadAttention():
+            yield (BATCH, 8, layer.embed_dim), None
+        case _BatchNorm():
+            yield (BATCH, layer.num_features), None
+            yield from (((BATCH, layer.num_features, *size), None) for dims in (2, 1, 3) for size in _SIZES[dims][:1])
+        case nn.LayerNorm():
+            yield (BATCH, *layer.normalized_shape), None
+            yield (BATCH, 8, *layer.normalized_shape), None
+
+
+def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
+    """The image size that the model itself states, as vision transformers do."""
+    for module in model.modules():
+        for name in _SIZE_NAMES:
+            size: Any = getattr(module, name, None)
+            if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+                yield (size,) * dims
+            elif (
+                isinstance(size, list | tuple) and len(size) >= dims and all(isinstance(n, int) and n > 0 for n in size)
+            ):
+                yield tuple(size[-dims:])  # timm gives channels first: (3, 224, 224)
+
+
+def _lengths(model: nn.Module) -> Iterator[int]:
+    """Token counts to try, none above the longest that the model states."""
+    owners = (*model.modules(), getattr(model, "config", None))
+    stated = [getattr(owner, name, None) for owner in owners for name in _LENGTH_NAMES]
+    longest = min((length for length in stated if isinstance(length, int) and length > 0), default=None)
+    yield from (length if longest is None else min(length, longest) for length in _LENGTHS)
+    if longest is not None and longest <= 4096:
+        yield longest

@@ -1,0 +1,134 @@
+"""Starts the child, keeps its time, and collects what it left behind, whatever becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ckptfix.errors import UsageError
+from ckptfix.smoke.outcome import Outcome
+
+TAIL = 4096
+"""How many of the last bytes that the user's model printed are kept."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the child ended. Not ``answered`` means that it crashed, was killed, or ran out of time.
+
+    ``stage`` is the last one that it named, ``stack`` the Python stack of a crash, ``printed`` the tail of what the
+    model printed.
+    """
+
+    returncode: int
+    timed_out: bool
+    stage: str
+    outcome: Outcome
+    answered: bool
+    stack: str
+    printed: str
+
+
+def launch(job: Mapping[str, Any], timeout: float) -> Ending:
+    """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most.
+
+    Raises ``UsageError`` where the arguments of the factory cannot be said in JSON.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptfix-") as folder:
+        answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
+        empty.mkdir()
+        order = {"job": job, "cwd": str(Path.cwd()), "answer": str(answer), "stack": str(stack), "timeout": timeout}
+        try:
+            text = json.dumps(order).encode()
+        except TypeError as error:
+            raise UsageError(f"--model-args: {error}; the forward test takes plain JSON only") from error
+        returncode, timed_out, printed = _run(text, timeout, empty)
+        stage, outcome, answered = _read_answer(answer)
+        return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed)
+
+
+def _run(order: bytes, timeout: float, folder: Path) -> tuple[int, bool, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptfix.smoke.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env=_environment(),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    printed = bytearray()
+    reader = threading.Thread(target=_keep_tail, args=(process.stdout, printed), daemon=True)
+    reader.start()
+    timed_out = False
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it died before it read; its exit status says why
+            process.stdin.write(order)
+            process.stdin.close()
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        if sys.platform != "win32":
+            process.send_signal(signal.SIGABRT)  # the child then writes its stack
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+    finally:
+        if timed_out or process.returncode is None:
+            _kill_group(process)
+        process.wait()
+        reader.join(1)  # a process that left the group may hold the pipe open for ever
+    return process.returncode, timed_out, bytes(printed).decode(errors="replace").strip()
+
+
+def _environment() -> dict[str, str]:
+    """The parent's; what can be imported here can be imported there, and a crash loses nothing that was printed.
+
+    The user's folder is left out: the child adds it once torch is there, which must not import a ``random.py`` of it.
+    """
+    found = [Path(entry).absolute() for entry in sys.path]
+    path = [str(entry) for entry in found if entry != Path.cwd()]
+    home = str(Path(__file__).resolve().parents[2])  # of ckptfix, which may be the user's folder itself
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, home]), "PYTHONUNBUFFERED": "1"}
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the child and all that it started."""
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
+    while chunk := os.read(stream.fileno(), 65536):
+        kept += chunk
+        del kept[:-TAIL]
+
+
+def _read_answer(path: Path) -> tuple[str, Outcome, bool]:
+    """The last stage, the outcome up to there, and whether it is the answer. A line cut off by a crash is nothing."""
+    stage, outcome, answered = "start", Outcome(), False
+    for line in _text(path).splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        said = json.loads(line)
+        stage, answered = said.get("stage", stage), "outcome" in said
+        outcome = Outcome.from_json(said["outcome" if answered else "so_far"])
+    return stage, outcome, answered
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

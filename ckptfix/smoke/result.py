@@ -1,0 +1,19 @@
+"""What a forward test comes to, for the report."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """What the forward test saw. ``passed`` None means that it gave no verdict, for the reason in ``note``.
+
+    ``device`` is where it ran (``cpu``, ``cuda:0``), ``inputs`` and ``outputs`` describe tensors as text (``float32[2,
+    3, 224, 224]``), ``seconds`` is the time of the forward pass.
+    """
+
+    passed: bool | None
+    device: str = ""
+    note: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    seconds: float = 0.0

@@ -1,0 +1,145 @@
+"""Stored numbers as numpy arrays that can be computed with.
+
+numpy has no bfloat16 and no 8-bit floats, and converts float16 slowly. Each of those values is a float32 too, so they
+are looked up in a table of all codes, and bfloat16 is shifted into the upper half of a float32.
+
+Sources: IEEE 754; "FP8 Formats for Deep Learning" (https://arxiv.org/abs/2209.05433) for e4m3fn and e5m2; "8-bit
+Numerical Formats for Deep Neural Networks" (https://arxiv.org/abs/2206.02915) for the fnuz forms; the OCP
+Microscaling specification for e8m0fnu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the numbers of one element type are stored.
+
+    ``unit`` is numpy's type of one stored number, of which an element has ``units`` (two for a complex one).
+    ``decode`` makes an array of float32 or float64 of a 1-d array of units, without a copy where it can.
+    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers.
+    """
+
+    unit: np.dtype[Any]
+    units: int
+    decode: Callable[[Array], Array]
+    smallest_normal: float
+
+
+@dataclass(frozen=True)
+class _Minifloat:
+    """A float of 8 bits: a sign, ``exponent`` bits, the rest mantissa; ``specials`` is how it spells NaN and Inf."""
+
+    exponent: int
+    bias: int
+    specials: str
+
+    @property
+    def mantissa(self) -> int:
+        return 7 - self.exponent
+
+    def value(self, code: int) -> float:
+        """The number that a byte stands for."""
+        sign = -1.0 if code & 0x80 else 1.0
+        exponent, fraction = (code & 0x7F) >> self.mantissa, code & ((1 << self.mantissa) - 1)
+        if self.specials == "ieee" and exponent == (1 << self.exponent) - 1:
+            return sign * float("nan" if fraction else "inf")
+        if (self.specials == "fn" and code & 0x7F == 0x7F) or (self.specials == "fnuz" and code == 0x80):
+            return float("nan")
+        if exponent == 0:
+            return float(sign * fraction * 2.0 ** (1 - self.bias - self.mantissa))
+        return float(sign * (1 + fraction * 2.0**-self.mantissa) * 2.0 ** (exponent - self.bias))
+
+
+_MINIFLOATS = {
+    "float8_e4m3fn": _Minifloat(4, 7, "fn"),
+    "float8_e5m2": _Minifloat(5, 15, "ieee"),
+    "float8_e4m3fnuz": _Minifloat(4, 8, "fnuz"),
+    "float8_e5m2fnuz": _Minifloat(5, 16, "fnuz"),
+}
+
+_INTEGERS = {
+    **{f"int{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)},
+    **{f"uint{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)},
+    "quint8": "<u1",
+    "qint8": "<i1",
+    "qint32": "<i4",
+}
+
+_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+
+
+@cache
+def encoding(dtype: str) -> Encoding | None:
+    """How a dtype (a name of ``ckptfix.dtypes``) stores its numbers; None where an element is no single number (packed
+    bits)."""
+    import numpy as np
+
+    if dtype in _COMPLEX:
+        part = encoding(_COMPLEX[dtype])
+        return part and Encoding(part.unit, 2, part.decode, part.smallest_normal)
+    if dtype == "float64":
+        return Encoding(np.dtype("<f8"), 1, _as_is, 2.0**-1022)
+    if dtype == "float32":
+        return Encoding(np.dtype("<f4"), 1, _as_is, 2.0**-126)
+    if dtype == "bfloat16":
+        return Encoding(np.dtype("<u2"), 1, _upper_half, 2.0**-126)
+    if dtype == "float16":
+        codes = np.arange(1 << 16, dtype=np.uint16)
+        with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
+            return Encoding(np.dtype("<u2"), 1, _table(codes.view(np.float16).astype(np.float32)), 2.0**-14)
+    if dtype == "float8_e8m0fnu":
+        scales = [2.0 ** (code - 127) for code in range(255)] + [float("nan")]
+        return Encoding(np.dtype("<u1"), 1, _table(np.array(scales, dtype=np.float32)), 2.0**-127)
+    if dtype in _MINIFLOATS:
+        form = _MINIFLOATS[dtype]
+        values = np.array([form.value(code) for code in range(256)], dtype=np.float32)
+        return Encoding(np.dtype("<u1"), 1, _table(values), 2.0 ** (1 - form.bias))
+    if dtype == "bool":
+        return Encoding(np.dtype("<u1"), 1, _truth, 0.0)
+    if dtype in _INTEGERS:
+        return Encoding(np.dtype(_INTEGERS[dtype]), 1, _widened, 0.0)
+    return None
+
+
+def _as_is(units: Array) -> Array:
+    return units
+
+
+def _upper_half(units: Array) -> Array:
+    import numpy as np
+
+    shifted: Array = np.left_shift(units, 16, dtype=np.uint32)
+    return shifted.view(np.float32)
+
+
+def _truth(units: Array) -> Array:
+    import numpy as np
+
+    truth: Array = units != 0
+    return truth.astype(np.float64)
+
+
+def _widened(units: Array) -> Array:
+    import numpy as np
+
+    return units.astype(np.float64)
+
+
+def _table(values: Array) -> Callable[[Array], Array]:
+    def look_up(units: Array) -> Array:
+        found: Array = values.take(units, mode="wrap")  # no unit is out of range, and "raise" would check each
+        return found
+
+    return look_up

@@ -1,0 +1,126 @@
+"""What a tensor is to its model: told by the target where there is one, else by its name.
+
+Names are read by segments. The tables below hold names that are in use; where a name says nothing, a tensor counts as
+a parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptfix.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.target import BUFFER, Target
+from ckptfix.values.scan import TensorStatistics
+
+_SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size)")
+"""In the names of buffers that stay from release to release, which is why ``ckptfix.buffers`` does not list them."""
+
+_MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
+
+_RANGE = re.compile(r"(^|\.)(min_vals?|max_vals?|min_value|max_value|value)$")
+"""Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric."""
+
+_EMBEDDING = re.compile(r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos)(_|\.|$)", re.IGNORECASE)
+
+_ZERO_BY_DESIGN = re.compile(
+    r"""(?<![a-z])(
+      lora_(embedding_)?b | lora_up | hada_w2               # adapters: arXiv:2106.09685, LyCORIS
+    | zero_(conv|proj|linear|module)s? | controlnet\w* | input_hint_block | middle_block_out   # arXiv:2302.05543
+    | conv_out | proj_out | out_layers | out(?=\.\d)        # zero_module in the UNet of guided-diffusion
+    | ada_?ln\w* | adaptive\w* | \w*modulation | norm_out | final_layer | norm\d*(?=\.linear)  # arXiv 2212.09748
+    | re_?zero | skip_init | fixup | alpha | gat(e|ing)s?(?!_proj) | layer_?scale   # closed residual branches
+    | adapters? | prompts? | prefix
+    | pos(ition)?(al)?_?emb\w* | rel(ative)?_?pos\w* | \w*_token       # learned positions and tokens
+    | \w*offsets?\w* | attention_weights | bbox_embed | fc_loc | theta | flow   # deformable ops, spatial transformers
+    | mup?_?readout
+    )(?![a-z])""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first."""
+
+
+_SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")
+"""The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use."""
+
+_OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
+
+
+def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    """Whether the tensor is a buffer of its model. Only a module knows; a target from a file was guessed itself."""
+    if target and target.modules is not None and key in target.slots:
+        return target.slots[key].kind == BUFFER
+    return is_buffer_name(key, spec.shape) or bool(_SCRATCH.search(split_key(key)[1]))
+
+
+def is_running_statistic(key: str) -> bool:
+    """Whether the key names a statistic of batch or instance norm."""
+    return split_key(key)[1] in RUNNING_STATISTICS
+
+
+def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    """Whether infinities belong there: attention masks hold -Inf, unused range observers hold both."""
+    if is_running_statistic(key):
+        return False
+    if target and target.modules is not None and key in target.slots:
+        return target.slots[key].kind == BUFFER
+    # The bias of a Linear or a convolution is a vector; one of more dimensions is added to attention scores.
+    bias_matrix = split_key(key)[1] == "bias" and len(spec.shape) > 1
+    return bias_matrix or bool(_MASK.search(key) or _RANGE.search(key))
+
+
+def is_zero_by_design(key: str) -> bool:
+    """Whether matrices of this name are commonly initialised with zeros."""
+    return bool(_ZERO_BY_DESIGN.search(key))
+
+
+def is_scale_free(key: str) -> bool:
+    """Whether the layer divides this matrix by its norm, so that its scale means nothing."""
+    return bool(_SCALE_FREE.search(key))
+
+
+def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    """Whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above 1."""
+    floating = spec.dtype in {"float64", "float32", "float16", "bfloat16"} and spec.layout == "strided"
+    is_vector = sum(size > 1 for size in spec.shape) < 2 or "bias" in split_key(key)[1]
+    return floating and not is_vector and not is_buffer(key, spec, target)
+
+
+def kind(key: str, spec: TensorSpec) -> str:
+    """The family whose magnitudes can be compared: ``convolution``, ``embedding`` or ``linear``."""
+    if len(spec.shape) > 2:
+        return "convolution"
+    return "embedding" if _EMBEDDING.search(key) else "linear"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm layer that follows a matrix: its keys by their last segment (``weight``, ``running_var`` …)."""
+
+    keys: Mapping[str, str]
+
+    def figures(self, name: str, statistics: Mapping[str, TensorStatistics]) -> TensorStatistics | None:
+        """The statistics of its ``weight``, ``bias``, ``running_var`` …, where the file has it."""
+        return statistics.get(self.keys.get(name, ""))
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The keys of its trained vectors, weight and bias, that the file has."""
+        return tuple(self.keys[name] for name in ("weight", "bias") if name in self.keys)
+
+
+def norm_after(checkpoint: Checkpoint, key: str) -> Norm | None:
+    """The norm whose tensors come next in the file, if its vectors are as long as the matrix has outputs.
+
+    State_dicts list modules in the order of their definition, which nearly always is the order of their use.
+    """
+    specs, module = checkpoint.specs, key.rpartition(".")[0]
+    keys = list(specs)
+    following = [other for other in keys[keys.index(key) + 1 :] if other.rpartition(".")[0] != module]
+    path = following[0].rpartition(".")[0] if following else ""
+    members = {other.rpartition(".")[2]: other for other in following if other.rpartition(".")[0] == path}
+    vectors = [specs[member].shape for name, member in members.items() if name != NUM_BATCHES_TRACKED]
+    is_norm = bool(vectors) and all(shape == specs[key].shape[:1] for shape in vectors)
+    return Norm(members) if is_norm and members.keys() <= _OF_NORM else None

@@ -1,0 +1,114 @@
+"""The statistics of a checkpoint's tensors, each computed when it is first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.values.decode import encoding
+from ckptfix.values.scan import Scanner, TensorStatistics
+from ckptfix.values.walk import Walk
+
+
+class Statistics(Mapping[str, TensorStatistics]):
+    """The statistics of every tensor whose values were saved and are numbers, by key, in the file's order.
+
+    Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are
+    those of the stored bytes: a lazy conjugation or negation is not applied, and a quantised tensor counts by its
+    integers. Access raises ``UnreadableError`` where the bytes are not in the file.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
+        # The spec is kept beside its figures because a view is known by the identity of its storage.
+        self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
+
+    def of(self, checkpoint: Checkpoint) -> Statistics:
+        """The statistics of an edited view of the checkpoint. What both share is not computed again."""
+        other = Statistics(checkpoint)
+        other._of_view = self._of_view
+        return other
+
+    def __getitem__(self, key: str) -> TensorStatistics:
+        spec = self._specs[key]
+        view = (spec.view, spec.layout, *(part.view for part in spec.parts.values()))
+        if view not in self._of_view:
+            self._of_view[view] = (spec, tensor_statistics(spec))
+        return self._of_view[view][1]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def _is_numeric(spec: TensorSpec) -> bool:
+    values = _values(spec)
+    if values is None or encoding(values.dtype) is None:
+        return False
+    return values.numel == 0 or (values.storage is not None and Walk(values).is_bounded)
+
+
+def _values(spec: TensorSpec) -> TensorSpec | None:
+    """The strided tensor that holds the numbers: the tensor itself, or the values of a sparse one."""
+    return spec.parts.get("values") if spec.parts else spec if spec.has_data else None
+
+
+def tensor_statistics(spec: TensorSpec) -> TensorStatistics:
+    """The statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
+
+    Raises ``UnreadableError`` where the bytes are not in the file.
+    """
+    values = _values(spec)
+    assert values is not None, "a tensor without data has no statistics"
+    figures = _strided(values)
+    if values is spec:
+        return figures
+    numbers = spec.numel * (2 if DTYPES[values.dtype].is_complex else 1)
+    return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
+
+
+def _strided(spec: TensorSpec) -> TensorStatistics:
+    stored = encoding(spec.dtype)
+    assert stored is not None, f"{spec.dtype} holds no numbers"
+    if spec.numel == 0:
+        return TensorStatistics(0)
+    walk = Walk(spec)
+    scanner = Scanner(stored, None if walk.is_row_major else walk.logical_order)
+    for block in walk.blocks():
+        scanner.feed(block)
+    figures = scanner.result()
+    times, first = walk.repetition, figures.first_nonfinite
+    return replace(
+        figures,
+        numel=figures.numel * times,
+        nan=figures.nan * times,
+        pos_inf=figures.pos_inf * times,
+        neg_inf=figures.neg_inf * times,
+        zeros=figures.zeros * times,
+        subnormals=figures.subnormals * times,
+        first_nonfinite=None if first is None else walk.flat_index(first),
+    )
+
+
+def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStatistics:
+    """The statistics of a sparse tensor from those of its stored values and the number of zeros that it leaves out."""
+    finite = figures.numel - figures.nonfinite
+    share = finite / (finite + implicit) if finite + implicit else 0.0
+    return replace(
+        figures,
+        numel=figures.numel + implicit,
+        zeros=figures.zeros + implicit,
+        minimum=min(figures.minimum, 0.0) if implicit else figures.minimum,
+        maximum=max(figures.maximum, 0.0) if implicit else figures.maximum,
+        mean=figures.mean * share,
+        rms=figures.rms * math.sqrt(share),
+        first_nonfinite=None,
+    )

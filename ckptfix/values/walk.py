@@ -1,0 +1,142 @@
+"""The distinct elements of a strided tensor, in the order in which they lie in memory.
+
+Neither the order of the dimensions nor a repeated element (stride 0) changes what numbers a tensor holds. So the scan
+goes through the storage once, from front to back, whatever the view; only the place of the first bad element needs
+the logical order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.checkpoint import TensorSpec, contiguous_strides
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+CHUNK = 1 << 22
+"""Bytes that are read in one go."""
+
+OVERLAP = 64
+"""How often, on average, a view may repeat the elements of its storage. More is no weight but an attack."""
+
+Dims = tuple[tuple[int, int], ...]
+"""Sizes and strides, in elements."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A walk through a non-empty strided tensor with a storage."""
+
+    spec: TensorSpec
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The dimensions that lead to other elements, in logical order."""
+        sizes = zip(self.spec.shape, self.spec.strides, strict=True)
+        return tuple(axis for axis, (size, stride) in enumerate(sizes) if size > 1 and stride != 0)
+
+    @cached_property
+    def memory_axes(self) -> tuple[int, ...]:
+        """The same from the longest stride to the shortest."""
+        return tuple(sorted(self.axes, key=lambda axis: -self.spec.strides[axis]))
+
+    @cached_property
+    def distinct(self) -> int:
+        """How many elements the walk meets; each stands for ``repetition`` elements of the tensor."""
+        return math.prod(self.spec.shape[axis] for axis in self.axes)
+
+    @property
+    def repetition(self) -> int:
+        """How often the zero strides repeat each element."""
+        return self.spec.numel // self.distinct
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the walk is about as long as the storage that it goes through."""
+        start, stop = self.spec.extent
+        return self.distinct * self.spec.itemsize <= OVERLAP * (stop - start)
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether memory order is logical order."""
+        return self.memory_axes == self.axes
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes of the distinct elements, in memory order, in blocks of bounded size.
+
+        Raises ``UnreadableError`` where the bytes are not in the file.
+        """
+        import numpy as np
+
+        storage, itemsize = self.spec.storage, self.spec.itemsize
+        assert storage is not None, "a walk needs a storage"
+        dims_in_memory = self._merged()
+        overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view is larger than what is read for it
+        for offset, dims in _pieces(self.spec.offset, dims_in_memory, max(CHUNK // itemsize // overlap, 1)):
+            block = storage.source.read(offset * itemsize, (offset + _span(dims)) * itemsize)
+            if dims in ((), ((_span(dims), 1),)):
+                yield block
+            else:
+                view = np.lib.stride_tricks.as_strided(
+                    np.frombuffer(block, dtype=np.dtype((np.void, itemsize))),
+                    [size for size, _ in dims],
+                    [stride * itemsize for _, stride in dims],
+                    writeable=False,
+                )
+                yield memoryview(view.tobytes())
+
+    def logical_order(self, positions: Array) -> Array:
+        """Positions in the walk as row-major indices among the distinct elements."""
+        import numpy as np
+
+        shape = self.spec.shape
+        found = np.unravel_index(positions, [shape[axis] for axis in self.memory_axes])
+        places = dict(zip(self.memory_axes, found, strict=True))
+        return np.asarray(
+            np.ravel_multi_index([places[axis] for axis in self.axes], [shape[axis] for axis in self.axes])
+        )
+
+    def flat_index(self, index: int) -> int:
+        """A row-major index among the distinct elements as one among all elements."""
+        steps = contiguous_strides(self.spec.shape)
+        flat = 0
+        for axis in reversed(self.axes):
+            index, place = divmod(index, self.spec.shape[axis])
+            flat += place * steps[axis]
+        return flat
+
+    def _merged(self) -> Dims:
+        """The dimensions in memory order, adjacent ones joined where the outer one goes on where the inner one ends."""
+        dims: list[tuple[int, int]] = []
+        for axis in self.memory_axes:
+            size, stride = self.spec.shape[axis], self.spec.strides[axis]
+            if dims and dims[-1][1] == size * stride:
+                dims[-1] = (dims[-1][0] * size, stride)
+            else:
+                dims.append((size, stride))
+        return tuple(dims)
+
+
+def _span(dims: Dims) -> int:
+    """How many elements of the storage lie between the first and the last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in dims)
+
+
+def _pieces(offset: int, dims: Dims, limit: int) -> Iterator[tuple[int, Dims]]:
+    """Cut a view into views that span at most ``limit`` elements of the storage."""
+    if _span(dims) <= limit:
+        yield offset, dims
+        return
+    (size, stride), inner = dims[0], dims[1:]
+    step = max((limit - _span(inner)) // stride + 1, 1) if _span(inner) <= limit else 1
+    for start in range(0, size, step):
+        count = min(step, size - start)
+        rest = ((count, stride), *inner) if count > 1 else inner
+        yield from _pieces(offset + start * stride, rest, limit)

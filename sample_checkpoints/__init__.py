@@ -1,0 +1,1 @@
+"""Small broken checkpoints, the models they belong to (`models`), and the script that makes them (`build`)."""

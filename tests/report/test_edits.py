@@ -1,0 +1,80 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Reshape, Retag, Tie
+from ckptfix.report.edits import edit_lines, rename_pattern
+
+
+@pytest.mark.parametrize(
+    ("key", "to", "pattern"),
+    [
+        pytest.param("module.a.b", "a.b", ("module.{…}", "{…}"), id="a prefix goes"),
+        pytest.param("a.b", "module.a.b", ("{…}", "module.{…}"), id="a prefix comes"),
+        pytest.param("module.module.a", "module.a", ("module.{…}", "{…}"), id="one of two equal prefixes goes"),
+        pytest.param("a._orig_mod.b", "a.b", ("{…}._orig_mod.{…}", "{…}.{…}"), id="a segment inside goes"),
+        pytest.param(
+            "a._orig_mod.b._orig_mod.c", "a.b.c", ("{…}._orig_mod.{…}._orig_mod.{…}", "{…}.{…}.{…}"), id="twice inside"
+        ),
+        pytest.param("ln.gamma", "ln.weight", ("{…}.gamma", "{…}.weight"), id="a leaf changes"),
+        pytest.param("norm.1.weight", "norm1.weight", ("norm.1.{…}", "norm1.{…}"), id="two segments become one"),
+        pytest.param("a", "b", ("a", "b"), id="nothing in common"),
+        pytest.param(
+            "a.weight_g",
+            "a.parametrizations.weight.original0",
+            ("{…}.weight_g", "{…}.parametrizations.weight.original0"),
+            id="a leaf becomes a path",
+        ),
+    ],
+)
+def test_rename_pattern(key, to, pattern):
+    assert rename_pattern(key, to) == pattern
+
+
+def test_no_edits_give_no_lines():
+    assert edit_lines(()) == []
+
+
+def test_each_kind_in_its_words():
+    edits = (
+        Rename("module.a", "a"),
+        Rename("module.b", "b"),
+        Drop("head.0"),
+        Drop("head.1"),
+        Fill("n", "int64", (), "zeros"),
+        Fill("fc.weight", "float32", (10, 512), "target"),
+        Tie("dec.weight", "emb.weight"),
+        Cast("x.w", "float16", "float32"),
+        Reshape("n2", (1,), ()),
+        Plain("args", "argparse.Namespace", "dict"),
+        Retag("cuda:3"),
+    )
+    assert edit_lines(edits) == [
+        "rename 2 keys: module.{…} → {…}",
+        "drop 2 keys: head.{0,1}",
+        "fill 1 key (1 element) with zeros: n  int64[]",
+        "fill 1 key (5.12 k elements) from the initial values of the target (not trained): fc.weight  float32[10, 512]",
+        "tie dec.weight to emb.weight",
+        "cast 1 key from float16 to float32: x.w",
+        "reshape 1 key from [1] to []: n2",
+        "turn argparse.Namespace into dict at args",
+        "retag tensors from cuda:3 to cpu",
+    ]
+
+
+def test_a_list_of_many_lines_is_indented_and_cut():
+    lines = edit_lines([Drop(f"k{'.x' * n}") for n in range(20)], limit=3)
+    assert lines == ["drop 20 keys:", "  k", "  k.x", "  … and 18 more"]
+
+
+def test_without_a_limit_every_rename_is_shown():
+    assert edit_lines([Rename("m.a", "a")], limit=None) == ["rename 1 key: m.{…} → {…}", "  m.a → a"]
+
+
+def test_an_edit_of_a_kind_unknown_here_is_named():
+    @dataclass(frozen=True)
+    class Polish(Edit):
+        kind: ClassVar[str] = "polish"
+
+    assert edit_lines([Polish(), Polish()]) == ["polish (2)"]

@@ -1,0 +1,42 @@
+import pytest
+
+from ckptfix.report.figures import percent, plural, quantity, size, tensor_text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.00 k"), (11_689_512, "11.7 M"), (999_999, "1.00 M"), (7 * 10**9, "7.00 G")],
+)
+def test_quantity(number, text):
+    assert quantity(number) == text
+
+
+def test_size():
+    assert (size(512), size(46_830_571)) == ("512 B", "46.8 MB")
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        pytest.param(5, 5, "100 %", id="all"),
+        pytest.param(0, 5, "0 %", id="nothing"),
+        pytest.param(0, 0, "100 %", id="all of nothing"),
+        pytest.param(10**9 - 1, 10**9, "99.99 %", id="one missing of many is not 100"),
+        pytest.param(1, 10**9, "< 0.01 %", id="one of many is not 0"),
+        pytest.param(1, 2, "50 %", id="half"),
+    ],
+)
+def test_percent(part, whole, text):
+    assert percent(part, whole) == text
+
+
+def test_plural():
+    assert [plural(1, "key"), plural(2, "key"), plural(0, "entry")] == ["1 key", "2 keys", "0 entries"]
+
+
+def test_tensor_text():
+    assert [tensor_text("int64", ()), tensor_text("float32", (2, 3)), tensor_text("float32", None)] == [
+        "int64[]",
+        "float32[2, 3]",
+        "float32[?]",
+    ]

@@ -1,0 +1,53 @@
+import io
+
+import pytest
+
+from ckptfix.report.style import Paper, Span, printable
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "color"),
+    [
+        pytest.param(io.StringIO(), {}, False, id="a pipe has no colours"),
+        pytest.param(io.StringIO(), {"FORCE_COLOR": "0"}, False, id="FORCE_COLOR=0 forces nothing"),
+        pytest.param(Terminal(), {"NO_COLOR": "1"}, False, id="NO_COLOR"),
+        pytest.param(Terminal(), {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, id="NO_COLOR wins"),
+        pytest.param(Terminal(), {"TERM": "dumb"}, False, id="a dumb terminal"),
+        pytest.param(Terminal(), {"NO_COLOR": ""}, True, id="an empty NO_COLOR counts as none"),
+        pytest.param(Terminal(), {}, True, id="a terminal"),
+        pytest.param(io.StringIO(), {"FORCE_COLOR": "1"}, True, id="FORCE_COLOR in a pipe"),
+    ],
+)
+def test_where_colours_are(stream, environment, color):
+    assert Paper.of(stream, environment).color is color
+
+
+def test_a_role_is_an_escape_sequence_only_with_colours():
+    lines = [("a ", Span("b", "error"))]
+    assert Paper().write(lines) == "a b\n"
+    assert Paper(color=True).write(lines) == "a \x1b[1;31mb\x1b[0m\n"
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "a\rb", "a\nb", "\x07", "\x9b31m", "\u202e", "\ud800"])
+def test_nothing_in_a_text_reaches_the_terminal_as_a_control(hostile):
+    for piece in (hostile, Span(hostile, "error")):
+        text = Paper().write([(piece,)])
+        assert text.endswith("\n")
+        assert text[:-1].isprintable()
+
+
+def test_printable_keeps_what_people_read():
+    assert printable("Größe layers.{0…3} ×") == "Größe layers.{0…3} ×"  # noqa: RUF001 - the sign is the point
+
+
+def test_an_ascii_stream_gets_ascii():
+    assert Paper(encoding="ascii").write(["a.{0…3} → ü"]) == "a.{0...3} -> \\xfc\n"
+
+
+def test_a_latin_stream_gets_what_it_has():
+    assert Paper(encoding="latin-1").write(["… ü"]) == "... ü\n"

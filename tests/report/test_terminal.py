@@ -1,0 +1,133 @@
+import pytest
+
+from ckptfix.finding import Finding, Level
+from ckptfix.report.model import Coverage
+from ckptfix.report.style import Paper
+from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.terminal import concise_lines, full_lines, headline
+from ckptfix.smoke.result import SmokeResult
+from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
+
+
+def full(report, **telling):
+    return Paper().write(full_lines(report, Telling(**telling)))
+
+
+@pytest.mark.parametrize(
+    ("findings", "line"),
+    [
+        pytest.param((), "resnet.pth: clean", id="clean"),
+        pytest.param((NOTE,), "resnet.pth: clean, 1 note", id="a note is no defect"),
+        pytest.param((MISMATCH,), "resnet.pth: 1 defect: another shape (1 key)", id="one"),
+        pytest.param(
+            (PREFIX, COUNTER),
+            "resnet.pth: 2 defects: 6 keys begin with `module.`; BatchNorm has no counter (3 keys)",
+            id="two",
+        ),
+        pytest.param(
+            (PREFIX, COUNTER, EXTRA, MISSING, MISMATCH, NOTE),
+            "resnet.pth: 5 defects: 6 keys begin with `module.`; BatchNorm has no counter (3 keys);"
+            " the target has no such key (1 key); and 2 more",
+            id="many",
+        ),
+    ],
+)
+def test_headline(findings, line):
+    assert Paper().write([headline(report(*findings))]) == f"{line}\n"
+
+
+def test_full_report_of_a_repair():
+    assert full(repaired(), mode=Mode.REPAIR) == (
+        """\
+resnet.pth: 2 defects: 6 keys begin with `module.`; BatchNorm has no counter (3 keys)
+  torch-zip, state_dict at state_dict: 9 tensors, 11.7 M elements; target zoo:resnet18
+
+KEY102 wrapper-prefix error [fixed]
+  6 keys begin with `module.`
+    module.layer{1…3}.{0,1}.conv1.weight  (6)
+  evidence: prefix module; share 1
+
+BUF101 missing-num-batches-tracked warning [fixed]
+  BatchNorm has no counter
+    layer{1…3}.0.bn1.num_batches_tracked  (3)
+
+done:
+  rename 6 keys: module.{…} → {…}
+  fill 3 keys (3 elements) with zeros: layer{1…3}.0.bn1.num_batches_tracked  int64[]
+coverage: 100 % of 11.7 M parameters (by number of elements) came from the file; buffers 99.96 %
+forward test: passed on cpu (no CUDA device): float32[2, 3, 8, 8] → float32[2, 10], 0.012 s
+written: resnet.fixed.pth
+note: built on the meta device
+left: nothing
+"""
+    )
+
+
+def test_full_report_of_a_check():
+    text = full(report(PREFIX))
+    assert "KEY102 wrapper-prefix error [fixable]\n" in text
+    assert "done:" not in text
+    assert "written:" not in text
+    assert "coverage: unknown without a target (--model or --like)\n" in text
+    assert text.endswith("  run: ckptfix repair resnet.pth\n")
+
+
+def test_a_dry_run_says_would():
+    text = full(report(PREFIX, fixed=(PREFIX,), edits=PREFIX.fix.edits), mode=Mode.DRY_RUN)
+    assert "[would be fixed]" in text
+    assert "would do:\n  rename 6 keys: module.{…} → {…}\n" in text
+    assert "written: nothing (dry run)\n" in text
+
+
+def test_what_was_filled_is_said_beside_the_coverage():
+    text = full(report(coverage=Coverage(1000, 999, 0, 0, {"target": 1})))
+    assert (
+        "coverage: 99.9 % of 1.00 k parameters (by number of elements) would come from the file; buffers none;" in text
+    )
+    assert "; 1 filled from target\n" in text
+
+
+@pytest.mark.parametrize(
+    ("smoke", "line"),
+    [
+        (SmokeResult(None, note="no model was given"), "forward test: no verdict: no model was given\n"),
+        (SmokeResult(False, "cuda:0", "NaN in the output"), "forward test: failed on cuda:0 (NaN in the output)\n"),
+    ],
+)
+def test_forward_test(smoke, line):
+    assert line in full(report(smoke=smoke))
+
+
+def test_a_long_message_is_cut_in_the_headline_alone():
+    finding = Finding("X1", "x", Level.ERROR, "y" * 500)
+    first, *rest = full(report(finding)).splitlines()
+    assert len(first) < 150
+    assert f"  {'y' * 500}" in rest
+
+
+def test_long_evidence_is_cut_unless_verbose():
+    finding = Finding("X1", "x", Level.ERROR, "m", evidence={"text": "y" * 500, **{f"n{n}": n for n in range(20)}})
+    assert "y" * 200 not in full(report(finding))
+    assert "and 13 more (-v)" in full(report(finding))
+    assert "y" * 500 in full(report(finding), verbose=True)
+    assert "n19 19" in full(report(finding), verbose=True)
+
+
+def test_concise():
+    text = Paper().write(concise_lines(report(PREFIX, EXTRA, MISMATCH, NOTE, fixed=(PREFIX,)), Telling(Mode.REPAIR)))
+    assert text == (
+        """\
+resnet.pth: KEY102 wrapper-prefix: 6 keys begin with `module.` [fixed]
+resnet.pth: FIT102 unexpected-key: the target has no such key (1 key) [fixable with --unsafe-fixes]
+resnet.pth: FIT103 shape-mismatch: another shape (1 key)
+resnet.pth: FIL103 foreign-class: an object of a class is inside
+"""
+    )
+
+
+@pytest.mark.parametrize("lines", [full_lines, concise_lines])
+def test_a_hostile_name_stays_text(lines):
+    hostile = Finding("KEY1", "n", Level.ERROR, "\x1b[2Jmessage", keys=("\x1b]0;title\x07",), evidence={"\x1b": "\r"})
+    text = Paper().write(lines(report(hostile, source="\x1b[31m.pth", target="\x1b"), Telling()))
+    assert "\x1b" not in text
+    assert "\r" not in text

@@ -1,0 +1,166 @@
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.finding import Level
+from ckptfix.rules.decayed import decayed
+from tests.rules.healthy import HEALTHY, build
+from tests.rules.value_findings import propose, without_values
+
+
+class Net(nn.Module):
+    """Three blocks of which the forward pass may leave the last one out of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv3, self.bn3 = nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.fc, self.spare = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(self.bn2(self.conv2(x)))
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+UNUSED = ("conv3", "bn3", "spare")
+
+
+def trained(steps: int, momentum: float = 0.9) -> tuple[Net, torch.optim.SGD]:
+    """The net after training in which the unused layers got gradients of zero, as under DistributedDataParallel."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+    inputs, targets = torch.randn(16, 3, 7, 7), torch.randint(0, 16, (16,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        for name in UNUSED:
+            for parameter in net.get_submodule(name).parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return net, optimizer
+
+
+def scaled(factor: float, layer: str = "conv3") -> dict[str, torch.Tensor]:
+    """The state_dict of a fresh net of which one layer has shrunk."""
+    state = Net().state_dict()
+    return {key: value * factor if key == f"{layer}.weight" else value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_are_quiet(name):
+    assert propose(decayed, build(name).state_dict()) == []
+    assert propose(decayed, build(name).state_dict(), build(name)) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(scaled(1e-2), id="light-decay-cannot-be-told"),
+        pytest.param({**scaled(1), "conv3.weight": torch.zeros(8, 8, 3, 3)}, id="exact-zeros-are-for-another-rule"),
+        pytest.param({**scaled(1), "gamma": torch.full((96,), 1e-9)}, id="vector"),
+        pytest.param({**scaled(1), "gamma": torch.full((1, 96, 1, 1), 1e-9)}, id="vector-in-disguise"),
+        pytest.param({**scaled(1), "w": torch.full((7, 9), 1e-9)}, id="too-small-to-say"),
+        pytest.param({**scaled(1), "bn3.running_mean": torch.full((8, 8), 1e-9)}, id="buffer"),
+        pytest.param({**scaled(1), "attn_mask": torch.full((8, 8), 1e-9)}, id="mask"),
+        pytest.param({**scaled(1), "w": torch.eye(64) * 1e-9}, id="mostly-exact-zeros"),
+        pytest.param({**scaled(1), "conv.weight_v": torch.full((8, 8), 1e-9)}, id="weight-norm-direction"),
+        pytest.param(
+            {**scaled(1), "fc.parametrizations.weight.original": torch.full((8, 8), 1e-9)}, id="spectral-norm"
+        ),
+        pytest.param({**scaled(1), "q.lora_B.weight": torch.full((64, 8), 1e-6)}, id="adapter-after-few-steps"),
+        pytest.param({**scaled(1), "steps": torch.ones(8, 8, dtype=torch.int64)}, id="integers"),
+        pytest.param(
+            {key: value * 1e-4 for key, value in Net().state_dict().items()}, id="a-file-of-small-differences"
+        ),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_what_is_no_decay_is_quiet(state):
+    assert propose(decayed, state) == []
+
+
+def test_a_layer_that_the_model_starts_small_is_quiet():
+    model = Net()
+    nn.init.normal_(model.spare.weight, std=1e-5)  # the flow layer of VoxelMorph, for one
+    (finding,) = propose(decayed, model.state_dict())
+    assert finding.keys == ("spare.weight",)
+    assert propose(decayed, model.state_dict(), model) == []
+    nn.init.zeros_(model.spare.weight)
+    assert propose(decayed, scaled(1e-5, "spare"), model) == [], "it starts at zero and has left it"
+
+
+def test_a_kernel_is_scale_invariant_before_a_norm_that_was_updated():
+    state = scaled(1e-5)
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "the norm saw no batch"
+    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
+    assert propose(decayed, state) == []
+    state["bn3.running_var"] = torch.full((8,), 1e-9)
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "eps is all that is left"
+
+
+def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():
+    state = scaled(1e-9)
+    state["bn3.weight"], state["bn3.bias"] = torch.full((8,), 1e-9), torch.zeros(8)
+    state["spare.weight"], state["spare.bias"] = state["spare.weight"] * 1e-8, state["spare.bias"] * 1e-8
+    (finding,) = propose(decayed, state)
+    assert set(finding.keys) == {"conv3.weight", "bn3.weight", "bn3.bias", "spare.weight", "spare.bias"}
+    assert finding.level is Level.ERROR
+    assert finding.message == "2 weight matrices have decayed to 1e-09 of the expected scale"
+
+
+@pytest.mark.parametrize(
+    ("share", "level"), [(1e-4, Level.WARNING), (1e-5, Level.WARNING), (1e-7, Level.ERROR), (1e-36, Level.ERROR)]
+)
+@pytest.mark.parametrize("model", [None, Net()], ids=["by-fan-in", "by-the-model"])
+def test_the_level_follows_what_is_left(share, level, model):
+    (finding,) = propose(decayed, scaled(share), model)
+    figures = finding.evidence["tensors"]["conv3.weight"]
+    assert finding.level is level
+    assert figures["rms"] == pytest.approx(figures["expected_rms"] * share, rel=0.1)
+    assert figures["expected_from"] == ("fan-in" if model is None else "the model's initialisation")
+    assert finding.fix is None
+
+
+def test_subnormal_remains_are_found_although_some_are_zero():
+    state = scaled(1)
+    state["conv3.weight"] = state["conv3.weight"].sign() * 5.7e-44
+    state["conv3.weight"].view(-1)[::3] = 0
+    (finding,) = propose(decayed, state)
+    assert finding.keys == ("conv3.weight",)
+
+
+def test_the_only_layer_of_its_kind_is_compared_with_the_others():
+    state = {"conv.weight": torch.randn(8, 8, 3, 3) * 1e-8, "fc.weight": torch.randn(8, 8)}
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv.weight",)]
+
+
+def test_a_file_of_nothing_but_remains_is_found():
+    state = {f"{index}.weight": torch.randn(16, 16) * 1e-12 for index in range(3)}
+    assert [finding.keys for finding in propose(decayed, state)] == [tuple(state)]
+
+
+def test_training_leaves_nothing_of_a_layer_without_gradients():
+    net, optimizer = trained(1500)
+    state = net.state_dict()
+    assert 0 < state["conv3.weight"].norm() < 1e-6 * Net().state_dict()["conv3.weight"].norm()
+    (finding,) = propose(decayed, state, root={"state_dict": state, "optimizer": optimizer.state_dict()})
+    assert set(finding.keys) >= {"conv3.weight", "bn3.weight", "spare.weight"}
+    assert not any(key.startswith(("conv1", "conv2", "bn1", "bn2", "fc")) for key in finding.keys)
+    assert finding.evidence["optimizer"] == {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    assert "weight_decay 0.01" in finding.message
+    assert finding.evidence["tensors"]["conv3.weight"]["batches_seen_by_its_norm"] == 0
+
+
+def test_light_decay_is_not_reported():
+    net, _ = trained(200, momentum=0.0)
+    shrunk = (net.conv3.weight.norm() / Net().conv3.weight.norm()).item()
+    assert 0.5 < shrunk < 0.9
+    assert propose(decayed, net.state_dict()) == []
+
+
+def test_values_are_left_alone_where_the_user_says_so():
+    assert without_values(decayed) == []

@@ -1,0 +1,147 @@
+"""FIT101: what the file does not have, and where else it may come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.finding import Applicability, Fill, Level, Tie
+from ckptfix.rules.missing_key import missing_key
+from ckptfix.target import target_from_checkpoint
+from ckptfix.tensors import open_state_dict
+from tests.rules.proposals import propose, repaired
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def classifier() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 4, bias=False))
+
+
+def backbone() -> dict[str, torch.Tensor]:
+    return {"0.weight": torch.ones(10, 6)}
+
+
+@pytest.mark.parametrize(
+    ("state", "model", "settings"),
+    [
+        pytest.param({}, None, {}, id="no target"),
+        pytest.param(classifier().state_dict(), classifier(), {"fill": "target"}, id="nothing is missing"),
+        pytest.param(
+            {"0.weight": torch.ones(1), "1.weight": torch.ones(1)}, classifier(), {"fill": "target"}, id="other shapes"
+        ),
+        pytest.param(
+            {"embed.weight": torch.ones(5, 4), "mix.weight": torch.ones(4, 4)},
+            Language(),
+            {},
+            id="its twin is in the file",
+        ),
+        pytest.param(
+            {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key != "num_batches_tracked"},
+            nn.BatchNorm1d(2),
+            {"for_torch": "0.4.0"},
+            id="the counter that an old torch does not know",
+        ),
+    ],
+)
+def test_noop(state, model, settings):
+    assert propose(missing_key, state, model, **settings) == []
+
+
+def test_nothing_is_filled_unasked():
+    (finding,) = propose(missing_key, backbone(), classifier())
+    assert finding.level == Level.ERROR
+    assert finding.keys == ("1.weight",)
+    assert finding.message == "1 key missing, 40 % of the target's parameters"
+    assert finding.evidence == {"parameters": 40, "of": 100}
+    assert finding.fix is None
+    assert "--fill target" in finding.remedy
+
+
+def test_filled_from_the_model():
+    model = classifier()
+    (finding,) = propose(missing_key, backbone(), model, fill="target")
+    assert finding.fix is not None
+    assert finding.fix.edits == (Fill("1.weight", "float32", (4, 10), "target"),)
+    assert finding.fix.asked
+    assert finding.fix.applicability == Applicability.UNSAFE
+    after = repaired(missing_key, backbone(), model, fill="target")
+    assert torch.equal(after["1.weight"], model.state_dict()["1.weight"])
+    model.load_state_dict(after, strict=True)
+
+
+def test_a_donor_gives_what_fits_and_the_rest_stays_missing():
+    donor = {"0.weight": torch.zeros(10, 6), "1.weight": torch.full((4, 10), 2.0)}
+    model = nn.Sequential(*classifier(), nn.Linear(4, 3, bias=False))
+    filled, unfilled = propose(missing_key, backbone(), model, donor=donor, fill="donor.pth")
+    assert filled.fix is not None
+    assert filled.fix.edits == (Fill("1.weight", "float32", (4, 10), "donor", "1.weight"),)
+    assert (unfilled.keys, unfilled.fix) == (("2.weight",), None)
+    after = repaired(missing_key, backbone(), model, donor=donor, fill="donor.pth")
+    assert torch.equal(after["0.weight"], backbone()["0.weight"])
+    assert torch.equal(after["1.weight"], donor["1.weight"])
+
+
+@pytest.mark.parametrize(
+    "donor",
+    [
+        pytest.param({"1.weight": torch.zeros(5, 10)}, id="another shape"),
+        pytest.param({"head.weight": torch.zeros(4, 10)}, id="another name"),
+        pytest.param({"1.weight": torch.zeros(4, 10, device="meta")}, id="no values"),
+    ],
+)
+def test_a_donor_that_does_not_fit(donor):
+    (finding,) = propose(missing_key, backbone(), classifier(), donor=donor, fill="donor.pth")
+    assert finding.fix is None
+    assert "donor.pth does not have them" in finding.remedy
+
+
+def test_a_donor_may_hold_the_twin():
+    donor = {"head.weight": torch.ones(5, 4)}
+    (finding,) = propose(missing_key, {"mix.weight": torch.ones(4, 4)}, Language(), donor=donor, fill="donor.pth")
+    assert finding.fix is not None
+    assert finding.fix.edits == (
+        Fill("embed.weight", "float32", (5, 4), "donor", "head.weight"),
+        Tie("head.weight", "embed.weight"),
+    )
+
+
+def test_tied_keys_are_filled_as_one_and_count_once():
+    model = Language()
+    (finding,) = propose(missing_key, {"mix.weight": torch.ones(4, 4)}, model, fill="target")
+    assert finding.evidence == {"parameters": 20, "of": 36}
+    assert finding.fix is not None
+    assert finding.fix.edits[1] == Tie("head.weight", "embed.weight")
+    model.load_state_dict(repaired(missing_key, {"mix.weight": torch.ones(4, 4)}, model, fill="target"), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        pytest.param(
+            target_from_checkpoint(open_state_dict(classifier().state_dict())), "--fill FILE", id="a reference file"
+        ),
+        pytest.param(
+            nn.Sequential(nn.Linear(6, 10, bias=False), nn.LazyLinear(3)), "in the shape", id="a lazy parameter"
+        ),
+        pytest.param(classifier().to("meta"), "--fill FILE", id="a model on the meta device"),
+    ],
+)
+def test_a_target_without_values(model, says):
+    (finding,) = propose(missing_key, backbone(), model, fill="target")
+    assert finding.fix is None
+    assert says in finding.remedy
+
+
+def test_buffers_are_no_share_of_the_parameters():
+    state = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key in {"weight", "bias"}}
+    (finding,) = propose(missing_key, state, nn.BatchNorm1d(2))
+    assert finding.message == "3 keys missing, none of them a parameter"

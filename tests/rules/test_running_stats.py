@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.finding import Level
+from ckptfix.rules.running_stats import running_stats
+from tests.rules.healthy import HEALTHY, build
+from tests.rules.value_findings import loud, propose, without_values
+
+
+def norm(mean: float = 0.1, variance: float = 0.9, batches: int | None = 7) -> dict[str, torch.Tensor]:
+    """The state_dict of a norm of eight channels."""
+    state = {"bn.running_mean": torch.full((8,), mean), "bn.running_var": torch.full((8,), variance)}
+    return state if batches is None else {**state, "bn.num_batches_tracked": torch.tensor(batches)}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_are_without_warnings(name):
+    assert loud(propose(running_stats, build(name).state_dict())) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(norm(), id="updated"),
+        pytest.param(norm(batches=None), id="updated-before-0.4.1"),
+        pytest.param(norm(batches=0), id="counter-supplied-later"),
+        pytest.param(norm(variance=1e-12), id="tiny-variance"),
+        pytest.param({"fc.weight": -torch.ones(4, 4)}, id="no-norm"),
+        pytest.param({"bn.running_var": torch.full((8,), float("nan"))}, id="nan-is-for-another-rule"),
+        pytest.param({"bn.running_var": torch.zeros(0)}, id="empty"),
+    ],
+)
+def test_sound_statistics_are_quiet(state):
+    assert propose(running_stats, state) == []
+
+
+def test_a_negative_variance_is_an_error_because_eval_gives_nan():
+    model = nn.Sequential(nn.BatchNorm1d(8))
+    model.get_buffer("0.running_var")[3] = -0.5
+    (finding,) = loud(propose(running_stats, model.state_dict(), model))
+    assert (finding.level, finding.keys) == (Level.ERROR, ("0.running_var",))
+    assert finding.evidence["tensors"]["0.running_var"]["minimum"] == -0.5
+    assert model.eval()(torch.ones(1, 8)).isnan().any(), "what the finding says does happen"
+
+
+@pytest.mark.parametrize(
+    ("state", "level"),
+    [
+        pytest.param(norm(variance=0.0), Level.WARNING, id="zero-everywhere"),
+        pytest.param({"bn.running_var": torch.tensor([0.0, 1.0])}, Level.NOTE, id="zero-in-a-dead-channel"),
+        pytest.param(norm(mean=0.0, variance=1.0), Level.WARNING, id="batches-counted-but-fresh"),
+        pytest.param(norm(mean=0.0, variance=1.0, batches=0), Level.NOTE, id="never-updated"),
+        pytest.param(norm(mean=0.0, variance=1.0, batches=None), Level.NOTE, id="never-updated-before-0.4.1"),
+    ],
+)
+def test_the_level_follows_the_harm(state, level):
+    (finding,) = propose(running_stats, state)
+    assert (finding.level, finding.keys, finding.fix) == (level, ("bn.running_var",), None)
+
+
+def test_values_are_left_alone_where_the_user_says_so():
+    assert without_values(running_stats) == []

@@ -1,0 +1,111 @@
+"""BUF104: buffers that one release saves and the next does not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.finding import Applicability
+from ckptfix.rules.transient_buffer import transient_buffer
+from ckptfix.target import target_from_checkpoint
+from ckptfix.tensors import open_state_dict
+from tests.rules.proposals import propose, repaired
+
+IDS = torch.arange(8)[None]
+
+
+class Embeddings(nn.Module):
+    """An embedding beside a buffer of some name."""
+
+    def __init__(self, name: str | None = None, value: torch.Tensor = IDS, persistent: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        if name is not None:
+            self.register_buffer(name, value.clone(), persistent=persistent)
+
+
+def state_of(name: str, value: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
+    return Embeddings(name, value).state_dict()
+
+
+def before_0_4(module: nn.Module) -> OrderedDict[str, torch.Tensor]:
+    """Its state_dict as torch 0.3 wrote it: no counters, no metadata."""
+    return OrderedDict((key, value) for key, value in module.state_dict().items() if "num_batches" not in key)
+
+
+TRACKING, PLAIN = nn.InstanceNorm1d(3, track_running_stats=True), nn.InstanceNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param(state_of("position_ids"), None, id="no target"),
+        pytest.param(state_of("position_ids"), Embeddings("position_ids"), id="both have it"),
+        pytest.param(
+            state_of("inv_freq", torch.rand(8)), Embeddings("inv_freq", torch.zeros(8)), id="ESM wants the stored one"
+        ),
+        pytest.param(state_of("scale", torch.rand(8)), Embeddings(), id="an unknown name"),
+        pytest.param(state_of("bias", torch.rand(8)), Embeddings(), id="an ordinary bias"),
+        pytest.param(
+            Embeddings().state_dict(), Embeddings("scale", torch.rand(8)), id="a missing one of an unknown name"
+        ),
+        pytest.param(
+            Embeddings().state_dict(),
+            target_from_checkpoint(open_state_dict(state_of("position_ids"))),
+            id="a file has no initial values to fill from",
+        ),
+        pytest.param(before_0_4(TRACKING), TRACKING, id="InstanceNorm that does track"),
+        pytest.param(TRACKING.state_dict(), PLAIN, id="a newer InstanceNorm used its statistics"),
+        pytest.param(
+            before_0_4(nn.BatchNorm1d(3)), nn.BatchNorm1d(3, track_running_stats=False), id="a BatchNorm used them"
+        ),
+    ],
+)
+def test_noop(state, model):
+    assert propose(transient_buffer, state, model) == []
+
+
+def test_a_parameter_of_a_known_name_is_kept():
+    state = {"weight": torch.ones(3), "position_ids": nn.Parameter(torch.ones(8))}
+    assert propose(transient_buffer, state, Embeddings()) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param(state_of("position_ids"), Embeddings("position_ids", persistent=False), id="no longer saved"),
+        pytest.param(state_of("position_ids"), Embeddings(), id="gone, and known by name"),
+        pytest.param(
+            state_of("scratch"), Embeddings("scratch", persistent=False), id="any name that the target has unsaved"
+        ),
+        pytest.param(state_of("bias", torch.ones(1, 1, 4, 4).tril()), Embeddings(), id="the causal mask of GPT-2"),
+        pytest.param(state_of("total_ops", torch.zeros(1)), Embeddings(), id="left behind by a profiler"),
+    ],
+)
+def test_dropped(state, model):
+    (finding,) = propose(transient_buffer, state, model)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
+    after = repaired(transient_buffer, state, model)
+    model.load_state_dict(after, strict=True)
+    assert torch.equal(after["weight"], state["weight"])
+
+
+def test_filled_from_the_model():
+    model = Embeddings("position_ids")
+    after = repaired(transient_buffer, Embeddings().state_dict(), model)
+    model.load_state_dict(after, strict=True)
+    assert torch.equal(after["position_ids"], IDS)
+
+
+def test_statistics_of_an_old_instance_norm():
+    model = nn.Sequential(PLAIN)
+    state = before_0_4(nn.Sequential(TRACKING))
+    with pytest.raises(RuntimeError, match="Unexpected running stats"):
+        model.load_state_dict(state)
+    (finding,) = propose(transient_buffer, state, model)
+    assert finding.keys == ("0.running_mean", "0.running_var")
+    model.load_state_dict(repaired(transient_buffer, state, model), strict=True)

@@ -1,0 +1,31 @@
+"""Files for the models of tests/smoke/models.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+Save = Callable[..., str]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes the state_dict of a model, after some entries were changed (None takes one out), and gives the file."""
+
+    def write(model: nn.Module, changes: dict[str, Any] | None = None) -> str:
+        state = model.state_dict()
+        for key, value in (changes or {}).items():
+            if value is None:
+                del state[key]
+            else:
+                state[key] = value
+        path = tmp_path / "weights.pth"
+        torch.save(state, path)
+        return str(path)
+
+    return write

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptfix.smoke.derive import derive_inputs
+from ckptfix.smoke.inputs import make_arguments
+
+
+class LeNet(nn.Module):
+    """Fits images of 28 x 28 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 5)
+        self.fc = nn.Linear(4 * 24 * 24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc(self.conv(x).flatten(1))
+        return output
+
+
+class Siamese(LeNet):
+    """Wants two images."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:  # type: ignore[override]  # another arity is the point
+        return super().forward(left) - super().forward(right)
+
+
+class Recommender(nn.Module):
+    """Wants a user and an item, from vocabularies of different size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(3, 4)
+        self.items = nn.Embedding(50, 4)
+
+    def forward(self, user: Tensor, item: Tensor) -> Any:
+        return (self.users(user) * self.items(item)).sum(-1)
+
+
+class Positions(nn.Module):
+    """Takes four tokens at most, and says so."""
+
+    max_seq_len = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 4)
+        self.positions = nn.Embedding(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        return output
+
+
+class Patches(nn.Module):
+    """A vision transformer's way to state its image size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.img_size = (20, 30)
+        self.proj = nn.Conv2d(3, 4, 10, 10)
+        self.fc = nn.Linear(4 * 2 * 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc(self.proj(x).flatten(1))
+        return output
+
+
+class Last(nn.Module):
+    """Defines its head before its body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.body = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x).mean(dim=(2, 3)))
+        return output
+
+
+def first_that_runs(model: nn.Module) -> str:
+    model.eval()
+    for guess in derive_inputs(model):
+        made = make_arguments(guess, torch.float32, torch.device("cpu"))
+        try:
+            model(*made.args, **made.kwargs)
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):
+            continue
+        return " ".join(map(str, guess))
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        pytest.param(nn.Identity(), "none", id="no layer says anything"),
+        pytest.param(nn.Sequential(nn.ReLU(), nn.Linear(5, 2)), "2x5", id="linear"),
+        pytest.param(nn.Conv1d(2, 3, 3), "2x2x64", id="conv1d"),
+        pytest.param(nn.Conv2d(6, 4, 3, groups=2), "2x6x64x64", id="conv2d, grouped"),
+        pytest.param(nn.Conv3d(2, 3, 3), "2x2x8x32x32", id="conv3d"),
+        pytest.param(nn.ConvTranspose2d(16, 3, 4), "2x16x1x1", id="a generator starts from a latent"),
+        pytest.param(LeNet(), "2x1x28x28", id="a size that is not the first guess"),
+        pytest.param(Patches(), "2x3x20x30", id="a size that the model states"),
+        pytest.param(Siamese(), "2x1x28x28 2x1x28x28", id="two images"),
+        pytest.param(nn.Embedding(7, 3), "2x8:int:0:7", id="embedding"),
+        pytest.param(Positions(), "2x4:int:0:10", id="tokens no longer than the model states"),
+        pytest.param(Recommender(), "2x8:int:0:3 2x8:int:0:3", id="the smallest vocabulary suits both"),
+        pytest.param(nn.LSTM(6, 4, batch_first=True), "2x8x6", id="lstm, batch first"),
+        pytest.param(nn.GRU(6, 4), "8x2x6", id="gru, time first"),
+        pytest.param(nn.TransformerEncoderLayer(8, 2, 16), "2x8x8", id="encoder layer"),
+        pytest.param(nn.MultiheadAttention(8, 2), "2x8x8 2x8x8 2x8x8", id="query, key and value"),
+        pytest.param(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1)), "2x3x64x64", id="a norm comes first"),
+        pytest.param(nn.LayerNorm((4, 5)), "2x4x5", id="layer norm"),
+        pytest.param(Last(), "2x3x64x64", id="the first layer defined is not the first that runs"),
+    ],
+)
+def test_an_input_is_read_off_the_layers(model: nn.Module, text: str) -> None:
+    assert first_that_runs(model) == text
+
+
+def test_the_protocol_of_transformers_goes_first() -> None:
+    model: Any = nn.Linear(3, 3)
+    model.config = SimpleNamespace(vocab_size=9)
+    model.main_input_name = "input_ids"
+    assert str(derive_inputs(model)[0][0]) == "input_ids=2x8:int:0:9"
+    model.main_input_name = "something_else"
+    assert str(derive_inputs(model)[0][0]) == "2x3"

@@ -1,0 +1,149 @@
+"""What the child does, here in-process: everything but crashes and time-outs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix.smoke.exam import NO_INPUT, Job, examine
+from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, Outcome
+from tests.smoke import models
+from tests.smoke.conftest import Save
+
+
+def run(file: str, factory: str, *inputs: str, **rest: Any) -> Outcome:
+    return examine(Job(file, f"tests.smoke.models:{factory}", inputs=inputs, device="cpu", **rest))
+
+
+def test_a_sound_file_passes(save: Save) -> None:
+    outcome = run(save(models.Net()), "Net")
+    assert outcome.failure is None
+    assert outcome.non_finite == ()
+    assert outcome.device == "cpu"
+    assert outcome.inputs == ("float32[2, 3, 64, 64]",)
+    assert outcome.outputs == ("logits: float32[2, 2]",)
+
+
+def test_the_stages_are_told_in_order(save: Save) -> None:
+    told: list[str] = []
+    examine(Job(save(models.Net()), "tests.smoke.models:Net"), lambda stage, so_far: told.append(stage))
+    assert told == ["device", "build", "read", "load", "move", "input", "input", "forward"]
+
+
+def test_safetensors_and_ties(tmp_path: Path) -> None:
+    model = models.Tied()
+    save_file({key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "w.safetensors")
+    outcome = run(str(tmp_path / "w.safetensors"), "Tied")
+    assert outcome.failure is None
+    assert outcome.inputs == ("int64[2, 8]",)
+
+
+def test_a_container_and_the_weights_that_were_picked(tmp_path: Path) -> None:
+    sound, broken = models.Net().state_dict(), models.Net().state_dict()
+    broken["fc.bias"].fill_(torch.nan)
+    torch.save({"state_dict": broken, "ema": sound, "epoch": 3}, tmp_path / "w.pth")
+    assert run(str(tmp_path / "w.pth"), "Net", weights="ema").non_finite == ()
+    assert run(str(tmp_path / "w.pth"), "Net", weights="state_dict").non_finite != ()
+
+
+def test_two_inputs_by_name(save: Save) -> None:
+    outcome = run(save(models.Tower()), "Tower", "tokens=2x5:int:0:10", "scale=2x5")
+    assert outcome.failure is None
+    assert outcome.inputs == ("tokens: int64[2, 5]", "scale: float32[2, 5]")
+
+
+def test_half_weights_run_in_float32_on_the_cpu(save: Save) -> None:
+    outcome = run(save(models.half()), "half")
+    assert outcome.failure is None
+    assert outcome.inputs == ("float32[2, 3, 64, 64]",)
+    assert any("converted to float32" in note for note in outcome.notes)
+
+
+def test_nan_in_the_weights_is_traced_to_its_module(save: Save) -> None:
+    var = torch.tensor([1.0, torch.nan, 1.0, 1.0])
+    outcome = run(save(models.Net(), {"bn.running_var": var}), "Net")
+    assert outcome.failure is None
+    assert [(figures.tensor, figures.nan) for figures in outcome.non_finite] == [("logits", 4)]
+    assert outcome.origin is not None
+    assert outcome.origin.name == "bn (BatchNorm2d)"
+
+
+def test_a_model_that_raises_at_nan_convicts_the_checkpoint(save: Save) -> None:
+    outcome = run(save(models.Checks(), {"fc.bias": torch.full((2,), torch.nan)}), "Checks")
+    assert outcome.failure is not None
+    assert outcome.failure.blame == CHECKPOINT
+    assert outcome.failure.origin is not None
+    assert outcome.failure.origin.module == "fc"
+
+
+@pytest.mark.parametrize(
+    ("factory", "inputs", "blame", "said"),
+    [
+        pytest.param("Net", ("2x1x8x8",), INPUT, "3 channels", id="the given input does not fit"),
+        pytest.param("Tower", ("tokens=2x5:int:0:11", "scale=2x5"), INPUT, "index out of range", id="beyond the range"),
+        pytest.param("Tower", ("2x5:int:0:10",), INPUT, "missing 1 required", id="an argument is missing"),
+        pytest.param("Refuses", ("2x3x8x8",), MODEL, "ValueError: I never run", id="the model raises, input given"),
+        pytest.param("Unfinished", (), MODEL, "NameError", id="the model lacks a name, whatever the input"),
+        pytest.param("quits", (), MODEL, "no licence", id="the factory leaves"),
+        pytest.param("broken", (), MODEL, "no layer of width 3", id="the factory raises"),
+        pytest.param("absent", (), MODEL, "has no absent", id="no such factory"),
+    ],
+)
+def test_a_failure_is_classified(save: Save, factory: str, inputs: tuple[str, ...], blame: str, said: str) -> None:
+    source = getattr(models, factory, models.Net)
+    file = save(source() if isinstance(source, type) else models.Net())
+    failure = run(file, factory, *inputs).failure
+    assert failure is not None
+    assert failure.blame == blame
+    assert said in failure.error
+    assert "\n" not in failure.error
+
+
+def test_the_innermost_module_and_line_are_named(save: Save) -> None:
+    failure = run(save(models.Net()), "Net", "2x1x8x8").failure
+    assert failure is not None
+    assert (failure.module, failure.kind) == ("conv", "Conv2d")
+    assert failure.where.startswith("models.py:")
+    assert "models.py" in failure.traceback
+
+
+def test_a_guess_that_fails_is_no_verdict(save: Save) -> None:
+    outcome = run(save(models.Refuses()), "Refuses")
+    assert outcome.failure is None
+    assert outcome.undecided.startswith(NO_INPUT)
+    assert "I never run" in outcome.undecided
+
+
+def test_the_arguments_of_the_factory_arrive(save: Save) -> None:
+    failure = run(save(models.Net()), "broken", factory_args={"width": 7}).failure
+    assert failure is not None
+    assert "no layer of width 7" in failure.error
+
+
+def test_a_missing_key_fails_the_load(save: Save) -> None:
+    failure = run(save(models.Net(), {"fc.bias": None}), "Net").failure
+    assert failure is not None
+    assert (failure.stage, failure.blame, failure.keys) == ("load", CHECKPOINT, ("fc.bias",))
+
+
+def test_a_file_that_torch_itself_refuses_fails(tmp_path: Path) -> None:
+    torch.save({"state_dict": models.Net().state_dict(), "args": Job("x", "y")}, tmp_path / "w.pth")
+    failure = run(str(tmp_path / "w.pth"), "Net").failure
+    assert failure is not None
+    assert (failure.stage, failure.blame) == ("read", CHECKPOINT)
+    assert failure.error == (
+        "torch.load(weights_only=True) refuses the file: Unsupported global: GLOBAL ckptfix.smoke.exam.Job"
+    )
+
+
+def test_an_array_as_input(save: Save, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "x.npy", np.ones((1, 3, 16, 16)))
+    outcome = run(save(models.Net()), "Net", str(tmp_path / "x.npy"))
+    assert outcome.failure is None
+    assert outcome.inputs == ("float32[1, 3, 16, 16]",)

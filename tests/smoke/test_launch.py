@@ -1,0 +1,76 @@
+"""The few tests that start the child for real."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ckptfix.errors import UsageError
+from ckptfix.smoke.exam import Job
+from ckptfix.smoke.launch import Ending, launch
+from tests.smoke import models
+from tests.smoke.conftest import Save
+
+
+def start(file: str, factory: str, timeout: float = 120) -> Ending:
+    return launch(asdict(Job(file, f"tests.smoke.models:{factory}", device="cpu")), timeout)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no mere entry in the table of its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_the_model_prints_is_no_answer(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("random.py").write_text("raise SystemError('a file of the user, which torch must not import')")
+    ending = start(save(models.Net()), "Chatty")
+    assert ending.answered
+    assert ending.outcome.failure is None
+    assert ending.outcome.outputs == ("logits: float32[2, 2]",)
+    assert '"from the factory"' in ending.printed
+    assert '"from forward"' in ending.printed
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are of POSIX")
+def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> None:
+    ending = start(save(models.Net()), "Aborts")
+    assert not ending.answered
+    assert (ending.returncode, ending.timed_out, ending.stage) == (-6, False, "forward")
+    assert "models.py" in ending.stack
+    assert ending.printed == "last words"
+    assert ending.outcome.device == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_time_out_ends_the_child_and_all_that_it_started(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    ending = start(save(models.Net()), "Hangs", timeout=10)
+    assert not ending.answered
+    assert ending.timed_out
+    assert ending.stage == "forward"
+    assert "in forward" in ending.stack
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def test_arguments_that_are_no_json_are_refused() -> None:
+    with pytest.raises(UsageError, match="--model-args"):
+        launch({"factory_args": {"x": object()}}, 1)
