@@ -198,6 +198,7 @@ class Checkpoint:
     devices: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     remarks: tuple[Remark, ...] = ()
+    lost: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

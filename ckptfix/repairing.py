@@ -50,13 +50,16 @@ class Repair:
         return self.checkpoint.state_dict()
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, weights: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, weights: str | None = None, salvage: bool = False, member: str | None = None
+) -> Checkpoint:
     """Open a checkpoint file; no tensor is read and none of its code runs.
 
-    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``). Raises
+    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a file of an
+    archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has the rest. Raises
     ``UnreadableError`` with the true cause where the file holds no weights.
     """
-    return open_file(os.fspath(path), weights)
+    return open_file(os.fspath(path), weights, salvage=salvage, member=member)
 
 
 def check(
@@ -157,7 +160,7 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 
 def _open(source: Source, settings: Settings) -> Checkpoint:
     if not isinstance(source, Mapping):
-        return open_file(os.fspath(source), settings.weights)
+        return open_file(os.fspath(source), settings.weights, salvage=settings.salvage, member=settings.member)
     from ckptfix.tensors import open_state_dict
 
     return open_state_dict(source)

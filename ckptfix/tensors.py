@@ -1,4 +1,4 @@
-"""The bridge to torch: from specs to tensors and back. The only module of the engine that needs torch to be imported."""
+"""The bridge to torch: from specs to tensors and back; the one engine module that imports torch at its top."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def check(
     with console.guarding():
         arguments = library_arguments(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"))
-        for path in paths:
+        for number, path in enumerate(paths, 1):
+            console.progress(f"checking {path}{f' ({number} of {len(paths)})' if len(paths) > 1 else ''}")
             telling = Telling(Mode.CHECK, console.verbose, repair_command(path, choices))
             writer.account(path, telling, partial(_check, path, arguments))
             if console.is_hopeless:

@@ -39,19 +39,38 @@ class Console:
     verbose: bool = False
     failures: list[str] = field(default_factory=list)
     is_hopeless: bool = False
+    _shows_progress: bool = False
 
     def write(self, lines: Iterable[Line]) -> None:
         """Write lines of a report to stdout."""
+        self.end_progress()
         write_output(Paper.of(sys.stdout).write(lines))
 
     def write_plain(self, lines: Iterable[Line]) -> None:
         """Write lines for a program to stdout, never with colours."""
+        self.end_progress()
         write_output(Paper(encoding=Paper.of(sys.stdout).encoding).write(lines))
 
     def note(self, text: str) -> None:
         """Write a line to stderr, unless the user wants quiet."""
         if not self.quiet:
+            self.end_progress()
             _write_error([f"ckptfix: {text}"])
+
+    def progress(self, text: str) -> None:
+        """Show what is being done, on a terminal alone, until something else is written."""
+        if sys.stderr.isatty() and not self.quiet:
+            self.end_progress()
+            sys.stderr.write(Paper.of(sys.stderr).write([f"{text} …"]).rstrip("\n"))
+            sys.stderr.flush()
+            self._shows_progress = True
+
+    def end_progress(self) -> None:
+        """Take the line of ``progress`` away."""
+        if self._shows_progress:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shows_progress = False
 
     @contextmanager
     def surviving(self, source: str = "") -> Iterator[None]:
@@ -59,6 +78,7 @@ class Console:
         try:
             yield
         except TargetError as error:
+            self.end_progress()
             # The user's own traceback, and nothing of ours.
             sys.stderr.write(error.traceback_text)
             self._fail(str(error))
@@ -78,8 +98,10 @@ class Console:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
+            self.end_progress()
             raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
+            self.end_progress()
             if self.verbose:
                 sys.stderr.write(traceback.format_exc())
             self._fail(_naming(source, _bug(error)))
@@ -94,6 +116,7 @@ class Console:
             raise typer.Exit(FAILED)
 
     def _fail(self, message: str) -> None:
+        self.end_progress()
         self.failures.append(message)
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 

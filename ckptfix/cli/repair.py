@@ -101,6 +101,7 @@ def repair(
         mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
         telling = Telling(mode, console.verbose, repair_command(path, choices))
         writer = ReportWriter(console, choices.get("output_format", "full"))
+        console.progress(f"repairing {path}")
         writer.account(path, telling, lambda: _repair(path, arguments, choices))
         writer.close()
     raise typer.Exit(writer.exit_code)

@@ -132,12 +132,13 @@ def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:
         return "coverage: unknown without a target (--model or --like)"
     share = percent(coverage.parameters_from_file, coverage.parameters)
     buffers = percent(coverage.buffers_from_file, coverage.buffers) if coverage.buffers else "none"
+    parameters = f"{quantity(coverage.parameters)} parameters (by number of elements)"
     verb = "came" if mode is Mode.REPAIR else "would come"
     filled = "".join(f"; {quantity(numel)} filled from {origin}" for origin, numel in coverage.filled.items())
     return (
         "coverage: ",
         Span(share, "good" if coverage.parameters_from_file >= coverage.parameters else "warning"),
-        f" of {quantity(coverage.parameters)} parameters (by number of elements) {verb} from the file; buffers {buffers}",
+        f" of {parameters} {verb} from the file; buffers {buffers}",
         Span(filled, "warning"),
     )
 

@@ -1,0 +1,54 @@
+"""The two checks that every rule is tested with: nothing happens, or exactly this happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import ckptfix
+
+
+def check_noop(state_dict: Mapping[str, Any], code: str, model: Any = None, **settings: Any) -> None:
+    """The rule says nothing about the state_dict, and nothing of it is changed when only this rule runs."""
+    repaired, report = ckptfix.repair_state_dict(state_dict, model, select=(code,), **settings)
+    assert [finding.message for finding in report.findings] == []
+    assert_same(repaired, state_dict)
+
+
+def check_repaired(
+    before: Mapping[str, Any], after: Mapping[str, Any], code: str, model: Any = None, **settings: Any
+) -> ckptfix.Report:
+    """The rule makes ``after`` of ``before``, says so in a finding of its code, and has nothing to add on a second run."""
+    kept = dict(before)
+    repaired, report = ckptfix.repair_state_dict(before, model, select=(code,), **settings)
+    assert [finding.code for finding in report.fixed] == [code]
+    assert_same(repaired, after)
+    assert_same(before, kept)
+    again, _ = ckptfix.repair_state_dict(repaired, model, select=(code,), **settings)
+    assert_same(again, repaired)
+    return report
+
+
+def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN is not equal to NaN), equal ``_metadata``."""
+    assert list(got) == list(want)
+    for key, value in want.items():
+        if isinstance(value, torch.Tensor):
+            assert (got[key].dtype, got[key].shape) == (value.dtype, value.shape), key
+            assert bytes_of(got[key]) == bytes_of(value), key
+        else:
+            assert got[key] == value, key
+    assert (getattr(got, "_metadata", None) or {}) == (getattr(want, "_metadata", None) or {})
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's values in row-major order; of a sparse or quantised one by its dense or integer view."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
