@@ -13,6 +13,9 @@ from ckptfix.dtypes import DTYPES
 if TYPE_CHECKING:
     import torch
 
+IN_MEMORY = "memory"
+"""The format name of a state_dict that never was a file."""
+
 PathPart = str | int
 """One step into a container: a key of a dict, an attribute of an object, or an index of a list."""
 

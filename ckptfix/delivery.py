@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, path_name
+from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.coverage import obstacles
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.finding import Finding
@@ -56,7 +56,7 @@ class Destination:
             raise UsageError("an output and --in-place exclude each other: name another file, or replace the source")
         if backup and not in_place:
             raise UsageError("--backup goes with --in-place: without it the source stays as it is anyway")
-        source = Path(checkpoint.path) if checkpoint.format != "memory" else None
+        source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
             goal = Path(output)
             if goal.is_dir():
@@ -93,16 +93,24 @@ def deliver(
     result: Checkpoint,
     target: Target | None,
     report: Report,
-    destination: Destination,
+    destination: Destination | None,
     settings: Settings,
     factory: tuple[str, Any] | None,
 ) -> Delivery:
-    """Write the result and prove it, or write nothing and say why."""
+    """Write the result and prove it, or write nothing and say why.
+
+    Where nothing has to be written, the forward test runs on the source.
+    """
     if any(finding.code == "FIL901" for finding in report.remaining):
         return Delivery(remarks=("nothing is written from a file that is built to run code",))
     left = obstacles(result, target) if target is not None else []
     if left:
         return Delivery(remarks=(f"nothing is written: a strict load would still fail on {len(left)} keys",))
+    if destination is None:
+        if result.format == IN_MEMORY or report.edits:
+            return Delivery()
+        smoke, findings = _smoke(Path(result.path), result, settings, factory)
+        return Delivery(None, smoke, tuple(findings))
     form = destination.format_for(result, settings)
     remarks: tuple[str, ...] = ()
     if form == SAFETENSORS and (lost := lost_extras(result)):

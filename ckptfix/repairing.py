@@ -55,10 +55,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint file; no tensor is read and none of its code runs.
 
-    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a file of an
-    archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has the rest. Raises
-    ``UnreadableError`` with the true cause where the file holds no weights.
-    """
+    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a
+    file of an archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has
+    the rest. Raises ``UnreadableError`` with the true cause where the file holds no weights."""
     return open_file(os.fspath(path), weights, salvage=salvage, member=member)
 
 
@@ -111,7 +110,7 @@ def repair(
         diagnosis = _carry_out(plan, checkpoint, target, checked, donor)
     report = _report(checkpoint, target, diagnosis)
     destination = Destination.of(checkpoint, output, beside, in_place, backup, changes=bool(diagnosis.plan))
-    if destination is not None and not dry_run:
+    if not dry_run:
         factory = (model, model_args) if isinstance(model, str) else None
         delivery = deliver(diagnosis.result, target, report, destination, checked, factory)
         report = _with_delivery(report, delivery)

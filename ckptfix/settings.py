@@ -25,10 +25,10 @@ class SmokeSettings:
 class Settings:
     """What the user asked for.
 
-    ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is whole of a
-    damaged file. ``select`` and ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target`` or the
-    path of a donor file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given.
-    ``format`` is ``pth`` or ``safetensors``; None keeps that of the source."""
+    ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
+    whole of a damaged file. ``select`` and ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``).
+    ``fill`` is ``target`` or the path of a donor file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None
+    means: where a factory is given. ``format`` is ``pth`` or ``safetensors``; None keeps that of the source."""
 
     weights: str | None = None
     member: str | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptfix.checkpoint import Candidate, Checkpoint, Quantizer, Storage, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import IN_MEMORY, Candidate, Checkpoint, Quantizer, Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError, WriteError
 from ckptfix.formats.machine import Global, Opaque
@@ -18,9 +18,6 @@ from ckptfix.regions import Region, Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-IN_MEMORY = "memory"
-"""The format name of a state_dict that never was a file."""
 
 
 class LiveBytes:

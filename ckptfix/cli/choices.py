@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import typer
-
 from ckptfix.config import Configuration
 from ckptfix.errors import UsageError
 from ckptfix.settings import SmokeSettings
@@ -15,16 +13,20 @@ from ckptfix.settings import SmokeSettings
 _PASSED_ON = ("weights", "for_torch", "unsafe_fixes", "fill", "drop_mismatched", "seed", "format", "smoke")
 _SMOKE = ("device", "timeout", "seed")
 
+# Options that answer one question: one of them on the command line replaces all of them in the configuration.
+_QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
 
-def choose(context: typer.Context, configuration: Configuration) -> dict[str, Any]:
+
+def choose(parameters: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
     """The options of a command by name: what was given, else what the configuration says; the rest is left out.
 
-    A ``--model`` or ``--like`` on the command line replaces either of the configuration, as they answer one question.
+    ``parameters`` has every option that the command knows; None or an empty list means that it was not given.
     """
-    given = {name: value for name, value in context.params.items() if value is not None and value not in ([], ())}
-    known = {name: value for name, value in configuration.values.items() if name in context.params}
-    if "model" in given or "like" in given:
-        known = {name: value for name, value in known.items() if name not in ("model", "model_args", "like")}
+    given = {name: value for name, value in parameters.items() if value is not None and value not in ([], ())}
+    known = {name: value for name, value in configuration.values.items() if name in parameters}
+    for question in _QUESTIONS:
+        if any(name in given for name in question if name != "model_args"):
+            known = {name: value for name, value in known.items() if name not in question}
     return {**known, **given}
 
 

@@ -76,9 +76,11 @@ class Console:
     def surviving(self, source: str = "") -> Iterator[None]:
         """Tell an error about ``source`` and go on. Ctrl-C and a closed pipe end the program without a word."""
         try:
-            yield
+            try:
+                yield
+            finally:
+                self.end_progress()
         except TargetError as error:
-            self.end_progress()
             # The user's own traceback, and nothing of ours.
             sys.stderr.write(error.traceback_text)
             self._fail(str(error))
@@ -98,10 +100,8 @@ class Console:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
-            self.end_progress()
             raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
-            self.end_progress()
             if self.verbose:
                 sys.stderr.write(traceback.format_exc())
             self._fail(_naming(source, _bug(error)))
@@ -116,7 +116,6 @@ class Console:
             raise typer.Exit(FAILED)
 
     def _fail(self, message: str) -> None:
-        self.end_progress()
         self.failures.append(message)
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
@@ -126,11 +125,9 @@ def begin(context: typer.Context) -> tuple[Console, dict[str, Any]]:
     console = Console(quiet=bool(context.params.get("quiet")), verbose=bool(context.params.get("verbose")))
     with console.guarding():
         configuration = load_configuration()
-        choices = choose(context, configuration)
+        choices = choose(context.params, configuration)
         if choices.get("quiet") and choices.get("verbose"):
-            if context.params["quiet"] and context.params["verbose"]:
-                raise UsageError("--quiet and --verbose exclude each other")
-            choices["quiet"], choices["verbose"] = console.quiet, console.verbose
+            raise UsageError("--quiet and --verbose exclude each other")
         console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
         if "model" in choices and context.params.get("model") is None:
             # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.

@@ -65,5 +65,4 @@ class ReportWriter:
         if self.form == "json":
             from ckptfix.report.json import envelope
 
-            self.console.end_progress()
             write_output(json.dumps(envelope(self._entries), indent=2, allow_nan=False) + "\n")

@@ -37,10 +37,9 @@ FORMATS = (
 def open_file(path: str, weights: str | None = None, *, salvage: bool = False, member: str | None = None) -> Checkpoint:
     """The checkpoint in a file or folder; no tensor is read and nothing of it runs.
 
-    ``weights`` picks one of several state_dicts by its name in the container, ``member`` one of several files in an archive.
-    ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises ``UnreadableError`` with
-    the true cause where there is nothing.
-    """
+    ``weights`` picks one of several state_dicts by its name in the container, ``member`` one of several files in an
+    archive. ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises
+    ``UnreadableError`` with the true cause where there is nothing."""
     if Path(path).is_dir():
         return open_document(read_folder(path, salvage), weights)
     content = unwrap(Content.of_file(path), member)

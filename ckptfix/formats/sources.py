@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import UnreadableError
@@ -17,22 +16,16 @@ BLOCK = 4 << 20
 """Bytes read at a time when a storage is streamed."""
 
 
-@dataclass
 class OpenFile:
-    """A file held open for reading, so that a rename of its path does not matter."""
+    """A file held open for reading until its last storage is gone, so that a rename of its path does not matter."""
 
-    path: str
-    _file: io.FileIO | None = field(default=None, repr=False)
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor, opened on first use, always read-only."""
-        if self._file is None:
-            try:
-                self._file = Path(self.path).open("rb", buffering=0)  # noqa: SIM115 - closed when the last storage is gone
-            except OSError as error:
-                raise UnreadableError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
-        return self._file.fileno()
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise UnreadableError(f"{path}: cannot be opened: {error.strerror or error}") from error
+        weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def size(self) -> int:
