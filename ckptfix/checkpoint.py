@@ -63,6 +63,12 @@ class Quantizer:
     zero_point: int | TensorSpec
     axis: int | None = None
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal and hashable for quantizers of the same values: torch 1.3 pickled those of channels as lists."""
+        values = (tuple(part) if isinstance(part, list) else part for part in (self.scale, self.zero_point))
+        return (self.scheme, *values, self.axis)
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -79,12 +85,12 @@ class TensorSpec:
     storage: Storage | None = None
     offset: int = 0
     layout: str = "strided"
-    parts: Mapping[str, TensorSpec] = field(default_factory=dict)
+    parts: Mapping[str, TensorSpec] = field(default_factory=dict, hash=False)
     quantizer: Quantizer | None = None
     requires_grad: bool = False
     is_parameter: bool = False
     is_coalesced: bool | None = None
-    math_bits: Mapping[str, bool] = field(default_factory=dict)
+    math_bits: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     @cached_property
     def numel(self) -> int:
@@ -124,8 +130,17 @@ class TensorSpec:
 
     @property
     def view(self) -> tuple[object, ...]:
-        """Equal for two strided tensors that are the same view of the same storage."""
-        return (id(self.storage), self.offset, self.dtype, self.shape, self.strides)
+        """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
+        bits = tuple(name for name, is_set in sorted(self.math_bits.items()) if is_set)
+        return (
+            id(self.storage),
+            self.offset,
+            self.dtype,
+            self.shape,
+            self.strides,
+            bits,
+            self.quantizer and self.quantizer.key,
+        )
 
     def strided_parts(self) -> Iterator[TensorSpec]:
         """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
@@ -190,7 +205,10 @@ class Checkpoint:
     rest (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None
     where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
     state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
-    storage is written as ``cpu``."""
+    storage is written as ``cpu``. ``member`` is the name of the file inside of the archive or compressed file that
+    ``path`` names. ``damage`` says what is wrong with the file, where it was
+    opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where a missing
+    file leaves the name alone."""
 
     path: str
     format: str
@@ -201,7 +219,9 @@ class Checkpoint:
     devices: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     remarks: tuple[Remark, ...] = ()
-    lost: Mapping[str, TensorSpec] = field(default_factory=dict)
+    damage: tuple[str, ...] = ()
+    lost: Mapping[str, TensorSpec | None] = field(default_factory=dict)
+    member: str = ""
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Fill
 from ckptfix.report import Coverage
@@ -35,13 +36,21 @@ def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fi
     return Coverage(*parameters, *buffers, dict(origins))
 
 
-def obstacles(result: Checkpoint, target: Target) -> list[str]:
-    """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, or of another shape."""
-    missing = [key for key in target.slots if key not in result.entries]
-    missing += [key for key in target.entries if key not in result.entries]
-    known = target.slots.keys() | target.entries
+def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
+    """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another shape.
+
+    ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet."""
+    wanted = [*target.slots, *sorted(target.entries)]
+    known = set(wanted)
+    missing = [
+        key
+        for key in wanted
+        if key not in result.entries and not (is_uncounted and split_key(key)[1] == NUM_BATCHES_TRACKED)
+    ]
     unexpected = [key for key in result.entries if key not in known]
     mismatched = [
-        key for key, spec in result.specs.items() if key in target.slots and not target.accepts(key, spec.shape)
+        key
+        for key in target.slots
+        if key in result.entries and not (key in result.specs and target.accepts(key, result.specs[key].shape))
     ]
     return [*missing, *unexpected, *mismatched]

@@ -5,14 +5,15 @@ rename.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
-from ckptfix.coverage import obstacles
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.finding import Finding
+from ckptfix.finding import Finding, counted
+from ckptfix.formats import sharded
 from ckptfix.formats.output import (
     PTH,
     SAFETENSORS,
@@ -23,23 +24,25 @@ from ckptfix.formats.output import (
     write_to,
     writer_for,
 )
-from ckptfix.formats.safetensors_write import lost_extras
+from ckptfix.formats.shard_write import deliver_shards, temporary_shards
 from ckptfix.report import Report, SmokeResult
 from ckptfix.settings import Settings
-from ckptfix.target import Target
 
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the result goes; ``backup_of`` is the source whose old content is kept, ``source`` the file whose
-    permissions it gets.
-    """
+    """Where the result goes, and as what: ``form`` is ``pth`` or ``safetensors``.
+
+    ``backup_of`` is the source whose old content is kept, ``source`` the file whose permissions it gets. With
+    ``only_changes`` nothing is written where there is nothing to repair."""
 
     output: Path
+    form: str
     source: Path | None = None
     backup_of: Path | None = None
+    only_changes: bool = False
 
     @classmethod
     def of(
@@ -49,9 +52,12 @@ class Destination:
         beside: bool,
         in_place: bool,
         backup: bool,
-        changes: bool,
+        asked: str | None,
     ) -> Destination | None:
-        """The destination that was asked for; None where nothing is to be written."""
+        """The destination that was asked for; None where nothing is to be written.
+
+        ``asked`` is the format; without one it is that of the output's suffix, else that of the source.
+        """
         if output is not None and (in_place or beside):
             raise UsageError("an output and --in-place exclude each other: name another file, or replace the source")
         if backup and not in_place:
@@ -63,20 +69,33 @@ class Destination:
                 raise UsageError(f"{goal}: is a folder; name the file to write")
             if source is not None and goal.exists() and goal.samefile(source):
                 raise UsageError(f"{goal}: is the source itself; use --in-place to replace it")
-            return cls(goal, source)
-        if not changes or not (beside or in_place):
+            return cls(goal, output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower())), source)
+        if not (beside or in_place):
             return None
         if source is None:
             raise UsageError("a state_dict in memory has no place of its own; name an output")
+        form = output_format(checkpoint, asked)
+        is_conversion = form != output_format(checkpoint, None)
+        in_pieces = source.is_dir() or checkpoint.format.startswith(sharded.NAME)
         if in_place:
+            if checkpoint.member or in_pieces:
+                whole = "a folder" if source.is_dir() else "in several files"
+                inside = f"{checkpoint.member} in it" if checkpoint.member else whole
+                raise UsageError(f"{source}: --in-place replaces a file, but the checkpoint is {inside}; use -o OUT")
             # A link keeps pointing at its file: it is the file that is replaced.
             real = source.resolve()
-            return cls(real, real, real if backup else None)
-        return cls(source.with_name(f"{source.stem}.fixed{source.suffix}"), source)
-
-    def format_for(self, checkpoint: Checkpoint, settings: Settings) -> str:
-        """What to write: the format asked for, else that of the suffix, else that of the source."""
-        return output_format(checkpoint, settings.format or SUFFIXES.get(self.output.suffix.lower()))
+            if is_conversion:
+                raise UsageError(
+                    f"{real}: --in-place keeps the name, and --format {form} needs another; name an output"
+                )
+            return cls(real, form, real, real if backup else None, only_changes=True)
+        like = None if in_pieces else source
+        # What was in an archive lies beside it under its own name; a folder's checkpoint becomes one file.
+        named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
+        # The dot of a folder named v1.5 begins no suffix; that of model.pth, unpacked, does.
+        stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
+        suffix = named.suffix if like is not None and not is_conversion and named.suffix else f".{form}"
+        return cls(source.with_name(f"{stem}.fixed{suffix}"), form, like, only_changes=not is_conversion)
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,6 @@ class Delivery:
 
 def deliver(
     result: Checkpoint,
-    target: Target | None,
     report: Report,
     destination: Destination | None,
     settings: Settings,
@@ -103,45 +121,65 @@ def deliver(
     """
     if any(finding.code == "FIL901" for finding in report.remaining):
         return Delivery(remarks=("nothing is written from a file that is built to run code",))
-    left = obstacles(result, target) if target is not None else []
-    if left:
-        return Delivery(remarks=(f"nothing is written: a strict load would still fail on {len(left)} keys",))
+    if report.obstacles:
+        left = counted(len(report.obstacles), "key")
+        return Delivery(remarks=(f"nothing is written: a strict load would still fail on {left}",))
     if destination is None:
         if result.format == IN_MEMORY or report.edits:
             return Delivery()
         smoke, findings = _smoke(Path(result.path), result, settings, factory)
         return Delivery(None, smoke, tuple(findings))
-    form = destination.format_for(result, settings)
-    remarks: tuple[str, ...] = ()
-    if form == SAFETENSORS and (lost := lost_extras(result)):
-        remarks = (
-            f"safetensors cannot carry, and the new file does not have: {', '.join(lost)}; --format pth keeps it",
-        )
+    form = destination.form
     if not destination.output.parent.is_dir():
         raise WriteError(
             f"{destination.output}: the folder {destination.output.parent} does not exist; make it, or choose another "
             "place with -o"
         )
+    write = writer_for(form, settings.for_torch if form == PTH else None)
+    if settings.shard_bytes is not None:
+        return _deliver_in_shards(result, destination, write, settings, factory, settings.shard_bytes)
     with temporary_beside(destination.output, destination.source) as temporary:
-        write_to(temporary, result, writer_for(form, settings.for_torch if form == PTH else None), destination.output)
+        write_to(temporary, result, write, destination.output)
         verify(temporary, result, destination.output)
         smoke, findings = _smoke(temporary, result, settings, factory)
         if smoke is not None and smoke.passed is False:
-            return Delivery(None, smoke, tuple(findings), remarks)
+            return Delivery(None, smoke, tuple(findings))
         deliver_file(temporary, destination.output, destination.backup_of)
-    return Delivery(str(destination.output), smoke, tuple(findings), remarks)
+    return Delivery(str(destination.output), smoke, tuple(findings))
+
+
+def _deliver_in_shards(
+    result: Checkpoint,
+    destination: Destination,
+    write: Callable[[Checkpoint, BinaryIO], None],
+    settings: Settings,
+    factory: tuple[str, Any] | None,
+    limit: int,
+) -> Delivery:
+    """The same for shards with an index, which hold a state_dict and nothing around it."""
+    if destination.output == destination.source:
+        raise UsageError(
+            f"{destination.output}: --in-place replaces one file, and --shard-size writes several; name an output"
+        )
+    flat = replace(result, container=(), root=dict(result.entries))
+    remarks: tuple[str, ...] = ()
+    if result.container:
+        place = path_name(result.container)
+        remarks = (f"the shards hold the state_dict of {place}, and nothing of what lies around it",)
+    with temporary_shards(destination.output, flat, limit, write) as (index, names):
+        smoke, findings = _smoke(index, flat, settings, factory)
+        if smoke is not None and smoke.passed is False:
+            return Delivery(None, smoke, tuple(findings), remarks)
+        deliver_shards(index, names)
+    return Delivery(str(names.index), smoke, tuple(findings), remarks)
 
 
 def _smoke(
     file: Path, result: Checkpoint, settings: Settings, factory: tuple[str, Any] | None
 ) -> tuple[SmokeResult | None, list[Finding]]:
-    if factory is None:
-        if settings.smoke:
-            raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
+    if factory is None or settings.smoke is False:
         return None, []
-    if settings.smoke is False:
-        return None, []
-    from ckptfix.smoke import run_smoke
+    from ckptfix.smoke.run import run_smoke
 
     model, arguments = factory
     return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container))

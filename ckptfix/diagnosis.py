@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ckptfix.applying import Step, Supplies, apply_step
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Edit, Fill, Finding, Fix
-from ckptfix.plan import Plan, Step, Supplies, apply_step
+from ckptfix.plan import Plan
 from ckptfix.rules import RULES
 from ckptfix.settings import Settings
 from ckptfix.target import Target

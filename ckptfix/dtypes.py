@@ -19,6 +19,11 @@ class DType:
     safetensors: str | None = None
 
     @property
+    def packed(self) -> int:
+        """How many numbers an element holds: 2 for ``float4_e2m1fn_x2``, of which torch counts the pairs."""
+        return 2 if self.name.endswith("_x2") else 1
+
+    @property
     def is_float(self) -> bool:
         """Whether the elements are real floating-point numbers (fp64 down to fp8)."""
         return self.name.startswith(("float", "bfloat"))

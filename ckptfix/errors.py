@@ -3,9 +3,25 @@
 Each message is one line that says what is wrong, in which file, and what to do next. Anything else that escapes from
 ckptfix is a bug of ours."""
 
+LONGEST = 2000
+"""Characters of a message: names in a file may be of any length."""
+
+
+def one_line(text: str) -> str:
+    """The text without line feeds, escape codes and other characters that no terminal shows: names in a file hold
+    anything.
+    """
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
 
 class CkptfixError(Exception):
-    """The base of every error that ckptfix raises on purpose."""
+    """The base of every error that ckptfix raises on purpose. Its message is one printable line, whatever the file
+    says.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class UnreadableError(CkptfixError):

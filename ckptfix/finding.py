@@ -56,6 +56,15 @@ class Rename(Edit):
 
 
 @dataclass(frozen=True)
+class RenameModule(Edit):
+    """Give a row of ``_metadata`` another module path, where the keys have the right names already."""
+
+    kind: ClassVar[str] = "rename-module"
+    module: str
+    to: str
+
+
+@dataclass(frozen=True)
 class Drop(Edit):
     """Take an entry out."""
 
@@ -131,7 +140,25 @@ class Retag(Edit):
     to: str = "cpu"
 
 
-EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Rename, Drop, Fill, Tie, Cast, Reshape, Plain, Retag)}
+@dataclass(frozen=True)
+class Rewrite(Edit):
+    """Write the file anew from what is whole of it. ``cause`` is what was wrong with it."""
+
+    kind: ClassVar[str] = "rewrite"
+    cause: str
+
+
+@dataclass(frozen=True)
+class Disarm(Edit):
+    """Leave out everything but the tensors of the state_dict, so that nothing is left that could run."""
+
+    kind: ClassVar[str] = "disarm"
+    payload: str
+
+
+EDITS: Mapping[str, type[Edit]] = {
+    edit.kind: edit for edit in (Rename, RenameModule, Drop, Fill, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
+}
 """Every edit by its name in JSON."""
 
 

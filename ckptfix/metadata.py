@@ -5,53 +5,110 @@ the renames: where an old and a new key end in the same segments, what stands be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Metadata = Mapping[str, Mapping[str, Any]]
+
+NEW_ROW: Mapping[str, Any] = {"version": 1}
+"""The row of a module that keys gained as a wrapper: ``nn.Module._version``, which no wrapper of torch overrides."""
 
 
 def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Metadata | None:
     """The metadata under the new module paths; ``renames`` has every key that stays in the file, most of them to
     themselves.
 
-    A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place.
+    A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place, and
+    goes where the wrapper has gone. A wrapper that the keys gained gets a row.
     """
     if metadata is None or all(old == new for old, new in renames.items()):
         return metadata
     modules = _module_renames(renames)
+    innermost = {new: old for old, new in sorted(modules.items(), key=lambda rename: len(rename[0]))}
+    gone = _modules_of(renames) - _modules_of(renames.values())
+
+    def move(path: str) -> str | None:
+        old = next((module for module in (path, *reversed([*_ancestors(path)])) if module in modules), None)
+        if old is None or modules[old] == old:
+            return None if path in gone or not gone.isdisjoint(_ancestors(path)) else path
+        if old != path and innermost[modules[old]] != old:
+            return None  # a module without tensors, beside the model in a wrapper that is gone
+        return ".".join(part for part in (modules[old], path[len(old) :].strip(".")) if part)
+
+    return _moved(metadata, move)
+
+
+def rename_rows(metadata: Metadata | None, rows: Mapping[str, str]) -> Metadata | None:
+    """The metadata with single rows under other paths. Raises ``KeyError`` where a row is not there."""
+    if not rows:
+        return metadata
+    if metadata is None or not rows.keys() <= metadata.keys():
+        raise KeyError(min(rows.keys() - (metadata or {}).keys()))
+    return _moved(metadata, lambda path: rows.get(path, path))
+
+
+def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
+    """Every row at its new place, in order; a row that came there wins over one that stood there."""
+    places = {path: move(path) for path in metadata}
+    came = {new: metadata[path] for path, new in places.items() if new is not None and new != path}
+    rows = {**{path: metadata[path] for path, new in places.items() if new == path}, **came}
     moved: dict[str, Mapping[str, Any]] = {}
-    stayed: dict[str, Mapping[str, Any]] = {}
-    for path, versions in metadata.items():
-        new = _renamed(path, modules)
-        (stayed if new == path else moved)[new] = versions
-    order = {new: None for path in metadata for new in [_renamed(path, modules)]}
-    both = {**stayed, **moved}
-    return {path: both[path] for path in order}
+    for path, new in places.items():
+        if new is None or (new == path and new in came):
+            continue
+        if new != path and "" in metadata:
+            # Torch writes a row for every module on the way; metadata that never had them stays without.
+            for ancestor in _ancestors(new):
+                moved.setdefault(ancestor, rows.get(ancestor, NEW_ROW))
+        moved[new] = rows[new]
+    return moved
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The modules that hold a module or key, the root first."""
+    if path:
+        yield ""
+    position = path.find(".")
+    while position >= 0:
+        yield path[:position]
+        position = path.find(".", position + 1)
+
+
+def _modules_of(keys: Iterable[str]) -> set[str]:
+    return {module for key in keys for module in _ancestors(key)}
 
 
 def _module_renames(renames: Mapping[str, str]) -> dict[str, str]:
     modules: dict[str, str] = {}
     # Keys that stay come first: a module that holds one of them stays too.
     for old, new in sorted(renames.items(), key=lambda rename: rename[0] != rename[1]):
-        before, after = old.split("."), new.split(".")
-        while len(before) > 1 and after and before[-1] == after[-1]:
-            before.pop()
-            after.pop()
-            source = ".".join(before)
-            if modules.setdefault(source, ".".join(after)) != ".".join(after):
+        for before, after in _aligned(old.split("."), new.split(".")):
+            if modules.setdefault(before, after) != after:
                 break
-        # A path that was only lengthened or cut at its front: the root moved too.
-        if len(before) == 1 and after and before[-1] == after[-1]:
-            modules.setdefault("", ".".join(after[:-1]))
     return modules
 
 
-def _renamed(path: str, modules: Mapping[str, str]) -> str:
-    """The new path of a module: that of its nearest ancestor with a known one, and the rest."""
-    segments = path.split(".") if path else []
-    for depth in range(len(segments), -1, -1):
-        ancestor = ".".join(segments[:depth])
-        if ancestor in modules:
-            return ".".join(part for part in (modules[ancestor], *segments[depth:]) if part)
-    return path
+def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The modules on the way to a key under both names, the innermost first."""
+    here, there = len(old) - 1, len(new) - 1
+    if old[here] != new[there]:
+        return
+    while True:
+        yield ".".join(old[:here]), ".".join(new[:there])
+        if here and there and old[here - 1] == new[there - 1]:
+            here, there = here - 1, there - 1
+        elif here and _is_within(new[:there], old[:here]):
+            here -= 1  # a segment that was taken out
+        elif here and _is_within(old[:here], new[:there]):
+            # Segments that were put in: the innermost of them stands for the module.
+            while old[here - 1] != new[there - 1]:
+                there -= 1
+            here, there = here - 1, there - 1
+        else:
+            return
+
+
+def _is_within(short: Sequence[str], long: Sequence[str]) -> bool:
+    """Whether the segments stand in the longer row in the same order."""
+    rest = iter(long)
+    return all(part in rest for part in short)

@@ -12,20 +12,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.applying import Supplies
+from ckptfix.buffers import COUNTED_SINCE
 from ckptfix.checkpoint import Checkpoint, path_name
 from ckptfix.coverage import measure_coverage, obstacles
 from ckptfix.delivery import Delivery, Destination, deliver
 from ckptfix.diagnosis import Diagnosis, diagnose
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.factory import Arguments, target_from_factory
-from ckptfix.finding import Finding
+from ckptfix.finding import Finding, counted
 from ckptfix.formats import open_file
-from ckptfix.plan import Plan, Supplies
+from ckptfix.plan import Plan
 from ckptfix.report import Report
+from ckptfix.rules import RULES
 from ckptfix.settings import Settings
 from ckptfix.target import Target, target_from_checkpoint, target_from_module
 
@@ -65,7 +68,7 @@ def check(
     source: Source,
     model: nn.Module | str | None = None,
     *,
-    like: str | None = None,
+    like: str | os.PathLike[str] | None = None,
     model_args: Arguments = (),
     **settings: Any,
 ) -> Report:
@@ -77,7 +80,7 @@ def check(
     checkpoint = _open(source, checked)
     target = _target(model, like, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, _donor(target, checked))
-    return replace(_report(checkpoint, target, diagnosis), fixed=(), edits=())
+    return replace(_report(checkpoint, target, diagnosis, checked), fixed=(), edits=())
 
 
 def repair(
@@ -90,7 +93,7 @@ def repair(
     backup: bool = False,
     dry_run: bool = False,
     plan: Plan | None = None,
-    like: str | None = None,
+    like: str | os.PathLike[str] | None = None,
     model_args: Arguments = (),
     **settings: Any,
 ) -> Repair:
@@ -101,18 +104,24 @@ def repair(
     target is given and a strict load would still fail, where the forward test fails, or where the file is built as an
     attack, nothing is written and ``report.exit_code`` is 1."""
     checked = _settings(settings)
+    if checked.smoke and not isinstance(model, str):
+        raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
     checkpoint = _open(source, checked)
+    destination = Destination.of(checkpoint, output, beside, in_place, backup, checked.format)
+    if destination is not None:
+        checked = replace(checked, format=destination.form)
     target = _target(model, like, model_args, checked)
     donor = _donor(target, checked)
     if plan is None:
         diagnosis = diagnose(checkpoint, target, checked, donor)
     else:
         diagnosis = _carry_out(plan, checkpoint, target, checked, donor)
-    report = _report(checkpoint, target, diagnosis)
-    destination = Destination.of(checkpoint, output, beside, in_place, backup, changes=bool(diagnosis.plan))
+    report = _report(checkpoint, target, diagnosis, checked)
+    if destination is not None and destination.only_changes and not diagnosis.plan:
+        destination = None
     if not dry_run:
         factory = (model, model_args) if isinstance(model, str) else None
-        delivery = deliver(diagnosis.result, target, report, destination, checked, factory)
+        delivery = deliver(diagnosis.result, report, destination, checked, factory)
         report = _with_delivery(report, delivery)
     return Repair(report, diagnosis.plan, diagnosis.result)
 
@@ -122,15 +131,15 @@ def load(
     source: Source,
     *,
     map_location: str | torch.device = "cpu",
-    like: str | None = None,
     **settings: Any,
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
     ``map_location`` is where the tensors are put before they are copied into the model's own. Raises ``CkptfixError``
     where the checkpoint does not fit, naming what is left and the setting for it."""
-    repaired = repair(source, model, like=like, **settings)
-    state_dict = _fitting(repaired, model)
+    _check_loadable(model, map_location)
+    repaired = repair(source, model, **settings)
+    state_dict = _fitting(repaired)
     for key, value in state_dict.items():
         if hasattr(value, "to") and str(map_location) != "cpu":
             state_dict[key] = value.to(map_location)
@@ -151,36 +160,55 @@ def _settings(given: Mapping[str, Any]) -> Settings:
         settings = Settings(**given)
     except TypeError as error:
         raise UsageError(f"a setting is not known ({error}); see ckptfix.settings.Settings") from error
+    settings = replace(settings, select=_codes(settings.select), ignore=_codes(settings.ignore))
+    if settings.fill is not None:
+        settings = replace(settings, fill=os.fspath(settings.fill))
     if settings.format not in (None, "pth", "safetensors"):
         raise UsageError(f"format {settings.format!r} is not known; give pth or safetensors")
     settings.is_for_torch_before("0")  # says in one line that a version is none
+    _ = settings.shard_bytes  # and that a size is none
     return settings
+
+
+def _codes(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Rule codes or their beginnings; one that begins no code would silently check nothing."""
+    codes = (given,) if isinstance(given, str) else tuple(given)
+    for code in codes:
+        if not any(rule.code.startswith(code) for rule in RULES):
+            raise UsageError(f"no rule has a code that begins with {code!r}; see `ckptfix rule --all`")
+    return codes
 
 
 def _open(source: Source, settings: Settings) -> Checkpoint:
     if not isinstance(source, Mapping):
+        if not isinstance(source, (str, os.PathLike)):
+            raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
         return open_file(os.fspath(source), settings.weights, salvage=settings.salvage, member=settings.member)
-    from ckptfix.tensors import open_state_dict
+    from ckptfix.live import open_state_dict
 
     return open_state_dict(source)
 
 
 def _target(
-    model: nn.Module | str | None, like: str | None, model_args: Arguments, settings: Settings
+    model: nn.Module | str | None, like: str | os.PathLike[str] | None, model_args: Arguments, settings: Settings
 ) -> Target | None:
     if model is not None and like is not None:
         raise UsageError("model and like exclude each other: both say what the checkpoint has to fit")
     if isinstance(model, str):
         return target_from_factory(model, model_args, settings.seed)
     if model is not None:
+        if not hasattr(model, "named_modules") or isinstance(model, type):
+            raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
         return target_from_module(model)
-    return target_from_checkpoint(open_file(like)) if like is not None else None
+    return target_from_checkpoint(open_file(os.fspath(like))) if like is not None else None
 
 
 def _donor(target: Target | None, settings: Settings) -> Checkpoint | None:
     """The checkpoint of ``--fill FILE``, under the names of the target."""
     if settings.fill is None or settings.fill == "target":
         return None
+    if target is None and settings.salvage:
+        return open_file(settings.fill)
     if target is None:
         raise UsageError(f"--fill {settings.fill}: what is missing shows only against a target; add --model or --like")
     return diagnose(open_file(settings.fill), target, Settings(select=("KEY", "FIL102"), values=False)).result
@@ -196,7 +224,8 @@ def _carry_out(
     return Diagnosis(left.findings, (), plan, result)
 
 
-def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis) -> Report:
+def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
+    is_uncounted = settings.is_for_torch_before(COUNTED_SINCE)
     return Report(
         source=checkpoint.path,
         format=checkpoint.format,
@@ -208,6 +237,7 @@ def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis)
         fixed=diagnosis.fixed,
         edits=diagnosis.plan.edits,
         coverage=measure_coverage(diagnosis.result, target, diagnosis.filled) if target is not None else None,
+        obstacles=tuple(obstacles(diagnosis.result, target, is_uncounted)) if target is not None else (),
         remarks=target.remarks if target is not None else (),
     )
 
@@ -223,15 +253,27 @@ def _with_delivery(report: Report, delivery: Delivery) -> Report:
     )
 
 
-def _fitting(repaired: Repair, model: nn.Module) -> dict[str, Any]:
+def _check_loadable(model: nn.Module, map_location: str | torch.device) -> None:
+    """Raises where torch would copy values into the void, which it does with no more than a warning."""
+    if str(map_location) == "meta":
+        raise UsageError("map_location='meta' leaves no values to load; leave it out, or name a device that holds data")
+    if not hasattr(model, "load_state_dict") or isinstance(model, type):
+        raise UsageError(f"model is {model!r:.60}; give the torch.nn.Module first and the source second")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise TargetError(
+            f"{type(model).__name__} lies on the meta device and has no memory to load into; build it elsewhere, or "
+            "pass ckptfix.repair(source, model).state_dict() to its load_state_dict with assign=True"
+        )
+
+
+def _fitting(repaired: Repair) -> dict[str, Any]:
     """The repaired state_dict, once it is known that a strict load will take it."""
     report = repaired.report
-    if any(finding.code == "FIL901" for finding in report.findings):
+    if any(finding.code == "FIL901" for finding in report.remaining):
         raise HostileError(
             f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
         )
-    left = obstacles(repaired.checkpoint, target_from_module(model))
-    if left:
+    if left := report.obstacles:
         reasons = "; ".join(
             f"{finding.code} {finding.message}"
             for finding in report.remaining
@@ -242,6 +284,7 @@ def _fitting(repaired: Repair, model: nn.Module) -> dict[str, Any]:
             "see ckptfix.check",
         )
         raise TargetError(
-            f"{report.source}: does not fit {report.target} ({len(left)} keys, {left[0]} among them): {reasons}; {hint}"
+            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
+            f"{reasons or 'the rules that say more were not selected'}; {hint}"
         )
     return repaired.state_dict()

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from ckptfix.errors import UsageError
+
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*")
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
 
 
 @dataclass(frozen=True)
@@ -26,13 +40,16 @@ class Settings:
     """What the user asked for.
 
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
-    whole of a damaged file. ``select`` and ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``).
-    ``fill`` is ``target`` or the path of a donor file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None
-    means: where a factory is given. ``format`` is ``pth`` or ``safetensors``; None keeps that of the source."""
+    whole of a damaged file, and ``disarm`` the weights alone of one that is built to run code. ``select`` and
+    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target`` or the path of a donor
+    file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given. ``format`` is
+    ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of at most so many
+    bytes with an index, and None one file."""
 
     weights: str | None = None
     member: str | None = None
     salvage: bool = False
+    disarm: bool = False
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     unsafe_fixes: bool = False
@@ -42,6 +59,7 @@ class Settings:
     values: bool = True
     seed: int = 0
     format: str | None = None
+    shard_size: str | None = None
     smoke: bool | None = None
     smoke_settings: SmokeSettings = field(default_factory=SmokeSettings)
 
@@ -49,6 +67,20 @@ class Settings:
         """Whether the rule of this code is to run."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
         return chosen and not any(code.startswith(start) for start in self.ignore)
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """The most bytes of tensors in one file, None for one file of any size.
+
+        Raises ``UsageError`` where ``shard_size`` is no size.
+        """
+        if self.shard_size is None:
+            return None
+        match = _SIZE.fullmatch(self.shard_size.upper())
+        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+        if size <= 0:
+            raise UsageError(f"--shard-size {self.shard_size!r} is no size; write it like 5GB or 500MB")
+        return size
 
     def is_for_torch_before(self, release: str) -> bool:
         """Whether the result is meant for a torch older than ``release``.

@@ -1,42 +1,30 @@
-"""The bridge to torch: from specs to tensors and back; the one engine module that imports torch at its top."""
+"""From specs to tensors: where the engine hands over to torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptfix.checkpoint import IN_MEMORY, Candidate, Checkpoint, Quantizer, Storage, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import (
+    Checkpoint,
+    Storage,
+    TensorSpec,
+    contiguous_strides,
+)
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError, WriteError
+from ckptfix.formats.inert import sizes
 from ckptfix.formats.machine import Global, Opaque
 from ckptfix.formats.sources import stream
+from ckptfix.formats.tree import tensors_in
+from ckptfix.live import LiveBytes, bytes_of
 from ckptfix.regions import Region, Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-
-class LiveBytes:
-    """The bytes of a storage of torch, shared and never copied unless they lie on another device."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes there are."""
-        return self.storage.nbytes()
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, as a view of the storage's own memory where it is on the CPU."""
-        if start == stop:
-            return memoryview(b"")
-        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return _bytes_of(whole[start:stop].cpu())
 
 
 class Builder:
@@ -82,7 +70,7 @@ class Builder:
     def _storage(self, region: Region) -> torch.UntypedStorage:
         if id(region) not in self._loaded:
             buffer = torch.empty(region.nbytes, dtype=torch.uint8)
-            view, position = _bytes_of(buffer), 0
+            view, position = bytes_of(buffer), 0
             for block in stream(region.storage.source, region.start, region.stop):
                 view[position : position + block.nbytes] = block
                 position += block.nbytes
@@ -120,11 +108,6 @@ class Builder:
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor, shared."""
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer; its stubs say so from 3.12 on
-
-
 def build_tensor(spec: TensorSpec, path: str = "checkpoint") -> torch.Tensor:
     """The tensor of one spec; only the bytes that it covers are read."""
     return Builder([spec], path).build(spec)
@@ -132,10 +115,16 @@ def build_tensor(spec: TensorSpec, path: str = "checkpoint") -> torch.Tensor:
 
 def build_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute."""
-    builder = Builder(_specs_in(checkpoint.entries.values()), checkpoint.path)
-    state_dict: OrderedDict[str, Any] = OrderedDict(
-        (key, revive(entry, builder)) for key, entry in checkpoint.entries.items()
-    )
+    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path)
+    made: dict[int, Any] = {}
+    try:
+        state_dict: OrderedDict[str, Any] = OrderedDict(
+            (key, revive(entry, builder, made)) for key, entry in checkpoint.entries.items()
+        )
+    except RecursionError as error:
+        raise UnreadableError(
+            f"{checkpoint.path}: an entry of the state_dict is nested too deeply to be built; remove it first"
+        ) from error
     if checkpoint.metadata is not None:
         state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # torch hangs it there
             (module, dict(versions)) for module, versions in checkpoint.metadata.items()
@@ -143,28 +132,28 @@ def build_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     return state_dict
 
 
-def _specs_in(values: Iterable[Any]) -> Iterable[TensorSpec]:
-    for value in values:
-        if isinstance(value, TensorSpec):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _specs_in(value)
-        elif isinstance(value, dict):
-            yield from _specs_in(value.values())
-
-
-def revive(value: Any, builder: Builder) -> Any:
+def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
     """An entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists and
-    dicts.
+    dicts. ``made`` keeps what is done, so that an object that stands in two places, or in itself, stays one.
     """
     if isinstance(value, TensorSpec):
         return builder.build(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(revive(item, builder) for item in value)
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, revive(item, builder)) for key, item in value.items())
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, list):
+        items: list[Any] = []
+        made[id(value)] = items
+        items.extend(revive(item, builder, made) for item in value)
+        return items
     if isinstance(value, dict):
-        return {key: revive(item, builder) for key, item in value.items()}
+        pairs: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        made[id(value)] = pairs
+        for key, item in value.items():
+            pairs[key] = revive(item, builder, made)
+        return pairs
+    if type(value) is tuple:
+        made[id(value)] = tuple(revive(item, builder, made) for item in value)
+        return made[id(value)]
     if (
         isinstance(value, Global)
         and value.module == "torch"
@@ -172,7 +161,10 @@ def revive(value: Any, builder: Builder) -> Any:
     ):
         return found
     if isinstance(value, Opaque) and str(value.cls) == "torch.Size":
-        return torch.Size(*value.args)
+        try:
+            return torch.Size(sizes(value))
+        except ValueError:
+            return value  # made by hand: no torch ever wrote such a size
     return value
 
 
@@ -186,88 +178,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = None) -> TensorSpec:
-    """The spec of a live tensor; its bytes stay where they are. ``storages`` carries the ties from one call to the
-    next.
-    """
-    storages = {} if storages is None else storages
-    common: dict[str, Any] = {
-        "requires_grad": tensor.requires_grad,
-        "is_parameter": isinstance(tensor, torch.nn.Parameter),
-    }
-    tensor = tensor.detach()
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if tensor.layout != torch.strided:
-        names = _sparse_parts(tensor)
-        parts = {name: spec_of_tensor(part, storages) for name, part in names.items()}
-        layout = str(tensor.layout).removeprefix("torch.")
-        coalesced = tensor.is_coalesced() if layout == "sparse_coo" else None
-        return TensorSpec(dtype, shape, layout=layout, parts=parts, is_coalesced=coalesced, **common)
-    if tensor.device.type == "meta":
-        return TensorSpec(dtype, shape, tuple(tensor.stride()), **common)
-    live = tensor.untyped_storage()
-    storage = storages.setdefault(live._cdata, Storage(f"live{len(storages)}", LiveBytes(live), str(tensor.device)))
-    quantizer = _quantizer(tensor, storages) if tensor.is_quantized else None
-    bits = {"conj": tensor.is_conj(), "neg": tensor.is_neg()}
-    return TensorSpec(
-        dtype,
-        shape,
-        tuple(tensor.stride()),
-        storage,
-        int(tensor.storage_offset()),
-        quantizer=quantizer,
-        math_bits=bits if any(bits.values()) else {},
-        **common,
-    )
-
-
-def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if tensor.layout == torch.sparse_coo:
-        return {"indices": tensor._indices(), "values": tensor._values()}
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return {"crow_indices": tensor.crow_indices(), "col_indices": tensor.col_indices(), "values": tensor.values()}
-    return {"ccol_indices": tensor.ccol_indices(), "row_indices": tensor.row_indices(), "values": tensor.values()}
-
-
-def _quantizer(tensor: torch.Tensor, storages: dict[int, Storage]) -> Quantizer:
-    scheme = str(tensor.qscheme()).removeprefix("torch.")
-    if scheme == "per_tensor_affine":
-        return Quantizer(scheme, tensor.q_scale(), tensor.q_zero_point())
-    scales = spec_of_tensor(tensor.q_per_channel_scales(), storages)
-    zero_points = spec_of_tensor(tensor.q_per_channel_zero_points(), storages)
-    return Quantizer(scheme, scales, zero_points, tensor.q_per_channel_axis())
-
-
-def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
-    """An entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
-    if isinstance(value, torch.Tensor):
-        return spec_of_tensor(value, storages)
-    if type(value) in (tuple, list):
-        return type(value)(_specs_of(item, storages) for item in value)
-    return value
-
-
-def open_state_dict(state_dict: Mapping[str, Any], name: str = "state_dict") -> Checkpoint:
-    """A live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
-    storages: dict[int, Storage] = {}
-    entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
-    metadata = getattr(state_dict, "_metadata", None)
-    specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
-    return Checkpoint(
-        path=name,
-        format=IN_MEMORY,
-        entries=entries,
-        metadata=None if metadata is None else {str(module): dict(versions) for module, versions in metadata.items()},
-        root=entries,
-        devices=(),
-        candidates=(Candidate((), len(specs), sum(spec.numel for spec in specs)),),
-    )
-
-
 def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
     """The values of a strided tensor in row-major order, conjugated or negated where the spec says so."""
+    if not spec.numel:
+        return memoryview(b"")
+    if not spec.math_bits:
+        # Elements are moved as integers of their width: torch cannot copy every dtype, and none of the bits may change.
+        spec = replace(spec, dtype=_CARRIERS[spec.itemsize], quantizer=None, requires_grad=False)
     tensor = build_tensor(spec, path).detach().resolve_conj().resolve_neg().contiguous()
-    return _bytes_of(tensor.view(-1).view(torch.uint8)) if tensor.numel() else memoryview(b"")
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    start = tensor.storage_offset() * tensor.itemsize
+    return bytes_of(flat[start : start + spec.nbytes])
+
+
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 class CastBytes:
@@ -295,7 +219,7 @@ class CastBytes:
         converted = values.to(torch_dtype(self.dtype))
         if not converted.is_floating_point() and values.is_floating_point() and not values.isfinite().all():
             raise WriteError(f"{self.path}: a NaN or infinity cannot become {self.dtype}; keep the tensor as it is")
-        return _bytes_of(converted.view(torch.uint8))[start - first * size : stop - first * size]
+        return bytes_of(converted.view(torch.uint8))[start - first * size : stop - first * size]
 
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:

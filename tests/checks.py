@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +21,9 @@ def check_noop(state_dict: Mapping[str, Any], code: str, model: Any = None, **se
 def check_repaired(
     before: Mapping[str, Any], after: Mapping[str, Any], code: str, model: Any = None, **settings: Any
 ) -> ckptfix.Report:
-    """The rule makes ``after`` of ``before``, says so in a finding of its code, and has nothing to add on a second run."""
-    kept = dict(before)
+    """The rule makes ``after`` of ``before``, says so in a finding of its code, and has nothing to add on a second run.
+    """
+    kept = copy.deepcopy(before)
     repaired, report = ckptfix.repair_state_dict(before, model, select=(code,), **settings)
     assert [finding.code for finding in report.fixed] == [code]
     assert_same(repaired, after)
@@ -32,7 +34,8 @@ def check_repaired(
 
 
 def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN is not equal to NaN), equal ``_metadata``."""
+    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN is not equal to NaN), equal ``_metadata``.
+    """
     assert list(got) == list(want)
     for key, value in want.items():
         if isinstance(value, torch.Tensor):
@@ -50,5 +53,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         tensor = tensor.int_repr()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)  # torch cannot copy each of the small dtypes
+    tensor = tensor.contiguous()
+    start, count = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return raw[start : start + count].numpy().tobytes()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfix.live import open_state_dict
 from ckptfix.target import BUFFER, PARAMETER, Slot, target_from_checkpoint, target_from_module
-from ckptfix.tensors import open_state_dict
 
 
 class Tied(nn.Module):

@@ -26,6 +26,8 @@ def check(
     select: options.Select = None,
     ignore: options.Ignore = None,
     weights: options.Weights = None,
+    member: options.Member = None,
+    salvage: options.Salvage = None,
     for_torch: options.ForTorch = None,
     no_values: options.NoValues = None,
     unsafe_fixes: options.UnsafeFixes = None,

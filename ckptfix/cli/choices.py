@@ -10,7 +10,20 @@ from ckptfix.config import Configuration
 from ckptfix.errors import UsageError
 from ckptfix.settings import SmokeSettings
 
-_PASSED_ON = ("weights", "for_torch", "unsafe_fixes", "fill", "drop_mismatched", "seed", "format", "smoke")
+_PASSED_ON = (
+    "weights",
+    "for_torch",
+    "unsafe_fixes",
+    "fill",
+    "drop_mismatched",
+    "seed",
+    "format",
+    "smoke",
+    "member",
+    "salvage",
+    "disarm",
+    "shard_size",
+)
 _SMOKE = ("device", "timeout", "seed")
 
 # Options that answer one question: one of them on the command line replaces all of them in the configuration.
@@ -58,8 +71,10 @@ def repair_command(source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
         "model_args",
         "like",
         "weights",
+        "member",
         "for_torch",
         "fill",
+        "shard_size",
         "output",
         "format",
         "device",
@@ -72,7 +87,7 @@ def repair_command(source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
     for name in ("select", "ignore", "input"):
         for value in choices.get(name, ()):
             words += [f"--{name}", value]
-    for name in ("unsafe_fixes", "no_values", "drop_mismatched", "in_place", "backup"):
+    for name in ("unsafe_fixes", "no_values", "drop_mismatched", "in_place", "backup", "salvage", "disarm"):
         if choices.get(name):
             words.append(f"--{name.replace('_', '-')}")
     if "smoke" in choices:

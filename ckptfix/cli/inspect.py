@@ -23,6 +23,8 @@ def inspect(
     context: typer.Context,
     path: Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint.")],
     weights: options.Weights = None,
+    member: options.Member = None,
+    salvage: options.Salvage = None,
     output_format: InspectionFormat = None,
     quiet: options.Quiet = None,
     verbose: options.Verbose = None,
@@ -39,7 +41,12 @@ def inspect(
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines
 
         form = choices.get("output_format", "full")
-        checkpoint = ckptfix.open_checkpoint(path, weights=choices.get("weights"))
+        checkpoint = ckptfix.open_checkpoint(
+            path,
+            weights=choices.get("weights"),
+            member=choices.get("member"),
+            salvage=choices.get("salvage", False),
+        )
         size = Path(path).stat().st_size
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")

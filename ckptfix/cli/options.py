@@ -43,6 +43,14 @@ Weights = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Which state_dict of the file, by the name that `ckptfix inspect` shows."),
 ]
+Member = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which file of an archive (.zip, .tar.gz) that holds several."),
+]
+Salvage = Annotated[
+    bool | None,
+    typer.Option("--salvage", help="Open a damaged file, and take the tensors of which every byte is there."),
+]
 ForTorch = Annotated[
     str | None,
     typer.Option(metavar="VERSION", help="The release of torch that is to load the result, such as 0.4.0."),

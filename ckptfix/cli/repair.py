@@ -30,6 +30,13 @@ FileFormat = Annotated[
     Literal["pth", "safetensors"] | None,
     typer.Option("--format", help="The format to write.  [default: that of the output's suffix, else of the source]"),
 ]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Write numbered shards of at most this size (5GB, 500MB) with an index.  [default: one file]",
+    ),
+]
 DryRun = Annotated[bool | None, typer.Option("--dry-run", "-n", help="Say what would be done, and write nothing.")]
 PlanFile = Annotated[
     str | None, typer.Option("--plan", metavar="FILE", help="Write the edits as JSON, to read or to apply later.")
@@ -58,6 +65,13 @@ Timeout = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Time limit of the forward test.  [default: 300]")
 ]
 
+Disarm = Annotated[
+    bool | None,
+    typer.Option(
+        "--disarm", help="Of a file that is built to run code, write the tensors of the state_dict and nothing else."
+    ),
+]
+
 
 # The options are declared here for typer; their values come from the context, merged with the configuration file.
 def repair(
@@ -69,6 +83,7 @@ def repair(
     in_place: InPlace = None,
     backup: Backup = None,
     format: FileFormat = None,
+    shard_size: ShardSize = None,
     dry_run: DryRun = None,
     plan: PlanFile = None,
     apply: Apply = None,
@@ -85,6 +100,9 @@ def repair(
     select: options.Select = None,
     ignore: options.Ignore = None,
     weights: options.Weights = None,
+    member: options.Member = None,
+    salvage: options.Salvage = None,
+    disarm: Disarm = None,
     for_torch: options.ForTorch = None,
     no_values: options.NoValues = None,
     seed: options.Seed = None,

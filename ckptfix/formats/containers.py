@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.checkpoint import Candidate, Checkpoint, PathPart, Remark, TensorSpec, path_name
@@ -11,6 +12,8 @@ from ckptfix.formats.document import Document
 from ckptfix.formats.inert import NumpyArray
 from ckptfix.formats.machine import Opaque
 from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.rank_shards import is_zero_state, rank_shard
+from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
 
 PREFERRED = tuple(
@@ -24,15 +27,18 @@ AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")
 
 SEARCH_DEPTH = 6
 NODE_LIMIT = 1_000_000
+LIST_LIMIT = 64
+"""Items of a list up to which each is looked at; longer ones hold numbers or samples."""
 
 
-def open_document(document: Document, weights: str | None = None) -> Checkpoint:
+def open_document(document: Document, weights: str | None = None, *, salvage: bool = False) -> Checkpoint:
     """The checkpoint of a document: its state_dict found, or taken where ``weights`` says.
 
-    Raises ``UnreadableError`` where the file holds no weights, ``UsageError`` where it has none of the name.
+    Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
+    ``UsageError`` where it has none of the name.
     """
     found = dict(_search(document))
-    candidates = tuple(_candidate(path, value) for path, value in found.items())
+    candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
     ranked = sorted(candidates, key=_rank)
     if weights is not None:
         path, value = _pick(document, found, weights)
@@ -40,8 +46,12 @@ def open_document(document: Document, weights: str | None = None) -> Checkpoint:
         path = ranked[0].path
         value = found[path]
     else:
+        if document.damage:
+            raise UnreadableError(f"{document.path}: {'; '.join(document.damage)}; fetch the file again")
         raise UnreadableError(_why_none(document))
     entries, remarks = _entries(document, value, path)
+    entries, lost = split_entries(document, entries, salvage)
+    root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
     metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None
     if metadata is None:
         metadata = document.metadata
@@ -58,12 +68,18 @@ def open_document(document: Document, weights: str | None = None) -> Checkpoint:
         entries=entries,
         metadata=_clean_metadata(metadata),
         container=path,
-        root=document.root,
+        root=root,
         devices=tuple(
             sorted({spec.storage.device for spec in tensors_in(document.root) if spec.storage is not None} - {"cpu"})
         ),
-        candidates=_plausible(ranked),
+        candidates=tuple(
+            candidate
+            for candidate in _plausible(ranked)
+            if not any(candidate.path[: len(gone)] == gone for gone in left_out)
+        ),
         remarks=(*document.remarks, *remarks),
+        damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
+        lost=lost,
     )
 
 
@@ -83,11 +99,11 @@ def _mapping(value: Any) -> dict[Any, Any] | None:
 
 
 def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
-    """Every state_dict in the tree, each object once, with its path."""
+    """Every mapping in the tree that holds tensors, and every module's state_dict, each object once, with its path."""
     seen: set[int] = set()
-    pending: list[tuple[tuple[PathPart, ...], Any]] = [((), document.root)]
+    pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
     while pending:
-        path, value = pending.pop(0)
+        path, value = pending.popleft()
         if id(value) in seen or len(path) > SEARCH_DEPTH:
             continue
         seen.add(id(value))
@@ -95,35 +111,46 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
             raise HostileError(
                 f"{document.path}: more than {NODE_LIMIT} objects lie around the weights; do not use this file"
             )
-        if is_module(value):
-            state_dict = module_state_dict(value, document.path)
-            if state_dict:
-                yield path, state_dict
+        mapping = module_state_dict(value, document.path) if is_module(value) else _mapping(value)
+        if mapping is not None and _is_optimizer(mapping):
             continue
-        mapping = _mapping(value)
-        children: list[tuple[PathPart, Any]] = []
-        if mapping is not None:
-            if _is_optimizer(mapping):
+        if mapping and _count_tensors(mapping):
+            yield path, mapping
+            if is_module(value) or _is_state_dict(mapping):
                 continue
-            tensors = _count_tensors(mapping)
-            if tensors and 2 * tensors >= len(mapping):
-                yield path, mapping
-                continue
-            children = [(key, child) for key, child in mapping.items() if isinstance(key, (str, int))]
-            inner = [(path, mapping)] if tensors else []
-            below = [
-                found for key, child in children if isinstance(child, (dict, list, tuple, Opaque)) for found in [child]
-            ]
-            if inner and not below:
-                yield path, mapping
-                continue
-        elif isinstance(value, (list, tuple)) and len(value) <= 64:
-            children = list(enumerate(value))
-        elif isinstance(value, Opaque):
-            children = list(value.attributes.items())
-        pending.extend(
-            ((*path, key), child) for key, child in children if isinstance(child, (dict, list, tuple, Opaque))
-        )
+        pending.extend(((*path, name), child) for name, child in _children(value, mapping))
+
+
+def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[PathPart, Any]]:
+    """The members of a value in which a state_dict may lie deeper."""
+    members: Iterable[tuple[Any, Any]] = ()
+    if mapping is not None and not is_module(value):
+        members = mapping.items()
+    elif isinstance(value, (list, tuple)) and len(value) <= LIST_LIMIT:
+        members = enumerate(value)
+    elif isinstance(value, Opaque):
+        members = value.attributes.items()
+    for name, child in members:
+        if isinstance(name, (str, int)) and isinstance(child, (dict, list, tuple, Opaque)):
+            yield name, child
+
+
+def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
+    """Whether tensors of torch make up at least half of a mapping, and none of its members is the state_dict itself
+    (`{"state_dict": …, "mean": …, "std": …}`). Arrays may be figures beside the weights.
+    """
+    if any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
+        return False
+    return 2 * sum(isinstance(value, TensorSpec) for value in mapping.values()) >= len(mapping)
+
+
+def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
+    """What was found without the few tensors that lie loose around the weights, and without arrays beside tensors."""
+    for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
+        chosen = {path: mapping for path, mapping in found.items() if test(mapping)}
+        if chosen:
+            return chosen
+    return dict(found)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -132,12 +159,13 @@ def _is_tensor(value: Any) -> bool:
 
 def _count_tensors(mapping: Mapping[Any, Any]) -> int:
     return sum(
-        _is_tensor(value) or (isinstance(value, tuple) and any(map(_is_tensor, value))) for value in mapping.values()
+        _is_tensor(value) or (isinstance(value, tuple) and any(map(_is_tensor, value[:LIST_LIMIT])))
+        for value in mapping.values()
     )
 
 
 def _is_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    return "param_groups" in mapping and "state" in mapping
+    return ("param_groups" in mapping and "state" in mapping) or is_zero_state(mapping)
 
 
 def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
@@ -203,6 +231,14 @@ def _entries(
 
 def _why_none(document: Document) -> str:
     root = document.root
+    shard = rank_shard(root, {})
+    if shard is not None:
+        return f"{document.path}: the file {shard.what}; {shard.remedy}"
+    if document.path.endswith(".distcp"):
+        return (
+            f"{document.path}: a file of torch.distributed.checkpoint, one of several; name its folder instead, which"
+            " has to hold .metadata too"
+        )
     mapping = _mapping(root) or {}
     inner = [key for key, value in mapping.items() if isinstance(value, dict) and _is_optimizer(value)]
     if _is_optimizer(mapping) or inner:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfix.checkpoint import Remark
+from ckptfix.checkpoint import Remark, TensorSpec
 
 
 @dataclass
@@ -16,7 +16,11 @@ class Document:
     """A parsed file.
 
     ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` where the format carries it outside the
-    tree. ``names`` holds the globals that the file's pickles name, ``remarks`` what was noticed on the way."""
+    tree. ``names`` holds the globals that the file's pickles name, ``remarks`` what was noticed on the way.
+
+    A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong, each a clause that follows
+    the file's name (``is cut short``); tensors whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that
+    the tree does not hold at all, with their specs, or None where a missing file leaves the name alone."""
 
     path: str
     format: str
@@ -24,3 +28,5 @@ class Document:
     metadata: Mapping[str, Mapping[str, Any]] | None = None
     names: set[str] = field(default_factory=set)
     remarks: list[Remark] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    lost: dict[str, TensorSpec | None] = field(default_factory=dict)

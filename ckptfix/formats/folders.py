@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
 from ckptfix.errors import UnreadableError
+from ckptfix.formats import dcp, exploded, sharded
 from ckptfix.formats.document import Document
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """A folder that is a checkpoint: its name, what it looks like, and how it is read."""
+
+    name: str
+    looks_like: Callable[[Path], bool]
+    read: Callable[[Path, bool], Document]
+
+
+FOLDER_FORMATS = (
+    FolderFormat(dcp.NAME, dcp.looks_like, dcp.read_folder),
+    FolderFormat(exploded.NAME, exploded.looks_like, exploded.read_folder),
+    FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
+)
+"""Every format that is a folder, in the order in which a folder is asked."""
+
+SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
+"""How names of checkpoints end; looked at only to say which file of a folder may be meant."""
+
+_LISTED = 6
 
 
 def read_folder(path: str, salvage: bool) -> Document:
     """The document of a folder. Raises ``UnreadableError`` where it is no checkpoint."""
-    raise UnreadableError(f"{path}: is a folder; name a checkpoint file in it")
+    folder = Path(path)
+    try:
+        for form in FOLDER_FORMATS:
+            if form.looks_like(folder):
+                return form.read(folder, salvage)
+        raise UnreadableError(f"{path}: {_contents(folder)}")
+    except OSError as error:
+        raise UnreadableError(f"{path}: the folder cannot be listed: {error.strerror or error}") from error
+
+
+def _contents(folder: Path) -> str:
+    """What a folder holds, and what of it to name instead."""
+    names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
+    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
+    below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+    if not names:
+        return "an empty folder; name a checkpoint file"
+    if likely or below:
+        return f"a folder, and no sharded checkpoint; name one of the files in it: {_some(likely or below)}"
+    return f"a folder without a checkpoint in it; it holds {_some(names)}"
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -9,6 +9,8 @@ Sources: ``torch/_utils.py`` and ``torch/serialization.py`` (the rebuild functio
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,11 +19,16 @@ from typing import Any
 from ckptfix.checkpoint import Quantizer, Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import BY_NUMPY, BY_STORAGE, DTYPES
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.machine import Global, Opaque, bounded_key
+from ckptfix.formats.bounds import bounded_keys, shown
+from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.rank_shards import local_part
 from ckptfix.formats.sources import MemoryBytes
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
+
+NAME_LIMIT = 1000
+"""Characters of a dotted name that getattr builds."""
 
 EXPANDED_LIMIT = 1 << 30
 """Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
@@ -44,19 +51,27 @@ class NumpyArray:
     dtype: Any = None
     fortran: bool = False
     data: Any = b""
+    _spec: TensorSpec | None = field(default=None, repr=False)
 
     def build(self, state: Any) -> None:
         """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``."""
         if isinstance(state, tuple) and len(state) == 5:
             _, shape, self.dtype, self.fortran, self.data = state
-            self.shape = sizes(shape)
+            self.shape, self._spec = sizes(shape), None
 
     def spec(self, path: str) -> TensorSpec | None:
-        """The array as a tensor; None for strings, objects, records and dates, which torch has no dtype for."""
+        """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
+        no dtype for.
+        """
+        if self._spec is not None:
+            return self._spec
         code, order = numpy_type(self.dtype)
         dtype = BY_NUMPY.get(code)
         # Python 2 pickles keep the bytes of an array in a str.
-        data = self.data.encode("latin-1") if isinstance(self.data, str) else self.data
+        try:
+            data = self.data.encode("latin-1") if isinstance(self.data, str) else self.data
+        except UnicodeEncodeError as error:
+            raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
         if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
             return None
         strides = contiguous_strides(self.shape)
@@ -65,8 +80,14 @@ class NumpyArray:
         if order == ">":
             import numpy as np
 
+            if len(data) % dtype.itemsize:
+                raise UnreadableError(
+                    f"{path}: a numpy array of {code} has {len(data)} bytes, no whole number of elements; fetch the "
+                    "file again"
+                )
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
-        return checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
+        self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
+        return self._spec
 
 
 def numpy_type(dtype: Any) -> tuple[str, str]:
@@ -81,8 +102,12 @@ def sizes(value: Any) -> tuple[int, ...]:
     """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
-    if not isinstance(value, (tuple, list)) or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"{value!r:.60} is no shape")
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > 64
+        or any(type(size) is not int or not 0 <= size < 1 << 63 for size in value)
+    ):
+        raise ValueError(f"{shown(value)} is no shape")
     return tuple(value)
 
 
@@ -102,18 +127,31 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
             )
         if spec.nbytes > max(EXPANDED_LIMIT, 1024 * spec.storage.nbytes):
             raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} would take {spec.nbytes / 2**30:.0f} GiB in memory out of "
+                f"{path}: a tensor of shape {spec.shape} would take {spec.nbytes >> 30} GiB in memory out of "
                 f"{spec.storage.nbytes}"
                 " stored bytes; do not use this file"
             )
     return spec
 
 
+def _is_simple(part: Any) -> bool:
+    """Whether a value may be a part of a tensor: a tensor itself, and nothing in it goes deeper."""
+    return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
+
+
+def _per_channel(values: Any, dtype: str) -> Any:
+    """A list of numbers as the tensor that later releases write; anything else as it is."""
+    if not isinstance(values, list):
+        return values
+    data = struct.pack(f"<{len(values)}{'d' if dtype == 'float64' else 'q'}", *values)
+    return TensorSpec(dtype, (len(values),), (1,), Storage("channels", MemoryBytes(data)))
+
+
 def dtype_name(value: Any) -> str:
     """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
     if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
         return value.name
-    raise ValueError(f"{value!s:.60} is no dtype")
+    raise ValueError(f"{shown(value)} is no dtype")
 
 
 def storage_dtype(cls: Any) -> str:
@@ -125,7 +163,7 @@ def storage_dtype(cls: Any) -> str:
             return BY_STORAGE[cls.name].name
         if cls.name in ("UntypedStorage", "_UntypedStorage"):
             return "uint8"
-    raise ValueError(f"{cls!s:.60} is no storage class")
+    raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")
 
 
 @dataclass
@@ -140,6 +178,9 @@ class InertTable:
     nested: Callable[[bytes], Any]
     foreign: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
+    _stored: dict[int, Storage] = field(default_factory=dict)
+    _stored_bytes: int = 0
+    _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """The inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
@@ -179,7 +220,9 @@ class InertTable:
     def _strided(
         self, typed: TypedStorage, dtype: str, offset: int, size: Any, stride: Any, requires_grad: Any, metadata: Any
     ) -> TensorSpec:
-        bits = {str(name): bool(value) for name, value in metadata.items()} if isinstance(metadata, dict) else {}
+        bits = (
+            {name: True for name in ("conj", "neg") if metadata.get(name) is True} if isinstance(metadata, dict) else {}
+        )
         spec = TensorSpec(
             dtype,
             sizes(size),
@@ -189,7 +232,20 @@ class InertTable:
             requires_grad=bool(requires_grad),
             math_bits=bits,
         )
-        return checked(spec, self.path)
+        return self._within_reason(checked(spec, self.path))
+
+    def _within_reason(self, spec: TensorSpec) -> TensorSpec:
+        """The spec itself, once the tensors of the file together are known to be no bomb of views of few bytes."""
+        if spec.storage is not None and id(spec.storage) not in self._stored:
+            self._stored[id(spec.storage)] = spec.storage
+            self._stored_bytes += spec.storage.nbytes
+        self._logical_bytes += spec.nbytes
+        if self._logical_bytes > max(4 * EXPANDED_LIMIT, 1024 * self._stored_bytes):
+            raise HostileError(
+                f"{self.path}: its tensors would take {self._logical_bytes >> 30} GiB in memory out of "
+                f"{self._stored_bytes} stored bytes; do not use this file"
+            )
+        return spec
 
     def parameter(self, data: Any, requires_grad: Any = True, *_: Any) -> Any:
         """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""
@@ -201,12 +257,14 @@ class InertTable:
         """``Variable(data)`` of torch 0.1 to 0.3, ``torch.Tensor(tensor)``."""
         return data if isinstance(data, TensorSpec) else NotImplemented
 
-    def from_type(self, function: Any, cls: Any, args: Any, *_: Any) -> Any:
+    def from_type(self, function: Any, cls: Any, args: Any, state: Any = None, *_: Any) -> Any:
         """``_rebuild_from_type_v2``: a tensor of a subclass or with attributes; the tensor is what counts."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             return NotImplemented
         if isinstance(cls, Global) and str(cls) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             self.foreign[str(cls)] = None
+        if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
+            return local_part(cls, args[2], state)
         return self.call(function, args)
 
     def quantized(
@@ -214,15 +272,21 @@ class InertTable:
     ) -> Any:
         """``_rebuild_qtensor``; the scheme is ``torch.per_tensor_affine`` or one of the per-channel ones."""
         scheme, scale, zero_point, *axis = quantizer
+        # torch 1.3 and 1.4 wrote the scales, zero points and axis of each channel as lists.
+        scale, zero_point = _per_channel(scale, "float64"), _per_channel(zero_point, "int64")
+        axis = axis[0] if axis and isinstance(axis[0], list) else axis
         spec = self._strided(storage, storage.dtype, offset, size, stride, requires_grad, None)
-        name = scheme.name if isinstance(scheme, Global) else str(scheme)
+        name = scheme.name if isinstance(scheme, Global) else shown(scheme)
         if name not in ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"):
             raise ValueError(f"quantisation scheme {name:.60} is not known")
+        for part in (scale, zero_point):
+            if not (_is_simple(part) if axis else type(part) in (int, float)):
+                raise ValueError("a quantised tensor whose scales are neither numbers nor plain tensors")
         return replace(spec, quantizer=Quantizer(name, scale, zero_point, axis[0] if axis else None))
 
     def sparse(self, layout: Any, data: Any) -> Any:
         """``_rebuild_sparse_tensor``: COO ``(indices, values, size[, is_coalesced])``, or a compressed layout."""
-        name = layout.name if isinstance(layout, Global) else str(layout)
+        name = layout.name if isinstance(layout, Global) else layout if isinstance(layout, str) else ""
         name = name.removeprefix("torch.")
         if name == "sparse_coo":
             indices, values, size, *coalesced = data
@@ -237,8 +301,10 @@ class InertTable:
             parts, coalesced = {first: compressed, second: plain, "values": values}, []
         else:
             return NotImplemented
-        if not all(isinstance(part, TensorSpec) for part in parts.values()):
-            raise ValueError("a sparse tensor whose parts are no tensors")
+        if not all(_is_simple(part) for part in parts.values()):
+            raise ValueError("a sparse tensor whose parts are no plain tensors")
+        if math.prod(sizes(size)) >= 1 << 63:
+            raise ValueError("a sparse tensor of more elements than torch can count")
         return TensorSpec(
             values.dtype, sizes(size), layout=name, parts=parts, is_coalesced=bool(coalesced[0]) if coalesced else None
         )
@@ -287,7 +353,8 @@ class InertTable:
     def ordered_dict(self, pairs: Any = ()) -> Any:
         """``collections.OrderedDict``, with its pairs in the call as Python 2 writes it."""
         pairs = list(pairs.items()) if isinstance(pairs, dict) else pairs
-        return OrderedDict((bounded_key(key, self.path), value) for key, value in pairs)
+        keys = bounded_keys([key for key, _ in pairs], self.path)
+        return OrderedDict((key, value) for key, (_, value) in zip(keys, pairs, strict=True))
 
     def new_dict(self, *args: Any) -> Any:
         """``dict()``."""
@@ -299,13 +366,12 @@ class InertTable:
 
     def new_set(self, values: Any = ()) -> Any:
         """``set(values)``."""
-        return (
-            {bounded_key(value, self.path) for value in values} if isinstance(values, (list, tuple)) else NotImplemented
-        )
+        return set(bounded_keys(values, self.path)) if isinstance(values, (list, tuple)) else NotImplemented
 
     def new_frozenset(self, values: Any = ()) -> Any:
         """``frozenset(values)``."""
-        return frozenset(self.new_set(values))
+        made = self.new_set(values)
+        return made if made is NotImplemented else frozenset(made)
 
     def new_complex(self, real: float = 0.0, imaginary: float = 0.0) -> Any:
         """``complex(real, imaginary)``."""
@@ -351,6 +417,8 @@ class InertTable:
         """
         if not isinstance(owner, Global) or not isinstance(name, str):
             return NotImplemented
+        if len(owner.name) + len(name) > NAME_LIMIT:
+            raise HostileError(f"{self.path}: getattr is called on its own result over and over; do not use this file")
         member = Global(owner.module, f"{owner.name}.{name}")
         self.derived.add(str(member))
         return member

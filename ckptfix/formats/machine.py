@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
+from ckptfix.formats.bounds import Bounds
 
 
 class Bytes(Protocol):
@@ -39,7 +40,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Opaque:
     """An object whose class stays closed: the class's name, the arguments it was made with, and what was put in
     afterwards.
@@ -53,6 +54,10 @@ class Opaque:
     state: Any = None
     items: list[Any] = field(default_factory=list)
     pairs: dict[Any, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # Never what it holds: a shared nested object would be written out 2^depth times.
+        return f"<{self.cls}>"
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -73,9 +78,6 @@ class StandIn(Protocol):
 Call = Callable[[Global, tuple[Any, ...]], Any]
 """Gives the inert value that stands for calling a global with arguments."""
 
-_MARK = object()
-_KEY_NODES = 256  # a tuple used as a dict key is hashed through: a shared nested one costs 2^depth
-
 
 class PickleMachine:
     """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is behind its STOP.
@@ -95,6 +97,7 @@ class PickleMachine:
         self.call, self.persistent_load = call, persistent_load
         self.globals: dict[tuple[str, str], Global] = {}
         self.protocol = 0
+        self.bounds = Bounds(path, len(data))
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -120,7 +123,16 @@ class PickleMachine:
                         "a damaged one"
                     )
                 handler(self)
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
+        except (
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            struct.error,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise UnreadableError(
                 f"{self.path}: the pickle is malformed near offset {self.position} ({type(error).__name__}: {error}); "
                 "fetch the file again"
@@ -163,6 +175,10 @@ class PickleMachine:
         """Put a value on the stack."""
         self._stack.append(value)
 
+    def push_new(self, value: Any) -> None:
+        """Put a new container on the stack."""
+        self._stack.append(self.bounds.make(value))
+
     def pop(self) -> Any:
         """Take the top value off the stack."""
         return self._stack.pop()
@@ -170,7 +186,7 @@ class PickleMachine:
     def mark(self) -> None:
         """Begin a new run of values."""
         self._marks.append(self._stack)
-        self._stack = []
+        self._stack = self.bounds.make([])
 
     def pop_mark(self) -> list[Any]:
         """The values since the last mark."""
@@ -214,17 +230,20 @@ class PickleMachine:
 
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """The inert value of ``function(*args, **kwargs)``."""
+        self.bounds.hand(args)
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        self.bounds.hand(*args)
         if not isinstance(function, Global):
             cls = (
                 function.cls
                 if isinstance(function, Opaque)
                 else Global(type(function).__module__, type(function).__name__)
             )
-            return Opaque(Global(cls.module, f"{cls.name}()"), (function, *args), kwargs or {})
+            name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
+            return self.bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
         if kwargs:
-            return Opaque(function, args, kwargs)
-        return self.call(function, args)
+            return self.bounds.make(Opaque(function, args, kwargs))
+        return self.bounds.make(self.call(function, args))
 
     def build(self) -> None:
         """BUILD: hand a state to the object below it."""
@@ -234,6 +253,7 @@ class PickleMachine:
             target.state = state
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
             # torch hangs `_metadata` on the state_dict this way.
+            self.bounds.hand(state)
             target.__dict__.update({str(key): value for key, value in state.items()})
         elif hasattr(target, "build"):
             target.build(state)
@@ -244,7 +264,7 @@ class PickleMachine:
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, set):
-            target.update(bounded_key(value, self.path) for value in values)
+            target.update([self.bounds.key(value, target) for value in values])
         elif isinstance(target, Opaque):
             target.items.extend(values)
         else:
@@ -262,23 +282,7 @@ class PickleMachine:
                 f"{self.path}: the pickle sets items of a {type(target).__name__}; it is damaged or hostile"
             )
         for key, value in zip(values[::2], values[1::2], strict=True):
-            target[key if type(key) is str else bounded_key(key, self.path)] = value
-
-
-def bounded_key(key: Any, path: str) -> Any:
-    """The key itself, once it is known that it can be hashed in bounded time."""
-    nodes, pending = 0, [key]
-    while pending:
-        value = pending.pop()
-        nodes += 1
-        if nodes > _KEY_NODES:
-            raise HostileError(
-                f"{path}: a key of a dict is nested so deeply that hashing it would not end; do not use this file"
-            )
-        if isinstance(value, (tuple, frozenset)):
-            pending.extend(value)
-    hash(key)
-    return key
+            target[key if type(key) is str else self.bounds.key(key, target)] = value
 
 
 def _text(raw: bytes) -> str:
@@ -339,7 +343,7 @@ def _set_item(machine: PickleMachine) -> None:
 
 def _dict(machine: PickleMachine) -> None:
     values = machine.pop_mark()
-    machine.push({})
+    machine.push_new({})
     machine.set_all(values)
 
 
@@ -352,6 +356,11 @@ def _duplicate(machine: PickleMachine) -> None:
 def _tuple(machine: PickleMachine, count: int) -> tuple[Any, ...]:
     values = [machine.pop() for _ in range(count)]
     return tuple(reversed(values))
+
+
+def _frozen_set(machine: PickleMachine) -> frozenset[Any]:
+    values = machine.pop_mark()
+    return frozenset([machine.bounds.key(value, values) for value in values])
 
 
 def _decode(width: int, decode: Callable[[bytes], Any]) -> Callable[[PickleMachine], None]:
@@ -407,21 +416,21 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"\x98": _buffer,
     # Containers
     b")": lambda m: m.push(()),
-    b"\x85": lambda m: m.push(_tuple(m, 1)),
-    b"\x86": lambda m: m.push(_tuple(m, 2)),
-    b"\x87": lambda m: m.push(_tuple(m, 3)),
+    b"\x85": lambda m: m.push_new(_tuple(m, 1)),
+    b"\x86": lambda m: m.push_new(_tuple(m, 2)),
+    b"\x87": lambda m: m.push_new(_tuple(m, 3)),
     b"t": lambda m: m.push(tuple(m.pop_mark())),
-    b"]": lambda m: m.push([]),
+    b"]": lambda m: m.push_new([]),
     b"l": lambda m: m.push(m.pop_mark()),
     b"a": lambda m: m.append_all([m.pop()]),
     b"e": lambda m: m.append_all(m.pop_mark()),
-    b"}": lambda m: m.push({}),
+    b"}": lambda m: m.push_new({}),
     b"d": _dict,
     b"s": _set_item,
     b"u": lambda m: m.set_all(m.pop_mark()),
-    b"\x8f": lambda m: m.push(set()),
+    b"\x8f": lambda m: m.push_new(set()),
     b"\x90": lambda m: m.append_all(m.pop_mark()),
-    b"\x91": lambda m: m.push(frozenset(bounded_key(value, m.path) for value in m.pop_mark())),
+    b"\x91": lambda m: m.push(_frozen_set(m)),
     # Memo
     b"p": lambda m: m.remember(int(m.line())),
     b"q": lambda m: m.remember(m.unsigned(1)),

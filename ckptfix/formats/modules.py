@@ -14,6 +14,8 @@ from ckptfix.errors import HostileError
 from ckptfix.formats.machine import Opaque
 
 DEPTH_LIMIT = 200
+PLACE_LIMIT = 200_000
+"""Modules and tensors in one tree: each place of a shared one counts, and nested shared ones have 2^depth places."""
 
 
 def is_module(value: Any) -> bool:
@@ -37,13 +39,18 @@ def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
 def _gather(
     module: Opaque, prefix: str, path: str, depth: int, entries: dict[str, Any], metadata: dict[str, Any]
 ) -> None:
-    if depth > DEPTH_LIMIT:
-        raise HostileError(f"{path}: modules nested deeper than {DEPTH_LIMIT}; do not use this file")
+    if depth > DEPTH_LIMIT or len(metadata) + len(entries) > PLACE_LIMIT or len(prefix) > 10_000:
+        raise HostileError(
+            f"{path}: modules nested deeper than {DEPTH_LIMIT}, or one inside of another over and over; do not use "
+            "this file"
+        )
     attributes = module.attributes
     # Versions are class attributes and not in the file. Only the batch norms ever left version 1, when they got their
     # count (0.4.1).
     metadata[prefix.removesuffix(".")] = {"version": 2 if "num_batches_tracked" in attributes["_buffers"] else 1}
-    transient = attributes.get("_non_persistent_buffers_set") or ()
+    transient = attributes.get("_non_persistent_buffers_set")
+    if not isinstance(transient, (set, frozenset)):
+        transient = frozenset()
     for name, value in (*attributes["_parameters"].items(), *attributes["_buffers"].items()):
         if isinstance(value, TensorSpec) and name not in transient:
             entries[f"{prefix}{name}"] = value

@@ -13,10 +13,64 @@ from typing import Any
 from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 
 TAG = "ckptfix"
+DEPTH_LIMIT = 200
+
+
+REPEATED = 100_000
+"""Values that a note may hold twice. JSON has no references: what stands in many places is written in each."""
 
 
 class _Unstorable(Exception):
     """A value has no form in JSON."""
+
+
+class _Encoder:
+    """Writes values as JSON; one account of ``REPEATED`` for all that a note holds."""
+
+    def __init__(self) -> None:
+        self.left = REPEATED
+        self.seen: set[int] = set()
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        """The JSON form of a plain value. Raises ``_Unstorable`` where it has none of bounded size."""
+        if isinstance(value, (list, dict, tuple, set)):
+            self.left -= 1 + len(value) if id(value) in self.seen else 0
+            self.seen.add(id(value))
+        if self.left < 0 or depth > DEPTH_LIMIT:
+            raise _Unstorable
+        below = depth + 1
+        if value is None or isinstance(value, (bool, float)):
+            return value
+        if isinstance(value, (int, str)):
+            return _written(value)
+        if isinstance(value, list):
+            return [self.encode(item, below) for item in value]
+        if isinstance(value, dict):
+            if all(isinstance(key, str) for key in value) and TAG not in value:
+                return {_written(key): self.encode(item, below) for key, item in value.items()}
+            pairs = [[self.encode(key, below), self.encode(item, below)] for key, item in value.items()]
+            return {TAG: "dict", "value": pairs}
+        if isinstance(value, tuple):
+            return {TAG: "tuple", "value": [self.encode(item, below) for item in value]}
+        if isinstance(value, (set, frozenset)):
+            return {TAG: "set", "value": [self.encode(item, below) for item in sorted(value, key=repr)]}
+        if isinstance(value, complex):
+            return {TAG: "complex", "value": [value.real, value.imag]}
+        if isinstance(value, (bytes, bytearray)):
+            return {TAG: type(value).__name__, "value": base64.b64encode(value).decode("ascii")}
+        raise _Unstorable
+
+
+def _written(value: Any) -> Any:
+    """A text or number that JSON can be written with: no half surrogate pair, no number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        raise _Unstorable
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise _Unstorable from error
+    return value
 
 
 def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any], list[str]]:
@@ -27,19 +81,22 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     lost: list[str] = []
     entries = {key: value for key, value in checkpoint.entries.items() if not isinstance(value, TensorSpec)}
     note: dict[str, Any] = {}
-    kept_entries = _encode_members(entries, "", lost)
+    encoder = _Encoder()
+    kept_entries = _encode_members(entries, "", lost, encoder)
     if kept_entries:
         note["entries"] = kept_entries
     if checkpoint.container:
         note["path"] = list(checkpoint.container)
-        note["root"] = _encode_around(root, checkpoint.container, (), lost)
+        note["root"] = _encode_around(root, checkpoint.container, (), lost, encoder)
     ties = len({spec.view for spec in checkpoint.specs.values()}) < len(checkpoint.specs)
     if ties or kept_entries:
-        note["order"] = list(checkpoint.entries)
+        note["order"] = [key for key in checkpoint.entries if key in checkpoint.specs or key in kept_entries]
     return note, lost
 
 
-def _encode_around(value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str]) -> Any:
+def _encode_around(
+    value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str], encoder: _Encoder
+) -> Any:
     """The tree down to the state_dict, member by member, so that one tensor beside it costs only its own branch."""
     if not path:
         return None
@@ -47,43 +104,23 @@ def _encode_around(value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, .
     encoded = []
     for name, member in members:
         if name == path[0]:
-            encoded.append([name, _encode_around(member, path[1:], (*at, name), lost)])
+            encoded.append([name, _encode_around(member, path[1:], (*at, name), lost, encoder)])
         else:
             try:
-                encoded.append([name, _encode(member)])
+                encoded.append([encoder.encode(name), encoder.encode(member)])
             except _Unstorable:
                 lost.append(path_name((*at, name)))
     return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
 
 
-def _encode_members(members: Mapping[str, Any], at: str, lost: list[str]) -> dict[str, Any]:
+def _encode_members(members: Mapping[str, Any], at: str, lost: list[str], encoder: _Encoder) -> dict[str, Any]:
     encoded = {}
     for name, value in members.items():
         try:
-            encoded[name] = _encode(value)
+            encoded[name] = encoder.encode(value)
         except _Unstorable:
             lost.append(f"{at}{name}")
     return encoded
-
-
-def _encode(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and TAG not in value:
-            return {key: _encode(item) for key, item in value.items()}
-        return {TAG: "dict", "value": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {TAG: "tuple", "value": [_encode(item) for item in value]}
-    if isinstance(value, (set, frozenset)):
-        return {TAG: "set", "value": [_encode(item) for item in sorted(value, key=repr)]}
-    if isinstance(value, complex):
-        return {TAG: "complex", "value": [value.real, value.imag]}
-    if isinstance(value, (bytes, bytearray)):
-        return {TAG: "bytes", "value": base64.b64encode(value).decode("ascii")}
-    raise _Unstorable
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
@@ -93,6 +130,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "set": lambda value: {_decode(item) for item in value},
     "complex": lambda value: complex(*value),
     "bytes": lambda value: base64.b64decode(value),
+    "bytearray": lambda value: bytearray(base64.b64decode(value)),
 }
 
 
@@ -109,7 +147,8 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
     """The object tree of a note, with the state_dict in its place; the state_dict itself where there is no note."""
     try:
         for key, value in note.get("entries", {}).items():
-            state_dict[key] = _decode(value)
+            if not isinstance(state_dict.get(key), TensorSpec):
+                state_dict[key] = _decode(value)
         restore_order(state_dict, note.get("order"))
         path = note.get("path", [])
         if not path:

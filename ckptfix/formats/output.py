@@ -19,7 +19,7 @@ from packaging.version import Version
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.formats import safetensors, safetensors_write, torch_write
-from ckptfix.formats.safetensors_write import contiguous_blocks
+from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
 
 PTH, SAFETENSORS = "pth", "safetensors"
 FIRST_ZIP = Version("1.6")
@@ -30,7 +30,7 @@ def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
     """``pth`` or ``safetensors``: what was asked for, else what the source is."""
     if asked is not None:
         return asked
-    return SAFETENSORS if checkpoint.format == safetensors.NAME else PTH
+    return SAFETENSORS if checkpoint.format.endswith(safetensors.NAME) else PTH
 
 
 def writer_for(form: str, for_torch: str | None) -> Callable[[Checkpoint, BinaryIO], None]:
@@ -48,7 +48,7 @@ def temporary_beside(output: Path, like: Path | None) -> Iterator[Path]:
     renamed.
     """
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{output.name}.", suffix=".ckptfix-tmp", dir=output.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{output.name[:50]}.", suffix=".ckptfix-tmp", dir=output.parent)
     except OSError as error:
         raise WriteError(
             f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
@@ -111,7 +111,9 @@ def _written_name(expected: Checkpoint) -> str:
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
-    if list(written.entries) != list(expected.entries):
+    # What has no form in a format was said before; it is no tensor.
+    lost = set(lost_extras(expected)) - set(expected.specs) if written.format == safetensors.NAME else set()
+    if list(written.entries) != [key for key in expected.entries if key not in lost]:
         return "other keys, or in another order"
     if (written.metadata or {}) != (expected.metadata or {}):
         return "another _metadata"
@@ -119,12 +121,27 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
         other = written.specs.get(key)
         if other is None or (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
             return f"the tensor {key}"
+        if (spec.quantizer is None) != (other.quantizer is None) or _scheme(spec) != _scheme(other):
+            return f"the quantiser of {key}"
+        if (spec.requires_grad, spec.is_parameter) != (other.requires_grad, other.is_parameter) and written.format != (
+            safetensors.NAME
+        ):
+            return f"requires_grad of {key}"
         pairs = zip(spec.strided_parts(), other.strided_parts(), strict=True)
         if any(not _same_bytes(before, after, expected.path) for before, after in pairs):
             return f"the bytes of {key}"
     if _tie_groups(written) != _tie_groups(expected):
         return "the ties"
     return ""
+
+
+def _scheme(spec: TensorSpec) -> tuple[object, ...]:
+    """A quantiser without the tensors in it, whose bytes are compared like all others."""
+    quantizer = spec.quantizer
+    if quantizer is None:
+        return ()
+    numbers = [None if isinstance(part, TensorSpec) else part for part in (quantizer.scale, quantizer.zero_point)]
+    return (quantizer.scheme, quantizer.axis, *numbers)
 
 
 def _same_bytes(before: TensorSpec, after: TensorSpec, path: str) -> bool:

@@ -124,13 +124,15 @@ class PickleWriter:
         self._out.append({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
 
     def _compound(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            self._tuple(value)
-            return
         if self._get(id(value)):
             return
         self._alive.append(value)
-        if isinstance(value, list):
+        if isinstance(value, tuple):
+            self._tuple(value)
+            # A tuple that holds itself by way of a list or dict was written, and remembered, on the way.
+            if value and id(value) not in self._memo:
+                self._put(id(value))
+        elif isinstance(value, list):
             self._out.append(b"]")
             self._put(id(value))
             for start in range(0, len(value), BATCH):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.dtypes import DTYPES
-from ckptfix.errors import HostileError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import Plain
 from ckptfix.formats.inert import NumpyArray, numpy_type
 from ckptfix.formats.machine import Global, Opaque
@@ -61,6 +61,7 @@ class _Plainer:
         self.checkpoint = checkpoint
         self.conversions: dict[tuple[str, str], Plain] = {}
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._open: set[int] = set()
 
     def convert(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
         """The plain form of a value at a place."""
@@ -75,11 +76,17 @@ class _Plainer:
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
+        if id(value) in self._open:
+            # An object of a class that holds itself; only lists and dicts can do that in plain data.
+            self._note(path, _class_name(value), "str")
+            return f"<{_class_name(value)}>"
+        self._open.add(id(value))
         made = (
             self._object(value, path, depth)
             if isinstance(value, (Opaque, Global, NumpyArray))
             else self._container(value, path, depth)
         )
+        self._open.discard(id(value))
         self._done[id(value)] = (value, made)  # the value is kept alive, or its id could return
         return made
 
@@ -97,14 +104,25 @@ class _Plainer:
         self.conversions.setdefault((where, before), Plain(where, before, after))
 
     def _container(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
-        if isinstance(value, (list, tuple)):
+        # A list or dict is known before it is full: it may hold itself.
+        if isinstance(value, list):
+            items: list[Any] = []
+            self._done[id(value)] = (value, items)
+            items.extend(self.convert(item, (*path, index), depth + 1) for index, item in enumerate(value))
+            return items
+        if isinstance(value, tuple):
             return type(value)([self.convert(item, (*path, index), depth + 1) for index, item in enumerate(value)])
         if isinstance(value, dict):
             made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+            self._done[id(value)] = (value, made)
             for key, item in value.items():
-                made[self._key(key, path)] = self.convert(
-                    item, (*path, key if isinstance(key, (int, str)) else str(key)), depth + 1
-                )
+                plain = self._key(key, path)
+                if plain in made:
+                    raise UnreadableError(
+                        f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} once they are "
+                        "plain data; rename one of them"
+                    )
+                made[plain] = self.convert(item, (*path, key if isinstance(key, (int, str)) else str(key)), depth + 1)
             if isinstance(value, OrderedDict) and value.__dict__:
                 made.__dict__.update(
                     {name: self.convert(item, (*path, name), depth + 1) for name, item in value.__dict__.items()}

@@ -11,7 +11,7 @@ from ckptfix.errors import WriteError
 from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
-from ckptfix.formats.sources import stream
+from ckptfix.formats.sources import BLOCK, stream
 
 ALIGNMENT = 8
 
@@ -23,7 +23,13 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
     """
     header, order = _header(checkpoint)
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise WriteError(
+            f"{checkpoint.path}: a name in it is no valid text (it has half a surrogate pair), which safetensors "
+            "cannot hold; write it with --format pth"
+        ) from error
     raw += b" " * (-len(raw) % ALIGNMENT)
     file.write(len(raw).to_bytes(8, "little"))
     file.write(raw)
@@ -46,7 +52,8 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
     position = 0
     for key, spec in checkpoint.specs.items():
         dtype = DTYPES[spec.dtype]
-        if dtype.safetensors is None or spec.layout != "strided" or spec.quantizer is not None:
+        half = dtype.packed > 1 and not spec.shape  # a scalar pair: its two numbers have no dimension to lie in
+        if half or dtype.safetensors is None or spec.layout != "strided" or spec.quantizer is not None:
             kind = spec.layout if spec.layout != "strided" else spec.dtype
             raise WriteError(f"{checkpoint.path}: safetensors cannot hold {key} ({kind}); write it with --format pth")
         if key == "__metadata__":
@@ -60,7 +67,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
         stored[spec.view] = key
         records[key] = {
             "dtype": dtype.safetensors,
-            "shape": list(spec.shape),
+            "shape": [*spec.shape[:-1], *(size * dtype.packed for size in spec.shape[-1:])],
             "data_offsets": [position, position + spec.nbytes],
         }
         position += spec.nbytes
@@ -70,7 +77,13 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
     notes = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "note"} | {"format": "pt"}
     for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, container)):
         if value:
-            notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            try:
+                notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise WriteError(
+                    f"{checkpoint.path}: its {name.removeprefix('ckptfix.')} has no form in JSON ({error}); write it "
+                    "with --format pth"
+                ) from error
     return {"__metadata__": notes, **records}, order
 
 
@@ -83,4 +96,6 @@ def contiguous_blocks(spec: TensorSpec, path: str) -> Any:
         return
     from ckptfix.tensors import row_major_bytes
 
-    yield row_major_bytes(spec, path)
+    data = row_major_bytes(spec, path)
+    for start in range(0, data.nbytes, BLOCK):
+        yield data[start : start + BLOCK]

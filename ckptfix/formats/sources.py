@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import weakref
 import zlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,16 +18,24 @@ BLOCK = 4 << 20
 """Bytes read at a time when a storage is streamed."""
 
 
-class OpenFile:
-    """A file held open for reading until its last storage is gone, so that a rename of its path does not matter."""
+_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
 
-    def __init__(self, path: str) -> None:
+
+class OpenFile:
+    """A file held open for reading until its last storage is gone, so that a rename of its path does not matter.
+
+    ``descriptor`` is that of a file without a name, which is closed in the same way."""
+
+    def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise UnreadableError(f"{path}: cannot be opened: {error.strerror or error}") from error
+            self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise UnreadableError(f"{path}: cannot be opened: {reason}") from error
         weakref.finalize(self, os.close, self.descriptor)
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            raise UnreadableError(f"{path}: is no regular file; save what it gives to one first")
 
     @property
     def size(self) -> int:
@@ -36,7 +46,10 @@ class OpenFile:
         """``count`` bytes from ``start`` on, fewer at the end of the file."""
         parts = []
         while count > 0:
-            part = os.pread(self.descriptor, min(count, 1 << 30), start)
+            try:
+                part = os.pread(self.descriptor, min(count, 1 << 30), start)
+            except OSError as error:
+                raise UnreadableError(f"{self.path}: cannot be read at offset {start}: {error.strerror}") from error
             if not part:
                 break
             parts.append(part)
@@ -83,9 +96,8 @@ class MemoryBytes:
 class DeflatedBytes:
     """A deflated member of a zip archive, inflated on first use and never beyond the size that was declared."""
 
-    file: OpenFile
-    offset: int
-    compressed: int
+    packed: ByteSource
+    path: str
     nbytes: int
     _data: memoryview | None = field(default=None, repr=False)
 
@@ -93,20 +105,47 @@ class DeflatedBytes:
         """Bytes ``start`` to ``stop`` of the inflated member."""
         if self._data is None:
             try:
-                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(
-                    self.file.read(self.offset, self.compressed), self.nbytes + 1
-                )
+                packed = self.packed.read(0, self.packed.nbytes)
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, self.nbytes + 1)
             except zlib.error as error:
                 raise UnreadableError(
-                    f"{self.file.path}: a compressed member is damaged ({error}); fetch the file again"
+                    f"{self.path}: a compressed member is damaged ({error}); fetch the file again"
                 ) from error
             if len(data) != self.nbytes:
                 raise UnreadableError(
-                    f"{self.file.path}: a compressed member does not inflate to its declared {self.nbytes} bytes; "
+                    f"{self.path}: a compressed member does not inflate to its declared {self.nbytes} bytes; "
                     "fetch the file again"
                 )
             self._data = memoryview(data)
-        return self._data[start:stop]
+        part = self._data[start:stop]
+        if stop >= self.nbytes:
+            self._data = None  # read to its end: a large archive must not pile up in memory
+        return part
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedBytes:
+    """A storage of a big-endian machine: its elements of ``width`` bytes, turned round when they are read."""
+
+    source: ByteSource
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return self.source.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop`` as a little-endian machine has them; the two need not be at an element's edge."""
+        first = start - start % self.width
+        last = min(stop + -stop % self.width, self.nbytes // self.width * self.width)
+        elements = array(_UNSIGNED[self.width], bytes(self.source.read(first, last)))
+        elements.byteswap()
+        return memoryview(elements).cast("B")[start - first : stop - first]
+
+
+_UNSIGNED = {2: "H", 4: "I", 8: "Q"}
+"""The type code of ``array`` for an unsigned number of so many bytes."""
 
 
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
@@ -117,11 +156,16 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
 
 @dataclass(eq=False)
 class Content:
-    """The bytes of one input, whole: a file that is mapped while it is parsed, or a buffer in memory."""
+    """The bytes of one input, whole: a file that is mapped while it is parsed, or a buffer in memory.
+
+    ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
+    ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds."""
 
     path: str
     buffer: mmap.mmap | bytes
     file: OpenFile | None = None
+    member: str = ""
+    salvage: bool = False
 
     @classmethod
     def of_file(cls, path: str) -> Content:
@@ -131,7 +175,12 @@ class Content:
             raise UnreadableError(
                 f"{path}: the file is empty (0 bytes): the save or the download never finished; fetch it again"
             )
-        return cls(path, mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ), file)
+        return cls.of_open_file(file)
+
+    @classmethod
+    def of_open_file(cls, file: OpenFile, member: str = "") -> Content:
+        """The content of a file that is open and not empty."""
+        return cls(file.path, mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ), file, member)
 
     def __len__(self) -> int:
         return len(self.buffer)

@@ -10,11 +10,14 @@ from typing import Any
 
 from ckptfix.checkpoint import Remark, Storage
 from ckptfix.dtypes import DTYPES
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
+from ckptfix.finding import counted
+from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torch_pickle import StoragePickle
+from ckptfix.formats.torn import LateBytes, TornBytes, zero_tail
 
 NAME = "torch-legacy"
 PLAIN = "pickle"
@@ -28,31 +31,13 @@ def sniff(content: Content) -> bool:
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
 
 
-class _LateSource:
-    """The bytes of a storage whose place in the file is known only after the pickle has been read."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.inner: Any = None
-
-    def read(self, start: int, stop: int) -> memoryview:
-        data: memoryview = self.inner.read(start, stop)
-        return data
-
-
 def read(content: Content, nesting: int = 0) -> Document:
     """The document of a legacy file or a plain pickle.
 
-    Raises ``UnreadableError`` where the file is cut short, ``HostileError`` where a storage declares more than the file
-    holds."""
+    Storages that the file has lost are torn. Raises ``UnreadableError`` where the pickles themselves are not whole."""
 
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
-        if nbytes > len(content):
-            raise HostileError(
-                f"{content.path}: storage {key} declares {nbytes} bytes, the whole file has {len(content)}:"
-                " it is cut short or hostile; fetch it again"
-            )
-        return Storage(key, _LateSource(nbytes), device)
+        return Storage(key, LateBytes(nbytes), device)
 
     pickles = StoragePickle(content.path, find_storage, nesting)
     root, position = pickles.run(content.buffer)
@@ -66,51 +51,91 @@ def read(content: Content, nesting: int = 0) -> Document:
     version, position = pickles.run(content.buffer, position)
     if version != PROTOCOL:
         raise UnreadableError(
-            f"{content.path}: legacy torch format version {version!r:.40} is not known; fetch the file again"
+            f"{content.path}: legacy torch format version {shown(version)} is not known; fetch the file again"
         )
-    system, position = pickles.run(content.buffer, position)
-    if isinstance(system, dict) and system.get("little_endian") is False:
-        raise UnreadableError(
-            f"{content.path}: the file was written on a big-endian machine, which ckptfix does not read yet"
-        )
+    # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
+    # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
+    _, position = pickles.run(content.buffer, position)
     root, position = pickles.run(content.buffer, position)
     keys, position = pickles.run(content.buffer, position)
-    _locate_storages(content, pickles, keys, position)
+    located = _Storages(content, pickles, position)
+    located.place(keys)
     remarks = payload_remarks(pickles.names)
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
-    return Document(content.path, NAME, root, None, pickles.names, remarks)
+    if located.position < len(content) and not located.damage:
+        remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
+    return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage)
 
 
-def _locate_storages(content: Content, pickles: StoragePickle, keys: Any, position: int) -> None:
-    """Give every storage its place: they follow in the order of ``keys``, each behind its element count."""
-    for key in keys:
-        if str(key) not in pickles.storages:
+class _Storages:
+    """The storages of a file, which follow in the order of a list of their keys, each behind its element count."""
+
+    def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
+        self.content, self.pickles, self.position = content, pickles, position
+        self.placed: dict[LateBytes, int] = {}
+        self.damage: list[str] = []
+
+    def place(self, keys: Any) -> None:
+        """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
+        path = self.content.path
+        if not isinstance(keys, (list, tuple)) or not all(isinstance(key, (str, int)) for key in keys):
             raise UnreadableError(
-                f"{content.path}: storage {key!s:.40} is listed but never used; the file is damaged: fetch it again"
+                f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
             )
-        storage = pickles.storages[str(key)]
+        needed = self.position
+        for key in map(str, keys):
+            if key not in self.pickles.storages:
+                raise UnreadableError(
+                    f"{path}: storage {shown(key)} is listed but never used; the file is damaged: fetch it again"
+                )
+            storage = self.pickles.storages[key]
+            needed += 8 + storage.nbytes
+            if not self.damage:
+                self._place(key, storage)
+        if self.position > len(self.content):
+            self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {needed}"]
+        late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
+        lacking = [source for source in late if source.inner is None]
+        for source in lacking:
+            source.inner = TornBytes(path, source.nbytes)
+        if lacking and not self.damage:
+            self.damage.append(f"lacks {counted(len(lacking), 'storage')} that its tensors use")
+
+    def _place(self, key: str, storage: Storage) -> None:
+        content, start = self.content, self.position + 8
+        head = bytes(content.buffer[self.position : start])
+        stored = int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
         late = storage.source
-        count = int.from_bytes(content.buffer[position : position + 8], "little")
-        nbytes = count * DTYPES[pickles.dtypes[str(key)]].itemsize
-        position += 8
-        if position + nbytes > len(content):
-            raise UnreadableError(
-                f"{content.path}: the file is cut short: it has {len(content)} bytes and storage {key} ends at "
-                f"{position + nbytes}; fetch it again"
+        if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
+            self._tear(key, storage.nbytes, stored)
+            return
+        self.position = start + storage.nbytes
+        if not isinstance(late, LateBytes):
+            return
+        present = max(0, min(storage.nbytes, len(content) - start))
+        source = content.source(start, present)
+        late.inner = source if present == late.nbytes else TornBytes(content.path, late.nbytes, present, source)
+        self.placed[late] = start
+        if self.position > len(content):
+            self.damage.append("is cut short")
+
+    def _tear(self, key: str, declared: int, stored: int) -> None:
+        """A count that is not what the pickle says: the chain of storages ends here.
+
+        Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
+        never proved to end where it should, so that it is lost too."""
+        content, zeros = self.content, zero_tail(self.content)
+        if stored == 0 and zeros < self.position + 8:
+            self.damage.append(
+                f"is not complete: of its {len(content)} bytes the last {len(content) - zeros} are zeros that were "
+                "reserved and never filled"
             )
-        if nbytes != storage.nbytes or not isinstance(late, _LateSource):
-            raise UnreadableError(
-                f"{content.path}: storage {key} is declared with {storage.nbytes} bytes and stored with {nbytes}; "
-                "fetch the file again"
+            ends = {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
+        else:
+            self.damage.append(
+                f"is damaged before byte {self.position}: storage {key} is declared with {declared} bytes and stored "
+                f"with {stored}"
             )
-        late.inner = content.source(position, nbytes)
-        position += nbytes
-    unplaced = [
-        key
-        for key, storage in pickles.storages.items()
-        if isinstance(storage.source, _LateSource) and storage.source.inner is None
-    ]
-    if unplaced:
-        raise UnreadableError(
-            f"{content.path}: storage {unplaced[0]} is used but not in the file; it is cut short: fetch it again"
-        )
+            ends = dict.fromkeys(list(self.placed)[-1:], 0)
+        for late, whole in ends.items():
+            late.inner = TornBytes(content.path, late.nbytes, whole, late.inner)

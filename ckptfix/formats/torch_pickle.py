@@ -8,8 +8,10 @@ from typing import Any
 from ckptfix.checkpoint import Storage
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError
+from ckptfix.formats.bounds import shown
 from ckptfix.formats.inert import InertTable, TypedStorage, storage_dtype
-from ckptfix.formats.machine import Bytes, Global, PickleMachine
+from ckptfix.formats.machine import Bytes, Global, Opaque, PickleMachine
+from ckptfix.formats.sources import SwappedBytes
 
 NESTING_LIMIT = 4
 """How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
@@ -19,9 +21,17 @@ class StoragePickle:
     """Runs the pickles of one file.
 
     ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
-    gathers every global that the pickles of the file name."""
+    gathers every global that the pickles of the file name. ``big_endian`` says that the storages are from such a
+    machine."""
 
-    def __init__(self, path: str, find_storage: Callable[[str, int, str], Storage], nesting: int = 0) -> None:
+    def __init__(
+        self,
+        path: str,
+        find_storage: Callable[[str, int, str], Storage],
+        nesting: int = 0,
+        big_endian: bool = False,
+    ) -> None:
+        self.big_endian = big_endian
         self.path, self.nesting = path, nesting
         self.names: set[str] = set()
         self.table = InertTable(path, self._nested)
@@ -47,13 +57,16 @@ class StoragePickle:
         if kind == "module" and isinstance(cls, Global):
             return cls
         if kind != "storage":
-            raise ValueError(f"persistent id of kind {kind!r:.40}")
+            raise ValueError(f"persistent id of kind {shown(kind)}")
         key, device, numel, *view = rest
+        if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
+            raise ValueError("a storage that is named by neither text nor number")
         dtype = storage_dtype(cls)
         nbytes = int(numel) * DTYPES[dtype].itemsize
         key = str(key)
         if key not in self.storages:
-            self.storages[key] = self._find_storage(key, nbytes, str(device))
+            storage = self._find_storage(key, nbytes, str(device))
+            self.storages[key] = self._swapped(storage, dtype) if self.big_endian else storage
             self.dtypes[key] = dtype
         elif nbytes > self.storages[key].nbytes:
             raise HostileError(
@@ -69,6 +82,8 @@ class StoragePickle:
         from ckptfix.formats.sources import WindowBytes
 
         view_key, offset, size = view
+        if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
+            raise ValueError("a view of a storage that is placed by no number")
         name, itemsize = f"{key}:{view_key}", DTYPES[dtype].itemsize
         root = self.storages[key]
         if (offset + size) * itemsize > root.nbytes or offset < 0 or size < 0:
@@ -77,6 +92,15 @@ class StoragePickle:
             source = WindowBytes(root.source, offset * itemsize, size * itemsize)
             self.storages[name] = root if size * itemsize == root.nbytes else Storage(name, source, root.device)
         return TypedStorage(self.storages[name], dtype)
+
+    def _swapped(self, storage: Storage, dtype: str) -> Storage:
+        """The storage with its elements turned round. A complex element is two numbers, and an untyped storage is none:
+        torch swaps neither (``UntypedStorage.byteswap``).
+        """
+        width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
+        if width == 1:
+            return storage
+        return Storage(storage.key, SwappedBytes(storage.source, width), storage.device)
 
     def _nested(self, data: bytes) -> Any:
         if self.nesting >= NESTING_LIMIT:

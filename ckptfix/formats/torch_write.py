@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
+from ckptfix.errors import WriteError
 from ckptfix.formats.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.sources import stream
@@ -27,13 +28,13 @@ class Placement:
         self._regions = Regions(specs)
         self.keys: dict[int, str] = {}
         self.regions: list[Region] = []
-        self.dtypes: dict[str, str] = {}
+        self.itemsizes: dict[str, int] = {}
         for spec in specs:
             region, _ = self._regions.of(spec)
             if id(region) not in self.keys:
                 key = self.keys[id(region)] = str(len(self.regions))
                 self.regions.append(region)
-                self.dtypes[key] = spec.dtype
+                self.itemsizes[key] = spec.itemsize
 
     def __call__(self, spec: TensorSpec) -> StorageRef:
         """Where the bytes of a strided tensor are in the new file."""
@@ -67,13 +68,21 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> None:
 def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
     """Write the container of torch ≤ 1.5, which cannot read the zip one."""
     root, _ = plain_root(checkpoint)
+    modern = {spec.dtype for spec in tensors_in(root) if DTYPES[spec.dtype].storage is None}
+    if modern:
+        # Neither an old torch nor a new one reads an untyped storage from this container.
+        raise WriteError(
+            f"{checkpoint.path}: the container for torch before 1.6 cannot hold {min(modern)}; cast the tensors, or "
+            "leave "
+            "out --for-torch"
+        )
     placement = Placement(root, checkpoint.devices)
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     keys = [placement.keys[id(region)] for region in placement.regions]
     for value in (MAGIC, PROTOCOL, system, root, keys):
         file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
     for region, key in zip(placement.regions, keys, strict=True):
-        file.write((region.nbytes // DTYPES[placement.dtypes[key]].itemsize).to_bytes(8, "little"))
+        file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
         for block in stream(region.storage.source, region.start, region.stop):
             file.write(block)
 

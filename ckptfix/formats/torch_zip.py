@@ -11,16 +11,17 @@ import zipfile
 from collections import Counter
 from dataclasses import dataclass
 
-from ckptfix.checkpoint import ByteSource, Remark, Storage
+from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.document import Document
-from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.sources import Content, DeflatedBytes
-from ckptfix.formats.torch_pickle import StoragePickle
+from ckptfix.formats.torch_archive import SMALL_LIMIT, read_archive
+from ckptfix.formats.torn import TornBytes, missing_bytes
+from ckptfix.formats.zip_walk import FoundMembers, walk
 
 NAME = "torch-zip"
+NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_INFLATED_LIMIT = 64 << 20
 _IGNORED = ("__MACOSX/", ".DS_Store")
 
 
@@ -36,11 +37,25 @@ class Archive:
     content: Content
     root: str
     members: dict[str, zipfile.ZipInfo]
+    found: FoundMembers | None = None
+    """Where the directory was gone and the members were found without it."""
+
+    @property
+    def path(self) -> str:
+        """What messages call the archive."""
+        return self.content.path
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the archive."""
+        return len(self.content)
 
     def source(self, name: str) -> ByteSource:
         """The bytes of a member; its place is the local header's word, checked against the file."""
         info = self.members[name]
         content = self.content
+        if self.found is not None and info.filename in self.found.open_at:
+            raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
         header = content.buffer[info.header_offset : info.header_offset + _LOCAL_HEADER.size]
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
             raise UnreadableError(
@@ -61,37 +76,43 @@ class Archive:
                 f"{content.path}: member {info.filename} is encrypted or packed by a method that torch files do not "
                 "use; unpack it first"
             )
-        if info.file_size > max(_INFLATED_LIMIT, 1032 * info.compress_size):
+        if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
             raise HostileError(
                 f"{content.path}: member {info.filename} declares {info.file_size} bytes out of {info.compress_size}; "
                 "do not use this file"
             )
-        if content.file is None:
-            raise UnreadableError(f"{content.path}: a compressed archive inside a pickle is not read")
-        return DeflatedBytes(content.file, start, info.compress_size, info.file_size)
+        return DeflatedBytes(content.source(start, info.compress_size), content.path, info.file_size)
 
-    def read(self, name: str, limit: int = 1 << 62) -> bytes:
-        """The whole of a member, at most ``limit`` bytes."""
-        source = self.source(name)
-        if source.nbytes > limit:
-            raise HostileError(
-                f"{self.content.path}: member {name} declares {source.nbytes} bytes; do not use this file"
-            )
-        return bytes(source.read(0, source.nbytes))
+    def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
+        """What is left of a storage in an archive that has lost its directory; None where the storage is whole."""
+        if self.found is None:
+            return None
+        if name is None:
+            return TornBytes(self.path, nbytes)
+        info = self.members[name]
+        if info.filename in self.found.open_at:
+            return self.found.left_of(info.filename, nbytes)
+        return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
+
+    def crc32(self, name: str) -> int | None:
+        """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
+        return self.members[name].CRC or None
 
 
-def open_archive(content: Content) -> Archive:
-    """The directory of a torch zip file. Raises ``UnreadableError`` for other and for truncated archives."""
-    stream = io.BytesIO(content.buffer) if isinstance(content.buffer, bytes) else content.buffer
-    try:
-        infos = zipfile.ZipFile(stream).infolist()  # type: ignore[arg-type]  # a mmap reads, seeks and tells
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
-        raise UnreadableError(
-            f"{content.path}: the zip archive has no directory at its end (PyTorch says: failed finding central "
-            "directory):"
-            f" the file of {len(content)} bytes is cut short; fetch it again"
-        ) from error
-    infos = [info for info in infos if not info.is_dir() and not any(part in info.filename for part in _IGNORED)]
+def open_archive(content: Content, main: str = "data.pkl") -> Archive:
+    """The directory of a torch zip file, whose root is where the member ``main`` is.
+
+    Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
+    """
+    infos, found = _directory(content), None
+    if infos is None:
+        found = walk(content)
+        infos = found.infos
+    infos = [
+        info
+        for info in infos
+        if not info.filename.endswith("/") and not any(part in info.filename for part in _IGNORED)
+    ]
     names = Counter(info.filename for info in infos)
     doubled = [name for name, count in names.items() if count > 1]
     if doubled:
@@ -99,54 +120,54 @@ def open_archive(content: Content) -> Archive:
             f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "
             "not use this file"
         )
-    roots = [name.removesuffix("data.pkl") for name in names if name == "data.pkl" or name.endswith("/data.pkl")]
+    packed = sum(info.compress_size for info in infos)
+    if found is None and packed > len(content):
+        raise HostileError(
+            f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
+            "lie over "
+            "each other; do not use this file"
+        )
+    roots = [name.removesuffix(main) for name in names if f"/{name}".endswith(f"/{main}")]
+    if not roots and found is not None:
+        raise UnreadableError(
+            f"{content.path}: {NO_DIRECTORY}: the file of {len(content)} bytes is cut short before its {main}; fetch it"
+            " again"
+        )
     if not roots:
         some = ", ".join(sorted(names)[:3]) or "nothing"
         raise UnreadableError(
-            f"{content.path}: a zip archive, but not of torch.save: it has no data.pkl but {some}; unpack it first"
+            f"{content.path}: a zip archive, but not of torch.save: it has no {main} but {some}; unpack it first"
         )
     root = min(roots, key=len)
-    members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
-    if "constants.pkl" in members:
+    if others := [other for other in roots if not other.startswith(root)]:
         raise UnreadableError(
-            f"{content.path}: a TorchScript archive, which ckptfix does not read yet; "
-            "torch.jit.load(...).state_dict() gives its weights"
+            f"{content.path}: it holds two unpacked torch files, {root} and {others[0]}; unpack it and name one of the "
+            "folders"
         )
-    return Archive(content, root, members)
+    members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
+    return Archive(content, root, members, found)
+
+
+def _directory(content: Content) -> list[zipfile.ZipInfo] | None:
+    """The members as the directory at the end lists them; None where it is gone, or belongs to another archive."""
+    stream = io.BytesIO(content.buffer) if isinstance(content.buffer, bytes) else content.buffer
+    try:
+        infos = zipfile.ZipFile(stream).infolist()  # type: ignore[arg-type]  # a mmap reads, seeks and tells
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
+        return None
+    in_place = (content.buffer[info.header_offset : info.header_offset + 4] == b"PK\x03\x04" for info in infos)
+    return infos if infos and all(in_place) else None
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a torch zip file."""
+    """The document of a torch zip file; of one without its directory, with what is left of it."""
     archive = open_archive(content)
-    if "byteorder" in archive.members and archive.read("byteorder", 16).strip() == b"big":
-        raise UnreadableError(
-            f"{content.path}: the file was written on a big-endian machine, which ckptfix does not read yet"
+    document = read_archive(archive, NAME, nesting, archive.left_of)
+    if archive.found is not None:
+        zeros = len(content) - archive.found.zeros
+        document.damage.append(
+            f"is cut short: {NO_DIRECTORY}, it has {len(content)} bytes"
+            + (f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else "")
+            + missing_bytes(document.root)
         )
-
-    def find_storage(key: str, nbytes: int, device: str) -> Storage:
-        name = f"data/{key}" if f"data/{key}" in archive.members else f"tensors/{key}"
-        if name not in archive.members:
-            raise UnreadableError(
-                f"{content.path}: storage {key} is used but not in the archive; it is damaged: fetch it again"
-            )
-        source = archive.source(name)
-        if source.nbytes < nbytes:
-            raise HostileError(
-                f"{content.path}: storage {key} declares {nbytes} bytes and its member has {source.nbytes}: damaged "
-                "or hostile; fetch it again"
-            )
-        # A CRC of 0 is what torch writes with set_crc32_options(False): no checksum, and no damage.
-        return Storage(key, source, device, archive.members[name].CRC or None)
-
-    pickles = StoragePickle(content.path, find_storage, nesting)
-    root, _ = pickles.run(archive.read("data.pkl", limit=max(_INFLATED_LIMIT, 4 * len(content))))
-    remarks = payload_remarks(pickles.names)
-    remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
-    remarks += [
-        Remark("hidden-pickle", name, "a pickle that torch.load never reads")
-        for name in archive.members
-        if name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
-    ]
-    if pickles.protocol != 2:
-        remarks.append(Remark("protocol", "data.pkl", str(pickles.protocol)))
-    return Document(content.path, NAME, root, None, pickles.names, remarks)
+    return document

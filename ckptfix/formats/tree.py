@@ -18,14 +18,14 @@ def tensors_in(root: Any) -> Iterator[TensorSpec]:
         if isinstance(value, TensorSpec):
             yield from value.strided_parts()
             continue
+        if not isinstance(value, (dict, list, tuple, Opaque)) or id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, dict):
-            children = list(value.values())
+            # torch hangs `_metadata`, and others what they like, on an OrderedDict.
+            children = [*value.values(), *getattr(value, "__dict__", {}).values()]
         elif isinstance(value, (list, tuple)):
             children = list(value)
-        elif isinstance(value, Opaque):
-            children = [value.args, value.state, value.items, value.pairs]
         else:
-            continue
-        if id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(reversed(children))
+            children = [value.args, value.state, value.items, value.pairs]
+        pending.extend(reversed(children))

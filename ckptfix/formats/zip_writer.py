@@ -59,7 +59,7 @@ class ZipWriter:
         for member in self._members:
             self._file.write(_directory_record(member))
         size, count = self._file.tell() - start, len(self._members)
-        if start > _LIMIT or count > 0xFFFF or size > _LIMIT:
+        if start >= _LIMIT or count >= 0xFFFF or size >= _LIMIT:
             end = self._file.tell()
             self._file.write(struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start))
             self._file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))

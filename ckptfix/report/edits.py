@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Reshape, Retag, Tie
-from ckptfix.report.figures import plural, quantity, tensor_text
+from ckptfix.finding import Cast, Disarm, Drop, Edit, Fill, Plain, Rename, RenameModule, Reshape, Retag, Rewrite, Tie
+from ckptfix.report.figures import elements, plural, tensor_text
 from ckptfix.report.folding import folded_lines
 
 _ANY = "{…}"
@@ -27,6 +27,8 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         lines.append(f"rename {plural(len(renames), 'key')}: {change[0]} → {change[1]}")
         if limit is None:
             lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
+    for change, modules in _grouped(_of(edits, RenameModule), lambda edit: rename_pattern(edit.module, edit.to)):
+        lines.append(f"rename {plural(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
     lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
     for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
         lines += _fill_lines(origin, fills, limit)
@@ -39,7 +41,9 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         lines += _listed(f"reshape {{}} from {before_shape} to {shape}", (edit.key for edit in reshapes), limit)
     lines += [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in _of(edits, Plain)]
     lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
-    known = (Rename, Drop, Fill, Tie, Cast, Reshape, Plain, Retag)
+    lines += ["leave out everything but the tensors of the state_dict"] * bool(_of(edits, Disarm))
+    lines += [f"write it anew: the file {edit.cause}" for edit in _of(edits, Rewrite)]
+    known = (Rename, RenameModule, Drop, Fill, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
     for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
         lines.append(f"{kind} ({len(others)})")
     return lines
@@ -107,11 +111,7 @@ def _fill_lines(origin: str, fills: Sequence[Fill], limit: int | None) -> list[s
         "donor": "from the donor file",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
-    return _listed(f"fill {{}} ({_elements(numel)}) {source}", specs, limit, specs.__getitem__)
-
-
-def _elements(numel: int) -> str:
-    return "1 element" if numel == 1 else f"{quantity(numel)} elements"
+    return _listed(f"fill {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
 
 
 def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:

@@ -19,6 +19,11 @@ def quantity(number: int) -> str:
     return _scaled(number, ("", " k", " M", " G", " T", " P"))
 
 
+def elements(numel: int) -> str:
+    """``1 element``, ``11.7 M elements``."""
+    return "1 element" if numel == 1 else f"{quantity(numel)} elements"
+
+
 def size(nbytes: int) -> str:
     """A size in bytes in three figures and powers of 1000: ``512 B``, ``46.8 MB``."""
     return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB", " PB"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
 from ckptfix.formats.machine import Global, Opaque
-from ckptfix.report.figures import plural, quantity, size, tensor_text
+from ckptfix.report.figures import elements, plural, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
 from ckptfix.report.model import REPORT_VERSION
@@ -76,17 +76,17 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
     limit = None if verbose else _SHOWN
     yield (
         Span(f"{facts['source']}: ", "strong"),
-        f"{facts['format']}, {plural(facts['tensors'], 'tensor')}, {quantity(facts['numel'])} elements",
+        f"{facts['format']}, {plural(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
     )
     yield f"state_dict: {_place(facts['container'])}"
     others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
     for candidate in others:
         yield (
             f"  also: {candidate['name']} ({plural(candidate['tensors'], 'tensor')},"
-            f" {quantity(candidate['numel'])} elements; --weights {candidate['name']})"
+            f" {elements(candidate['numel'])}; --weights {candidate['name']})"
         )
     yield "dtypes: " + _listed(
-        f"{name} {plural(entry['tensors'], 'tensor')} ({quantity(entry['numel'])} elements)"
+        f"{name} {plural(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
         for name, entry in facts["dtypes"].items()
     )
     yield "saved on: " + _listed(f"{device} ({plural(count, 'storage')})" for device, count in facts["devices"].items())

@@ -31,6 +31,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "findings": [_finding(finding, id(finding) in fixed or finding in report.fixed) for finding in report.findings],
         "edits": _edits(report.edits),
         "coverage": None if report.coverage is None else _coverage(report.coverage),
+        "obstacles": list(report.obstacles),
         "smoke": None if report.smoke is None else _smoke(report.smoke),
         "output": report.output,
         "remarks": list(report.remarks),

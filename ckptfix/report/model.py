@@ -37,8 +37,9 @@ class Report:
     """The account of one file.
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
-    plan, empty for a check. ``output`` is the file that was written, None where none was. ``remarks`` are lines
-    worth saying that are no findings (which device was used, that a model could not be built on the meta device).
+    plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
+    them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
+    findings (which device was used, that a model could not be built on the meta device).
     """
 
     source: str
@@ -51,6 +52,7 @@ class Report:
     fixed: tuple[Finding, ...] = ()
     edits: tuple[Edit, ...] = ()
     coverage: Coverage | None = None
+    obstacles: tuple[str, ...] = ()
     smoke: SmokeResult | None = None
     output: str | None = None
     remarks: tuple[str, ...] = ()
@@ -62,9 +64,13 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: clean, or all fixed and verified. 1: warnings or errors remain, or the forward test failed."""
+        """0: clean, or all fixed and verified.
+
+        1: warnings or errors remain, a strict load would still fail whatever rules were selected, or the forward test
+        failed.
+        """
         failed = self.smoke is not None and self.smoke.passed is False
-        return int(failed or any(finding.level > Level.NOTE for finding in self.remaining))
+        return int(failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining))
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON data, the same that ``--output-format json`` prints."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from ckptfix.finding import Finding, Level
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.figures import percent, plural, quantity
+from ckptfix.report.figures import elements, percent, plural, quantity
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
 from ckptfix.report.model import Coverage, Report
@@ -42,7 +41,8 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     elif telling.mode is Mode.DRY_RUN:
         yield "written: nothing (dry run)"
     elif telling.mode is Mode.REPAIR:
-        yield f"written: nothing{'' if report.edits else ', as there is nothing to repair'}"
+        is_clean = all(finding.level is Level.NOTE for finding in report.findings)
+        yield f"written: nothing{', as there is nothing to repair' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     yield from advice_lines(report, telling)
 
@@ -63,13 +63,18 @@ def headline(report: Report) -> Line:
     defects = [finding for finding in report.findings if finding.level > Level.NOTE]
     notes = len(report.findings) - len(defects)
     if not defects:
-        clean = "clean" if report.exit_code == 0 else "the forward test failed"
+        failed = "a strict load would fail" if report.obstacles else "the forward test failed"
+        clean = "clean" if report.exit_code == 0 else failed
         return (
             Span(f"{report.source}: ", "strong"),
             Span(clean, "good" if report.exit_code == 0 else "error"),
             f", {plural(notes, 'note')}" if notes else "",
         )
-    named = [_cut(message_with_count(finding), _HEADLINE_LENGTH) for finding in defects[:_HEADLINE_ITEMS]]
+    # The first clause says what is wrong; the rest of the message stands below.
+    named = [
+        _cut(message_with_count(finding).partition("; ")[0].rstrip("."), _HEADLINE_LENGTH)
+        for finding in defects[:_HEADLINE_ITEMS]
+    ]
     if len(defects) > _HEADLINE_ITEMS:
         named.append(f"and {len(defects) - _HEADLINE_ITEMS} more")
     worst = max(finding.level for finding in defects)
@@ -83,8 +88,7 @@ def headline(report: Report) -> Line:
 def _what_it_is(report: Report) -> str:
     place = "" if report.container == "." else f", state_dict at {report.container}"
     target = f"target {report.target}" if report.target else "no target to compare with (--model or --like)"
-    elements = f"{quantity(report.numel)} element{'' if report.numel == 1 else 's'}"
-    return f"{report.format}{place}: {plural(report.tensors, 'tensor')}, {elements}; {target}"
+    return f"{report.format}{place}: {plural(report.tensors, 'tensor')}, {elements(report.numel)}; {target}"
 
 
 def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterator[Line]:
@@ -124,7 +128,11 @@ def _cut(text: str, length: int) -> str:
 def _figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} {_figure(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_figure, value))}]"
+    return str(value)
 
 
 def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:
@@ -134,7 +142,7 @@ def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:
     buffers = percent(coverage.buffers_from_file, coverage.buffers) if coverage.buffers else "none"
     parameters = f"{quantity(coverage.parameters)} parameters (by number of elements)"
     verb = "came" if mode is Mode.REPAIR else "would come"
-    filled = "".join(f"; {quantity(numel)} filled from {origin}" for origin, numel in coverage.filled.items())
+    filled = "".join(f"; {elements(numel)} filled from {origin}" for origin, numel in coverage.filled.items())
     return (
         "coverage: ",
         Span(share, "good" if coverage.parameters_from_file >= coverage.parameters else "warning"),

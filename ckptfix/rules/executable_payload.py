@@ -10,7 +10,8 @@ plain `pickle` hands the machine over. ckptfix reads it without running anything
 
 ## Fix safety
 There is no fix, and `repair` writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
-from somewhere else.
+from somewhere else. Where the weights are all that you have, `--disarm` writes the tensors of the state_dict alone, and
+nothing of what stands beside them; that they are what they should be is for you to judge.
 
 ## Example
 `posix.system('touch …')` in `data.pkl`.
@@ -22,8 +23,9 @@ https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fick
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.finding import Applicability, Context, Disarm, Finding, Fix, Level, Rule, rule
 
 REMEDY = "do not load this file with anything; get it from a source that you trust"
 
@@ -31,13 +33,20 @@ REMEDY = "do not load this file with anything; get it from a source that you tru
 @rule("FIL901", "executable-payload")
 def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what the file would run."""
+    fix = None
+    if context.settings.disarm and context.checkpoint.specs:
+        armed = [remark for remark in context.checkpoint.remarks if remark.kind in ("payload", "hidden-pickle")]
+        names = ", ".join(remark.detail if remark.kind == "payload" else remark.where for remark in armed)
+        fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
+    remedy = REMEDY if not context.checkpoint.specs else f"{REMEDY}; --disarm writes its tensors alone"
     payload = [remark.detail for remark in context.checkpoint.remarks if remark.kind == "payload"]
     if payload:
         yield rule.finding(
             Level.ERROR,
             f"the file is built to run code when it is loaded: it names {', '.join(payload)}",
             evidence={"globals": payload},
-            remedy=REMEDY,
+            fix=fix,
+            remedy=remedy,
         )
     hidden = [remark.where for remark in context.checkpoint.remarks if remark.kind == "hidden-pickle"]
     if hidden:
@@ -45,5 +54,6 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING,
             f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
             evidence={"members": hidden},
-            remedy=REMEDY,
+            fix=fix and replace(fix, edits=() if payload else fix.edits),
+            remedy=remedy,
         )

@@ -3,18 +3,20 @@
 ## What it finds
 A prefix of whole segments (`model.`, `net.`, `backbone.`, `encoder.` or any other) whose removal or addition makes keys
 of the file equal to keys of the target with the same shapes. Prefixes are found by counting the evidence, not from a
-list. Where one prefix would have to be replaced by another, and at least four keys of two segments or more agree on it,
-that is proposed too.
+list: one key alone proves nothing, unless there is no other. Keys of another shape (another head) and entries that are
+no tensors follow the prefix that the rest confirms. Where one prefix would have to be replaced by another, and at least
+four keys of two segments or more agree on it, that is proposed too.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that
 name; the plain network then reports every key as missing.
 
 ## Fix safety
-Safe for a prefix taken off or put on: the target confirms every single rename by its whole name and its shape, and one
-prefix explains the keys better than any other; where two do (`encoder_q.` and `encoder_k.` of a contrastive model),
-both are shown and nothing is renamed. Unsafe for a replacement: two parts of a model may have the same inner names.
-Needs a target.
+Safe for a prefix taken off or put on: the target confirms the renames by whole names and shapes, and no other prefix
+explains them too. Where two do (`encoder_q.` and `encoder_k.` of a contrastive model), both are shown and nothing is
+renamed; only a set that fits the target in full wins over one that does not. Unsafe where more keys fit as they are
+than are renamed (an auxiliary head may look like the missing one), and for a replacement: two parts of a model may have
+the same inner names. Needs a target.
 
 ## Example
 `model.backbone.conv1.weight` becomes `conv1.weight`; `conv1.weight` becomes `backbone.conv1.weight`.
@@ -25,12 +27,13 @@ detectron2's `align_and_update_state_dicts` does this by longest common suffix a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
-from ckptfix.rules.wrappers import colliding, renames
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.rules.wrappers import renames, two_sets
 from ckptfix.target import Target
 
 Prefixes = tuple[str, str]
@@ -44,84 +47,124 @@ MAX_DEPTH = 6
 def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Take off or put on the prefixes that the target confirms, the one with the most evidence first."""
     checkpoint, target = context.checkpoint, context.target
-    if target is None:
+    if target is None or two_sets(checkpoint.entries):
         return
-    free = {key: spec for key, spec in checkpoint.specs.items() if key not in target.slots}
-    wanted = {key for key in target.slots if key not in checkpoint.entries}
-    new: dict[str, str] = {}
-    safe = True
-    for _ in range(MAX_DEPTH):
-        ranked = _ranked(free, wanted, target, pure=safe)
-        if not ranked and safe and not new:
-            safe, ranked = False, _ranked(free, wanted, target, pure=False)
-        if not ranked:
-            break
-        (prefixes, matches), *others = ranked
-        rivals = [
-            other
-            for other, theirs in others
-            if len(theirs) == len(matches) and set(theirs.values()) & set(matches.values())
-        ]
+    known = target.slots.keys() | target.entries
+    known = target.slots.keys() | target.entries
+    free = {key: entry for key, entry in checkpoint.entries.items() if key not in known}
+    placed = known & checkpoint.entries.keys()
+    in_place = len(placed)
+    is_single = 1 in (len(checkpoint.specs), len(target.slots))
+    for pure in (True, False):
+        chosen: dict[Prefixes, dict[str, str]] = {}
+        rivals: list[Prefixes] = []
+        while not rivals:
+            ranked = [
+                (prefixes, matches)
+                for prefixes, matches in _ranked(free, known - placed, target, pure)
+                if len(matches) >= _enough(prefixes, chosen, pure, is_single)
+                and not _is_another_set(prefixes, matches, free, placed)
+            ]
+            if not ranked:
+                break
+            (prefixes, matches), *others = ranked
+            is_complete = target.slots.keys() - placed <= set(matches.values())
+            rivals = [other for other, theirs in others if _is_rival(matches, theirs, is_complete)]
+            if not rivals:
+                chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
+                free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
+                placed |= set(chosen[prefixes].values())
+        if chosen:
+            yield _under_another_prefix(rule, chosen, is_safe=pure and sum(map(len, chosen.values())) >= in_place)
         if rivals:
             yield _ambiguous(rule, matches, [prefixes, *rivals])
             return
-        new.update(matches)
-        free = {key: spec for key, spec in free.items() if key not in matches}
-        wanted -= set(matches.values())
-    if not new or colliding(checkpoint.entries, new):
-        return
-    used = Counter(_describe(_prefixes(key, name)) for key, name in new.items())
-    yield rule.finding(
+
+
+def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str]], is_safe: bool) -> Finding:
+    new = {key: name for matches in chosen.values() for key, name in matches.items()}
+    counts = {_describe(prefixes): len(matches) for prefixes, matches in chosen.items()}
+    shown = ", ".join(f"{what} ({counted(count, 'key')})" for what, count in counts.items())
+    return rule.finding(
         Level.ERROR,
-        f"{len(new)} keys stand under another prefix than in the target: "
-        + ", ".join(f"{what} ({count} keys)" for what, count in used.most_common()),
+        f"{counted(len(new), 'key')} under another prefix than in the target: {shown}",
         keys=tuple(new),
-        evidence={"prefixes": dict(used)},
-        fix=Fix(renames(new), Applicability.SAFE if safe else Applicability.UNSAFE),
+        evidence={"prefixes": counts},
+        fix=Fix(renames(new), Applicability.SAFE if is_safe else Applicability.UNSAFE),
     )
 
 
 def _ranked(
-    free: dict[str, TensorSpec], wanted: set[str], target: Target, pure: bool
+    free: Mapping[str, object], wanted: AbstractSet[str], target: Target, pure: bool
 ) -> list[tuple[Prefixes, dict[str, str]]]:
-    """Every prefix change with the renames that the target confirms, the most of them first, then the shorter change.
-
-    A ``pure`` change takes off or puts on, and has to match two keys, or all that there are, so that one common name
-    (`weight`) proves nothing. A replacement has to match four keys by two segments."""
+    """Every prefix change with the renames of tensors that the target confirms, the most of them first, then the
+    shorter change. A ``pure`` change takes off or puts on; else it replaces, and has to match two segments of a key.
+    """
     suffixes: dict[str, list[str]] = defaultdict(list)
     for key in wanted:
-        for depth, suffix in _suffixes(key):
+        for suffix in _suffixes(key):
             suffixes[suffix].append(key[: len(key) - len(suffix)])
-            if depth == MAX_DEPTH:
-                break
     changes: dict[Prefixes, dict[str, str]] = defaultdict(dict)
-    for key, spec in free.items():
-        for _, suffix in _suffixes(key):
+    for key, entry in free.items():
+        if not isinstance(entry, TensorSpec):
+            continue
+        for suffix in _suffixes(key):
             taken = key[: len(key) - len(suffix)]
             for put in suffixes.get(suffix, ()):
                 fits = bool(taken) != bool(put) if pure else bool(taken and put and "." in suffix)
-                if fits and target.accepts(put + suffix, spec.shape):
+                if fits and target.accepts(put + suffix, entry.shape):
                     changes[(taken, put)][key] = put + suffix
-    enough = max(min(2, len(free), len(wanted)), 1) if pure else 4
-    proven = [(prefixes, matches) for prefixes, matches in changes.items() if len(matches) >= enough]
-    return sorted(proven, key=lambda item: (-len(item[1]), len("".join(item[0])), item[0]))
+    return sorted(changes.items(), key=lambda item: (-len(item[1]), len("".join(item[0])), item[0]))
 
 
-def _suffixes(key: str) -> Iterator[tuple[int, str]]:
-    """The key and its endings at segment borders, the longest first, with the number of segments before them."""
-    yield 0, key
-    position = key.find(".")
-    for depth in range(1, MAX_DEPTH + 1):
-        if position < 0:
+def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], pure: bool, is_single: bool) -> int:
+    """How many keys have to agree on a change before it is believed. One will do where there is no other, or where a
+    part of the same prefix has been confirmed already (`model.` beside `model.backbone.`).
+    """
+    if not pure:
+        return 4
+    is_related = any(
+        mine and other and (mine.startswith(other) or other.startswith(mine))
+        for change in chosen
+        for mine, other in zip(prefixes, change, strict=True)
+    )
+    return 1 if is_single or is_related else 2
+
+
+def _is_another_set(
+    prefixes: Prefixes, matches: Mapping[str, str], free: Iterable[str], placed: AbstractSet[str]
+) -> bool:
+    """Whether a good part of the keys under a prefix would fall on places that are taken: then they are a second set of
+    weights, and its rest must not be mixed into the first.
+    """
+    taken, put = prefixes
+    conflicts = sum(key.startswith(taken) and put + key[len(taken) :] in placed for key in free)
+    return 4 * conflicts > len(matches)
+
+
+def _is_rival(matches: Mapping[str, str], theirs: Mapping[str, str], is_complete: bool) -> bool:
+    """Whether another change claims the same keys or the same places about as well."""
+    overlap = max(len(matches.keys() & theirs.keys()), len(set(matches.values()) & set(theirs.values())))
+    return bool(overlap) and (len(theirs) == len(matches) or (not is_complete and 2 * overlap > len(matches)))
+
+
+def _with_followers(
+    prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
+) -> dict[str, str]:
+    """The renames, and those of the keys that the target has under the same prefix in another shape or as no tensor."""
+    taken, put = prefixes
+    names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
+    return {key: name for key, name in names.items() if key in matches or name in wanted}
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """The key and its endings at segment borders, the longest first."""
+    position = 0
+    for _ in range(MAX_DEPTH + 1):
+        yield key[position:]
+        position = key.find(".", position) + 1
+        if not position:
             return
-        yield depth, key[position + 1 :]
-        position = key.find(".", position + 1)
-
-
-def _prefixes(key: str, name: str) -> Prefixes:
-    """The change that made one key into the other."""
-    suffix = next(suffix for _, suffix in _suffixes(key) if name.endswith(suffix))
-    return key[: len(key) - len(suffix)], name[: len(name) - len(suffix)]
 
 
 def _describe(prefixes: Prefixes) -> str:
@@ -131,11 +174,11 @@ def _describe(prefixes: Prefixes) -> str:
     return f"`{taken}` too much" if taken else f"`{put}` missing"
 
 
-def _ambiguous(rule: Rule, matches: dict[str, str], choices: list[Prefixes]) -> Finding:
+def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes]) -> Finding:
     shown = " or ".join(_describe(prefixes) for prefixes in choices[:4])
     return rule.finding(
         Level.ERROR,
-        f"{len(matches)} keys would fit the target in more than one way: {shown}",
+        f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
         keys=tuple(matches),
         evidence={"choices": [list(prefixes) for prefixes in choices]},
         remedy="keep one of the sets of weights in the file and repair that",

@@ -24,7 +24,7 @@ There is no fix: the finding is about the result. No file is written. `--no-smok
 ## Example
 A model for images of 3 channels, given `--input 2x1x64x64`:
 
-    The forward test failed in the forward pass, the input does not suit the model: RuntimeError: Given groups=1,
+    the forward test failed in the forward pass, the input does not suit the model: RuntimeError: Given groups=1,
     weight of size [8, 3, 3, 3], expected input[2, 1, 64, 64] to have 3 channels, but got 1 channels instead in conv1
     (Conv2d), at model.py:12 in forward.
 

@@ -18,7 +18,7 @@ put -Inf into their output on purpose, as a mask; for them `--no-smoke` leaves t
 ## Example
 A `BatchNorm2d` whose `running_var` was saved after a divergence:
 
-    The model runs, but its output is not finite: output float32[2, 10]: 20 NaN; the first to make NaN of finite
+    the model runs, but its output is not finite: output float32[2, 10]: 20 NaN; the first to make NaN of finite
     values is bn1 (BatchNorm2d), whose running_var is not finite itself.
 
 ## Sources

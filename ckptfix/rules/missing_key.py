@@ -12,9 +12,9 @@ says so only in its return value, and the results are wrong without any error.
 
 ## Fix safety
 
-Nothing is filled unasked. `--fill target` takes the model's own initial values (random, from `--seed`), `--fill
-FILE` takes those of another checkpoint under the same key with the same shape. Whatever was filled is listed in the
-report with its numel and does not count as coverage.
+Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
+initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
+shape. Whatever was filled is listed in the report with its numel and does not count as coverage.
 
 ## Example
 
@@ -86,7 +86,7 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
     """The fill for the first key of a tied group from where the user said, None where there is nothing that fits."""
     key = group[0]
     slot = target.slots.get(key)
-    if slot is None or context.settings.fill is None:
+    if slot is None or context.settings.fill is None or _is_of_another_model(context, target):
         return None
     if context.settings.fill == "target":
         if target.initial is None or slot.shape is None:
@@ -97,6 +97,12 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
         if name in stored and stored[name].has_data and target.accepts(key, stored[name].shape):
             return Fill(key, stored[name].dtype, stored[name].shape, "donor", donor_key=name)
     return None
+
+
+def _is_of_another_model(context: Context, target: Target) -> bool:
+    """Whether nothing of the file is for the target: then a fill would make a model of fillings alone."""
+    entries = context.checkpoint.entries
+    return bool(entries) and entries.keys().isdisjoint(target.slots.keys() | target.entries)
 
 
 def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
@@ -120,6 +126,8 @@ def _remedy(context: Context, target: Target) -> str:
     from_file = "--fill FILE takes them from another checkpoint"
     if context.settings.fill is None:
         return f"--fill target takes the model's initial values; {from_file}" if target.initial else from_file
+    if _is_of_another_model(context, target):
+        return "nothing in the file belongs to the target, and a model of fillings alone is no repair: name its model"
     if context.settings.fill == "target" and target.initial is None:
         return f"{target.label} has no initial values: {from_file}"
     return f"{_origin(context)} does not have them in the shape that the target wants"

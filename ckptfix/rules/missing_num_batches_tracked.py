@@ -74,8 +74,14 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
         is_mean = (
             leaf == "running_mean" and variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
         )
-        if is_mean and module + NUM_BATCHES_TRACKED not in checkpoint.entries:
+        counter = module + NUM_BATCHES_TRACKED
+        if is_mean and counter not in checkpoint.entries and not _is_lost(checkpoint, counter):
             yield module
+
+
+def _is_lost(checkpoint: Checkpoint, counter: str) -> bool:
+    """Whether a damaged file had the counter, under this name or with a wrapper's name in front: it was not zero."""
+    return any(key == counter or key.endswith(f".{counter}") for key in checkpoint.lost)
 
 
 def _version(checkpoint: Checkpoint, module: str) -> int:

@@ -2,7 +2,8 @@
 
 ## What it finds
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
-modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text.
+modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text,
+TorchScript archives, the tar format of torch 0.1.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -11,8 +12,9 @@ named 'models'`.
 
 ## Fix safety
 Safe: every tensor stays bit for bit. Plain data of known classes takes its natural form (Namespace → dict, Path → str,
-numpy scalar → number, numpy array → tensor, module → state_dict); an object of an unknown class becomes a dict of what
-it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]` afterwards.
+numpy scalar → number, numpy array → tensor, module or TorchScript → state_dict); an object of an unknown class becomes
+a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
+afterwards.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -31,6 +33,8 @@ from ckptfix.formats.plain import plain_root
 _BEFORE = {
     "protocol": ("pickle protocol {}", "protocol 2"),
     "plain-pickle": ("{}", "torch.save"),
+    "torchscript": ("{}", "state_dict"),
+    "torch-tar": ("{}", "torch.save"),
     "numpy-weights": ("{}", "torch tensors"),
     "tensor-subclass": ("{}", "torch.Tensor"),
     "non-string-key": ("the key {} as a number", "text"),

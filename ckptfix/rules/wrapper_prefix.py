@@ -2,8 +2,8 @@
 
 ## What it finds
 A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; of the latter
-also its own counter `n_averaged`. With a target: every key that the target wants without the prefix. Without one: a
-file in which every key has it.
+also its own counter `n_averaged`. With a target: every key that the target wants without the prefix, or the cut for all
+keys that agrees with the target in more names and shapes. Without one: a file in which every key has it.
 
 ## Why it matters
 `load_state_dict` reports every key twice, as missing and as unexpected (`Unexpected key(s) in state_dict:
@@ -26,33 +26,40 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, rule
-from ckptfix.rules.wrappers import colliding, leading_modules, renames, without_first
+from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.rules.wrappers import (
+    COUNTER,
+    colliding,
+    is_counter,
+    leading_modules,
+    renames,
+    strip_segments,
+    two_sets,
+    without_first,
+)
 from ckptfix.target import Target
-
-COUNTER = "n_averaged"
 
 
 @rule("KEY102", "wrapper-prefix")
 def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Take leading ``module.`` segments off."""
+    """Take leading ``module.`` segments off, and AveragedModel's counters beside them out."""
     checkpoint, target = context.checkpoint, context.target
-    counter = COUNTER if _is_counter(checkpoint) and (target is None or COUNTER not in target.slots) else None
-    keys = [key for key in checkpoint.entries if key != counter]
+    if two_sets(checkpoint.entries):
+        return
+    counters = _counters(checkpoint, target)
+    keys = [key for key in checkpoint.entries if key not in counters]
     new = _by_shared_prefix(keys) if target is None else _by_target(checkpoint, keys, target)
-    new = {key: name for key, name in new.items() if key != name}
-    if not new:
+    if not new and not counters:
         if target is None and (halves := _half_prefixed(keys)):
             yield rule.finding(
                 Level.WARNING,
-                f"{len(halves)} keys begin with `module.` while others of the same modules do not",
+                f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
                 keys=tuple(halves),
                 remedy="name the model with --model or --like: only it can tell which names are right",
             )
         return
-    message = f"{len(new)} keys begin with the wrapper prefix `module.`"
-    clash = colliding(checkpoint.entries, new)
-    if clash:
+    message = f"{counted(len(new), 'key')} with the wrapper prefix `module.`" if new else ""
+    if clash := colliding(keys, new):
         yield rule.finding(
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
@@ -60,16 +67,22 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             remedy="remove one of the two sets of weights",
         )
         return
-    drops = (Drop(counter),) if counter is not None else ()
-    if drops:
-        message += ", and AveragedModel's counter n_averaged stands beside them"
-    yield rule.finding(Level.ERROR, message, keys=tuple(new), fix=Fix((*renames(new), *drops), Applicability.SAFE))
+    if counters:
+        message += f"{', and ' if message else ''}AveragedModel's counter {COUNTER} beside the model"
+    edits = (*renames(new), *(Drop(key) for key in counters))
+    yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix(edits, Applicability.SAFE))
 
 
-def _is_counter(checkpoint: Checkpoint) -> bool:
-    """Whether ``n_averaged`` is AveragedModel's: a single integer at the top."""
-    entry = checkpoint.entries.get(COUNTER)
-    return isinstance(entry, TensorSpec) and entry.numel == 1 and entry.dtype == "int64"
+def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
+    """The counters of AveragedModels around the whole model: each stands where all other keys go on with ``module``."""
+    if target is not None and any(is_counter(key) for key in target.slots):
+        return ()
+    found = {
+        key for key, spec in checkpoint.specs.items() if is_counter(key) and (spec.dtype, spec.numel) == ("int64", 1)
+    }
+    depths = {key: leading_modules(strip_segments(key)) for key in checkpoint.entries}
+    depth = min((depths[key] for key in depths if key not in found), default=0)
+    return tuple(key for key in depths if key in found and depths[key] < depth)
 
 
 def _by_shared_prefix(keys: list[str]) -> Mapping[str, str]:
@@ -79,27 +92,40 @@ def _by_shared_prefix(keys: list[str]) -> Mapping[str, str]:
 
 
 def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
-    """With a target: each key as the target wants it; the prefix that all keys share goes everywhere, if it helps any
-    key.
+    """With a target: the same cut for all keys or one cut for each, whichever agrees with the target more.
+
+    With the same cut for all, keys that the target does not know (another head) follow, so that their names can be
+    compared."""
+
+    def agreement(new: Mapping[str, str]) -> int:
+        return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
+
+    shared = min((leading_modules(key) for key in keys), default=0)
+    cuts = [{key: without_first(key, count) for key in keys} for count in range(1, shared + 1)]
+    single = _each_for_itself(checkpoint, keys, target)
+    least = max(agreement(single), agreement({}) + 1)
+    return max((cut for cut in cuts if agreement(cut) >= least), key=agreement, default=single)
+
+
+def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
+    """Each key that the target does not know by the first cut that it wants; where there are such, then those too that
+    it knows in another shape.
     """
-    confirmed: dict[str, str] = {}
-    for key in keys:
-        if key in target.slots or key in target.entries:
-            continue
-        for count in range(1, leading_modules(key) + 1):
-            name = without_first(key, count)
-            if _wants(checkpoint, key, target, name):
-                confirmed[key] = name
-                break
-    if not confirmed or not all(leading_modules(key) for key in keys):
-        return confirmed
-    # Every key has the prefix: those that the target does not know (another head) follow the rest, so that their names
-    # can be compared.
-    cuts = {len(key.split(".")) - len(name.split(".")) for key, name in confirmed.items()}
-    if len(cuts) != 1 or any(key in target.slots for key in keys):
-        return confirmed
-    (cut,) = cuts
-    return {key: confirmed.get(key, without_first(key, min(cut, leading_modules(key)))) for key in keys}
+    strange = [key for key in keys if key not in target.slots and key not in target.entries]
+    names = {key: [without_first(key, count) for count in range(1, leading_modules(key) + 1)] for key in strange}
+    new: dict[str, str] = {}
+    for key in strange:
+        if (name := next((name for name in names[key] if _wants(checkpoint, key, target, name)), None)) is not None:
+            new[key] = name
+    taken = {*checkpoint.entries, *new.values()}
+    others = [key for key in strange if key not in new] if new else []
+    for key in others:
+        if (
+            name := next((name for name in names[key] if name in target.slots and name not in taken), None)
+        ) is not None:
+            new[key] = name
+            taken.add(name)
+    return new
 
 
 def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:

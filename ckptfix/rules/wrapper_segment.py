@@ -3,11 +3,13 @@
 ## What it finds
 Path segments that only wrappers make: `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP),
 `_checkpoint_wrapped_module` (activation checkpointing) and `_forward_module` (Lightning, DeepSpeed), at any depth, in
-any order, any number of times.
+any order, any number of times. FSDP and activation checkpointing clean the keys that they save and leave the segments
+in the module paths of `_metadata`; that is found too, as a note.
 
 ## Why it matters
 `load_state_dict` compares whole keys. A model that is not wrapped in the same way reports every key as missing and
-every key as unexpected; with `strict=False` it loads nothing at all and says nothing.
+every key as unexpected; with `strict=False` it loads nothing at all and says nothing. Under a stale path of `_metadata`
+torch does not find the version of a module, and takes it for one that was saved before versions were kept.
 
 ## Fix safety
 Safe: the names are reserved by torch, whole segments are taken out, and no value changes. Where two keys would become
@@ -23,33 +25,58 @@ timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
-from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, colliding, has_wrapper_segment, renames, strip_segments
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, RenameModule, Rule, counted, rule
+from ckptfix.metadata import rename_metadata
+from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, has_wrapper_segment, renames, strip_segments, two_sets
 
 
 @rule("KEY101", "wrapper-segment")
 def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Take the segments of wrappers out of every key."""
+    """Take the segments of wrappers out of every key, and out of the paths of ``_metadata``."""
     target = context.target
     if target is not None and any(has_wrapper_segment(key) for key in target.slots):
         return
-    keys = tuple(key for key in context.checkpoint.entries if has_wrapper_segment(key))
-    if not keys:
-        return
-    found = sorted({part for key in keys for part in key.split(".") if part in WRAPPER_SEGMENTS})
-    new = {key: strip_segments(key) for key in keys}
-    clash = colliding(context.checkpoint.entries, new)
-    message = f"{len(keys)} keys carry the wrapper segment {', '.join(found)}"
+    entries = context.checkpoint.entries
+    new = {key: strip_segments(key) for key in entries if has_wrapper_segment(key)}
+    clash = two_sets(entries)
+    if new:
+        yield _keys(rule, new, clash)
+    if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
+        yield from _rows(rule, context, new)
+
+
+def _keys(rule: Rule, new: Mapping[str, str], clash: str | None) -> Finding:
+    keys = tuple(new)
+    found = _segments(keys)
+    message = f"{counted(len(keys), 'key')} with the wrapper segment {', '.join(found)}"
     if clash:
-        yield rule.finding(
+        return rule.finding(
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
             keys=keys,
             remedy="remove one of the two sets of weights",
         )
-    else:
+    return rule.finding(
+        Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)
+    )
+
+
+def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:
+    """The paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
+    entries = context.checkpoint.entries
+    metadata = rename_metadata(context.checkpoint.metadata, {key: new.get(key, key) for key in entries})
+    rows = {path: strip_segments(path) for path in metadata or () if has_wrapper_segment(path)}
+    if rows:
         yield rule.finding(
-            Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)
+            Level.NOTE,
+            f"{counted(len(rows), 'module path')} of _metadata with the wrapper segment {', '.join(_segments(rows))}, "
+            "which the keys do not have",
+            evidence={"modules": list(rows)},
+            fix=Fix(tuple(RenameModule(path, to) for path, to in rows.items()), Applicability.SAFE),
         )
+
+
+def _segments(paths: Iterable[str]) -> list[str]:
+    return sorted({part for path in paths for part in path.split(".") if part in WRAPPER_SEGMENTS})

@@ -14,15 +14,18 @@ MODULE = "module"
 too.
 """
 
-
-def has_wrapper_segment(key: str) -> bool:
-    """Whether a reserved segment stands anywhere in the key."""
-    return not WRAPPER_SEGMENTS.isdisjoint(key.split("."))
+COUNTER = "n_averaged"
+"""AveragedModel's own buffer, beside its ``module``: 0-d, int64, zero in a fresh one."""
 
 
-def strip_segments(key: str) -> str:
-    """The key without its reserved segments."""
-    return ".".join(part for part in key.split(".") if part not in WRAPPER_SEGMENTS)
+def has_wrapper_segment(path: str) -> bool:
+    """Whether a reserved segment stands anywhere in the key or module path."""
+    return not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
+
+
+def strip_segments(path: str) -> str:
+    """The key or module path without its reserved segments."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPER_SEGMENTS)
 
 
 def bare(key: str) -> str:
@@ -31,6 +34,11 @@ def bare(key: str) -> str:
     """
     *path, name = strip_segments(key).split(".")
     return ".".join((*(part for part in path if part != MODULE), name))
+
+
+def is_counter(key: str) -> bool:
+    """Whether the key is where an AveragedModel around the whole model keeps its counter."""
+    return bare(key) == COUNTER
 
 
 def leading_modules(key: str) -> int:
@@ -53,6 +61,14 @@ def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
             return name or key
         seen.add(name)
     return None
+
+
+def two_sets(keys: Iterable[str]) -> str | None:
+    """A name that two keys would have without their reserved segments: then the file holds a wrapped set of weights and
+    another one, and no rule may move either of them out of the other's way.
+    """
+    keys = tuple(keys)
+    return colliding(keys, {key: strip_segments(key) for key in keys if has_wrapper_segment(key)})
 
 
 def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:

@@ -2,8 +2,3 @@
 
 ``run`` tells the story; ``child`` is what the other process executes; ``exam`` is the work that it does there.
 """
-
-from ckptfix.smoke.result import SmokeResult
-from ckptfix.smoke.run import run_smoke
-
-__all__ = ["SmokeResult", "run_smoke"]

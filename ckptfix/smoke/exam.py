@@ -100,10 +100,10 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
     import torch
 
-    from ckptfix.formats import open_file, safetensors, torch_zip
+    from ckptfix.formats import open_file, torch_legacy, torch_zip
 
     checkpoint = open_file(file, weights)
-    if checkpoint.format != safetensors.NAME:
+    if checkpoint.format in (torch_zip.NAME, torch_legacy.NAME):
         # mapped, it takes no second copy in memory; the legacy format cannot be
         try:
             torch.load(file, map_location="cpu", weights_only=True, mmap=checkpoint.format == torch_zip.NAME)

@@ -103,7 +103,7 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
     if failure.origin is not None:
         evidence |= _origin(failure.origin)
         why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
-    message = f"The forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}."
+    message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
     told = {name: value for name, value in evidence.items() if value not in (None, "", [])}
     return forward_fails.finding(Level.ERROR, message, keys=failure.keys, evidence=told, remedy=_remedy(failure))
 
@@ -136,7 +136,7 @@ def _non_finite(outcome: Outcome) -> Finding:
         cause += f", {state or 'whose own weights are finite'}" if outcome.origin.weights else ""
     return forward_non_finite.finding(
         Level.ERROR,
-        f"The model runs, but its output is not finite: {what}{more}{cause}.",
+        f"the model runs, but its output is not finite: {what}{more}{cause}",
         keys=keys,
         evidence=evidence,
         remedy="look at the named module's values in the file, or try another input with --input",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.values.decode import encoding
+from ckptfix.values.integrity import Integrity
 from ckptfix.values.scan import Scanner, TensorStatistics
 from ckptfix.values.walk import Walk
 
@@ -25,11 +26,13 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
         # The spec is kept beside its figures because a view is known by the identity of its storage.
         self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
+        self.integrity = Integrity()
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
         """The statistics of an edited view of the checkpoint. What both share is not computed again."""
         other = Statistics(checkpoint)
         other._of_view = self._of_view
+        other.integrity = self.integrity
         return other
 
     def __getitem__(self, key: str) -> TensorStatistics:

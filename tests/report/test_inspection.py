@@ -7,9 +7,9 @@ import torch
 
 from ckptfix.checkpoint import Candidate, Checkpoint, Remark
 from ckptfix.formats.machine import Global, Opaque
+from ckptfix.live import open_state_dict
 from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines
 from ckptfix.report.style import Paper
-from ckptfix.tensors import open_state_dict
 
 
 def training_checkpoint() -> Checkpoint:
@@ -71,7 +71,7 @@ def test_lines():
 model.pth: torch-zip, 4 tensors, 341 elements
 state_dict: model.weights
   also: model.ema (4 tensors, 341 elements; --weights model.ema)
-dtypes: float32 3 tensors (340 elements), int64 1 tensor (1 elements)
+dtypes: float32 3 tensors (340 elements), int64 1 tensor (1 element)
 saved on: cpu (3 storages)
 size: file 6.00 kB, storages 4.65 kB, of which tensors cover 728 B
   3.92 kB belong to no tensor of this state_dict: views save their whole storage

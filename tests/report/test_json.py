@@ -30,6 +30,7 @@ def test_an_empty_report():
         "findings": [],
         "edits": [],
         "coverage": None,
+        "obstacles": [],
         "smoke": None,
         "output": None,
         "remarks": [],

@@ -73,7 +73,7 @@ def test_full_report_of_a_check():
 
 
 def test_a_dry_run_says_would():
-    text = full(report(PREFIX, fixed=(PREFIX,), edits=PREFIX.fix.edits), mode=Mode.DRY_RUN)
+    text = full(report(PREFIX, fixed=(PREFIX,), edits=repaired().edits[:6]), mode=Mode.DRY_RUN)
     assert "[would be fixed]" in text
     assert "would do:\n  rename 6 keys: module.{…} → {…}\n" in text
     assert "written: nothing (dry run)\n" in text
@@ -84,7 +84,7 @@ def test_what_was_filled_is_said_beside_the_coverage():
     assert (
         "coverage: 99.9 % of 1.00 k parameters (by number of elements) would come from the file; buffers none;" in text
     )
-    assert "; 1 filled from target\n" in text
+    assert "; 1 element filled from target\n" in text
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,20 @@ def test_what_was_filled_is_said_beside_the_coverage():
 )
 def test_forward_test(smoke, line):
     assert line in full(report(smoke=smoke))
+
+
+def test_the_headline_has_the_first_clause():
+    finding = Finding("X1", "x", Level.ERROR, "1 matrix has decayed; the optimizer had weight_decay")
+    assert full(report(finding)).startswith("resnet.pth: 1 defect: 1 matrix has decayed\n")
+
+
+def test_nested_evidence_is_readable():
+    finding = Finding("X1", "x", Level.ERROR, "m", evidence={"tensors": {"a.weight": {"rms": 1 / 3, "at": [0, True]}}})
+    assert "  evidence: tensors {a.weight {rms 0.3333, at [0, True]}}\n" in full(report(finding))
+
+
+def test_a_defect_without_a_fix_is_not_called_nothing_to_repair():
+    assert "written: nothing\n" in full(report(MISMATCH), mode=Mode.REPAIR)
 
 
 def test_a_long_message_is_cut_in_the_headline_alone():

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from ckptfix.applying import Step, Supplies
 from ckptfix.finding import Context, Finding, Rule
-from ckptfix.plan import Plan, Step, Supplies
+from ckptfix.live import open_state_dict
+from ckptfix.plan import Plan
 from ckptfix.settings import Settings
 from ckptfix.target import Target, target_from_module
-from ckptfix.tensors import open_state_dict
 from ckptfix.values import Statistics
 
 StateDict = Mapping[str, Any]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ckptfix.finding import Applicability, Fill, Level, Tie
+from ckptfix.live import open_state_dict
 from ckptfix.rules.missing_key import missing_key
 from ckptfix.target import target_from_checkpoint
-from ckptfix.tensors import open_state_dict
 from tests.rules.proposals import propose, repaired
 
 
@@ -145,3 +145,11 @@ def test_buffers_are_no_share_of_the_parameters():
     state = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key in {"weight", "bias"}}
     (finding,) = propose(missing_key, state, nn.BatchNorm1d(2))
     assert finding.message == "3 keys missing, none of them a parameter"
+
+
+def test_a_model_of_fillings_alone_is_no_repair():
+    (finding,) = propose(missing_key, {"other.weight": torch.ones(1)}, classifier(), fill="target")
+    assert finding.fix is None
+    assert "nothing in the file belongs to the target" in finding.remedy
+    (finding,) = propose(missing_key, {}, classifier(), fill="target")
+    assert finding.fix is not None

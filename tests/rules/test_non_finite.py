@@ -8,8 +8,8 @@ from torch import nn
 from ckptfix.checkpoint import Candidate
 from ckptfix.finding import Level
 from ckptfix.formats import open_file
+from ckptfix.live import open_state_dict
 from ckptfix.rules.non_finite import non_finite
-from ckptfix.tensors import open_state_dict
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import loud, propose, without_values
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ckptfix.finding import Applicability
+from ckptfix.live import open_state_dict
 from ckptfix.rules.transient_buffer import transient_buffer
 from ckptfix.target import target_from_checkpoint
-from ckptfix.tensors import open_state_dict
 from tests.rules.proposals import propose, repaired
 
 IDS = torch.arange(8)[None]

@@ -10,9 +10,9 @@ import torch
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Context, Finding, Level, Rule
+from ckptfix.live import open_state_dict
 from ckptfix.settings import Settings
 from ckptfix.target import target_from_module
-from ckptfix.tensors import open_state_dict
 from ckptfix.values import Statistics
 
 

@@ -9,10 +9,10 @@ import pytest
 from ckptfix.errors import UsageError
 from ckptfix.finding import Finding, Level
 from ckptfix.settings import SmokeSettings
-from ckptfix.smoke import SmokeResult, run_smoke
 from ckptfix.smoke.launch import Ending
 from ckptfix.smoke.outcome import Failure, Figures, Origin, Outcome
-from ckptfix.smoke.run import judge
+from ckptfix.smoke.result import SmokeResult
+from ckptfix.smoke.run import judge, run_smoke
 from tests.smoke import models
 from tests.smoke.conftest import Save
 
@@ -115,8 +115,8 @@ def test_a_failure_says_whose_fault_it_is_and_where() -> None:
     failure = Failure("forward", "input", "RuntimeError: 3 channels", "conv", "Conv2d", "model.py:12 in forward")
     finding = only(answer(replace(RAN, failure=failure)))
     assert finding.message == (
-        "The forward test failed in the forward pass, the input does not suit the model: RuntimeError: 3 channels"
-        " in conv (Conv2d), at model.py:12 in forward."
+        "the forward test failed in the forward pass, the input does not suit the model: RuntimeError: 3 channels"
+        " in conv (Conv2d), at model.py:12 in forward"
     )
     assert "--input" in finding.remedy
 
@@ -143,8 +143,8 @@ def test_an_output_that_is_not_finite_is_traced() -> None:
     assert (finding.code, finding.name) == ("RUN102", "forward-non-finite")
     assert finding.keys == ("bn.running_var",)
     assert finding.message == (
-        "The model runs, but its output is not finite: output float32[2, 2]: 4 NaN; the first to make NaN of finite"
-        " values is bn (BatchNorm2d), whose running_var is not finite itself."
+        "the model runs, but its output is not finite: output float32[2, 2]: 4 NaN; the first to make NaN of finite"
+        " values is bn (BatchNorm2d), whose running_var is not finite itself"
     )
 
 
@@ -152,7 +152,7 @@ def test_finite_weights_are_not_accused() -> None:
     origin = replace(BROKEN, weights=(Figures("weight", "float32[4]", low=0, high=1),))
     finding = only(answer(replace(RAN, non_finite=(NAN,), origin=origin)))
     assert finding.keys == ()
-    assert finding.message.endswith("whose own weights are finite.")
+    assert finding.message.endswith("whose own weights are finite")
 
 
 def test_many_outputs_are_counted() -> None:

@@ -1,0 +1,238 @@
+"""Applies edits to a checkpoint: the one place where one is changed.
+
+The edits of one step apply at once, so that two keys may swap their names. The result is a new lazy checkpoint: no
+tensor is read but a donor's, whose checksums are proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import PlanError
+from ckptfix.finding import (
+    Cast,
+    Disarm,
+    Drop,
+    Edit,
+    Fill,
+    Plain,
+    Rename,
+    RenameModule,
+    Reshape,
+    Retag,
+    Rewrite,
+    Tie,
+)
+from ckptfix.formats.plain import plain_root
+from ckptfix.formats.sources import MemoryBytes
+from ckptfix.metadata import Metadata, rename_metadata, rename_rows
+from ckptfix.values.integrity import Integrity
+
+if TYPE_CHECKING:
+    import torch
+
+CONVERTED_REMARKS = frozenset(
+    {"protocol", "numpy-weights", "tensor-subclass", "non-string-key", "plain-pickle", "torchscript", "torch-tar"}
+)
+"""What was noticed while reading and is cured by writing plain data."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The edits that one rule proposed, applied together."""
+
+    rule: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Supplies:
+    """Where the values of a ``Fill`` come from: the model's own initialisation, and the donor of ``--fill FILE``."""
+
+    initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    donor: Checkpoint | None = None
+    integrity: Integrity = field(default_factory=Integrity)
+
+
+def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
+    """The checkpoint after one step. Raises ``PlanError`` on a conflict: two sources for one key, an edit of a key that
+    is not there.
+    """
+    renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
+    dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
+    changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape))]
+    additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
+    for key in (*renames, *dropped, *(edit.key for edit in changes)):
+        if key not in checkpoint.entries:
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} edits the key {key}, which is not there; the plan belongs to another "
+                "file"
+            )
+    if both := (renames.keys() | {edit.key for edit in changes}) & dropped:
+        raise PlanError(
+            f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
+        )
+    entries: dict[str, Any] = {}
+    for key, entry in checkpoint.entries.items():
+        if key not in dropped:
+            name = renames.get(key, key)
+            if name in entries:
+                raise PlanError(
+                    f"{checkpoint.path}: {step.rule} gives {name} two sources; look at the keys with `ckptfix inspect`"
+                )
+            entries[name] = entry
+    for change in changes:
+        name = renames.get(change.key, change.key)
+        entries[name] = _changed(checkpoint, entries[name], change)
+    entries = _with_additions(checkpoint, step, entries, additions, supplies)
+    kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
+    metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
+    lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
+    result = replace(checkpoint.with_entries(entries, metadata), lost=lost)
+    if any(isinstance(edit, Rewrite) for edit in step.edits):
+        result = replace(result, damage=())
+    if any(isinstance(edit, Disarm) for edit in step.edits):
+        result = _disarmed(result)
+    if any(isinstance(edit, Plain) for edit in step.edits):
+        root, _ = plain_root(result)
+        state_dict: Any = root
+        for part in result.container:
+            state_dict = state_dict[part]
+        remarks = tuple(remark for remark in result.remarks if remark.kind not in CONVERTED_REMARKS)
+        result = replace(result, entries=dict(state_dict), root=root, remarks=remarks)
+    retagged = {edit.device for edit in step.edits if isinstance(edit, Retag)}
+    return (
+        replace(result, devices=tuple(device for device in result.devices if device not in retagged))
+        if retagged
+        else result
+    )
+
+
+def _disarmed(checkpoint: Checkpoint) -> Checkpoint:
+    """The tensors of the state_dict alone, and of ``_metadata`` the versions."""
+    metadata = {
+        module: {name: value for name, value in row.items() if isinstance(value, int)}
+        for module, row in (checkpoint.metadata or {}).items()
+    }
+    tensors = dict(checkpoint.specs)
+    return replace(
+        checkpoint, entries=tensors, metadata=metadata or None, root=tensors, container=(), candidates=(), remarks=()
+    )
+
+
+def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) -> Metadata | None:
+    try:
+        return rename_rows(metadata, {edit.module: edit.to for edit in step.edits if isinstance(edit, RenameModule)})
+    except KeyError as error:
+        raise PlanError(
+            f"{checkpoint.path}: {step.rule} renames the row {error} of _metadata, which is not there; the plan "
+            "belongs to another file"
+        ) from error
+
+
+def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, str]:
+    if len(renames) != sum(isinstance(edit, kind) for edit in step.edits):
+        raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
+    return renames
+
+
+def _changed(checkpoint: Checkpoint, spec: object, change: Cast | Reshape) -> TensorSpec:
+    if not isinstance(spec, TensorSpec):
+        raise PlanError(
+            f"{checkpoint.path}: {change.key} is no tensor and cannot be changed; the plan belongs to another file"
+        )
+    if isinstance(change, Cast):
+        if spec.dtype != change.before:
+            raise PlanError(
+                f"{checkpoint.path}: {change.key} is {spec.dtype} and not {change.before}; the plan belongs to "
+                "another file"
+            )
+        from ckptfix.tensors import cast_spec
+
+        return cast_spec(spec, change.dtype, checkpoint.path)
+    if (
+        spec.shape != change.before
+        or TensorSpec(spec.dtype, change.shape).numel != spec.numel
+        or not spec.is_contiguous
+    ):
+        raise PlanError(
+            f"{checkpoint.path}: {change.key} of shape {spec.shape} cannot become {change.shape}; the plan belongs to "
+            "another file"
+        )
+    return replace(spec, shape=change.shape, strides=contiguous_strides(change.shape))
+
+
+def _filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec:
+    if fill.origin == "zeros":
+        spec = TensorSpec(fill.dtype, fill.shape)
+        storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
+        return replace(spec, strides=contiguous_strides(fill.shape), storage=storage)
+    if fill.origin == "target":
+        if supplies.initial is None:
+            raise PlanError(
+                f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add --model"
+            )
+        from ckptfix.live import spec_of_tensor
+
+        values = supplies.initial()
+        if fill.key not in values:
+            raise PlanError(
+                f"{checkpoint.path}: the model has no {fill.key} to fill from; the plan belongs to another model"
+            )
+        spec = spec_of_tensor(values[fill.key].detach())
+        if spec.shape != fill.shape:
+            raise PlanError(
+                f"{checkpoint.path}: {fill.key} is {spec.shape} in the model and not {fill.shape}; the plan belongs to "
+                "another model"
+            )
+        return replace(spec, is_parameter=False)
+    donor_key = fill.donor_key or fill.key
+    donor = supplies.donor.entries.get(donor_key) if supplies.donor is not None else None
+    if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
+        raise PlanError(
+            f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; give it "
+            "with --fill FILE"
+        )
+    storages = (part.storage for part in donor.strided_parts())
+    if not all(storage is None or supplies.integrity.is_sound(storage) for storage in storages):
+        raise PlanError(
+            f"{checkpoint.path}: the donor's own {donor_key} fails the checksum of its archive; give another one with "
+            "--fill FILE"
+        )
+    return donor
+
+
+def _with_additions(
+    checkpoint: Checkpoint, step: Step, entries: dict[str, Any], additions: list[Fill | Tie], supplies: Supplies
+) -> dict[str, Any]:
+    """The entries with the new ones, each behind the last entry of its module, or else at the end."""
+    if not additions:
+        return entries
+    last_of_module = {key.rpartition(".")[0]: key for key in entries}
+    behind: dict[str | None, list[tuple[str, TensorSpec]]] = {}
+    added: dict[str, TensorSpec] = {}
+    for addition in additions:
+        if addition.key in entries or addition.key in added:
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} adds the key {addition.key}, which is there already; nothing is "
+                "overwritten"
+            )
+        if isinstance(addition, Fill):
+            value: object = _filled(checkpoint, addition, supplies)
+        else:
+            value = entries.get(addition.to, added.get(addition.to))
+        if not isinstance(value, TensorSpec):
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} ties {addition.key} to a key that is not there; the plan belongs to "
+                "another file"
+            )
+        behind.setdefault(last_of_module.get(addition.key.rpartition(".")[0]), []).append((addition.key, value))
+        added[addition.key] = value
+    result: dict[str, Any] = {}
+    for key, entry in entries.items():
+        result[key] = entry
+        result.update(behind.get(key, ()))
+    result.update(behind.get(None, ()))
+    return result

@@ -1,0 +1,98 @@
+"""The index of a sharded checkpoint: which key lies in which file of the folder.
+
+transformers writes it as ``{"metadata": {"total_size": …}, "weight_map": {key: file name}}`` beside the shards
+(https://huggingface.co/docs/transformers/big_models#sharded-checkpoint). A file name is a claim like any other: one
+that leads out of the folder is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats.sources import Content
+
+WEIGHT_MAP = "weight_map"
+INDEX_LIMIT = 256 << 20
+"""Bytes of the largest index that is parsed; a million keys take a third of it."""
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Which key lies in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
+    in bytes.
+    """
+
+    path: str
+    weight_map: Mapping[str, str]
+    total_size: int | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the shards, each once."""
+        return list(dict.fromkeys(self.weight_map.values()))
+
+
+def is_index(content: Content) -> bool:
+    """Whether the content is a JSON object with a ``weight_map``."""
+    head = bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
+        return False
+    return content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0
+
+
+def parse_index(content: Content) -> ShardIndex:
+    """The index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
+    path = content.path
+    if len(content) > INDEX_LIMIT:
+        raise HostileError(f"{path}: an index of {len(content)} bytes; do not use this file")
+    try:
+        parsed = json.loads(bytes(content.buffer[:]), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: the index is no valid JSON ({error}); fetch the file again") from error
+    weight_map, metadata = parsed.get(WEIGHT_MAP), parsed.get("metadata")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")
+    if not weight_map:
+        raise UnreadableError(f"{path}: its weight_map is empty: the index names no tensor; fetch the file again")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
+        raise ValueError(f"the key {doubled!r:.60} stands twice in it")
+    return found
+
+
+def file_inside(folder: Path, name: str, said_by: str) -> Path:
+    """The path of a file that ``said_by`` names, once it is known to stay in the folder.
+
+    Links are followed: one may lead into the folder, or to where the naming file itself really lies, which is how the
+    cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out.
+    """
+    names = (PurePosixPath(name), PureWindowsPath(name))
+    absolute = any(path.drive or path.root for path in names)
+    if not name or "\0" in name or absolute or any(".." in path.parts for path in names):
+        raise HostileError(
+            f"{said_by}: it names the file {name!r:.80}, which leads out of the folder; do not use this checkpoint"
+        )
+    path = folder / name
+    try:
+        real, homes = path.resolve(), (folder.resolve(), Path(said_by).resolve().parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError is what a loop of links raises before Python 3.13
+        raise HostileError(
+            f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"
+        ) from error
+    if not any(real.is_relative_to(home) for home in homes):
+        raise HostileError(
+            f"{said_by}: {name!r:.80} is a link that leads out of the folder, to {real};"
+            " put the file itself there if you trust it"
+        )
+    return path

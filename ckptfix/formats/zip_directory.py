@@ -1,0 +1,67 @@
+"""The names in a zip archive, read from its directory alone, and what they say about who wrote it.
+
+Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.12 to 4.3.16."""
+
+from __future__ import annotations
+
+import struct
+
+from ckptfix.formats.sources import Content
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_TAIL = 65535 + _END.size + _LOCATOR.size
+"""The end record has a comment of at most 65535 bytes behind it."""
+
+
+def member_names(content: Content) -> list[str]:
+    """The names of all members, none where there is no whole directory. They are read as latin-1."""
+    start = max(len(content) - _TAIL, 0)
+    tail = bytes(content.buffer[start:])
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size > len(tail):
+        return []
+    *_, size, _, _ = _END.unpack_from(tail, at)
+    end = start + at
+    if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\x06\x07":
+        # The end record of zip64 lies right before its locator, whose own word is off by any junk in front.
+        end -= _LOCATOR.size + _END64.size
+        record = bytes(content.buffer[max(end, 0) : max(end, 0) + _END64.size])
+        if len(record) == _END64.size and record[:4] == b"PK\x06\x06":
+            *_, size, _ = _END64.unpack(record)
+    return _entries(bytes(content.buffer[max(end - size, 0) : end]))
+
+
+def _entries(directory: bytes) -> list[str]:
+    names, position = [], 0
+    while position + _ENTRY.size <= len(directory):
+        signature, *fields = _ENTRY.unpack_from(directory, position)
+        if signature != b"PK\x01\x02":
+            break
+        name, extra, comment = fields[9:12]
+        position += _ENTRY.size
+        names.append(directory[position : position + name].decode("latin-1"))
+        position += name + extra + comment
+    return names
+
+
+def is_torch_save(names: list[str]) -> bool:
+    """Whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
+    return any(
+        f"{root}version" in present or any(name.startswith((f"{root}data/", f"{root}tensors/")) for name in names)
+        for root in _roots(names, "data.pkl")
+        for present in [set(names)]
+    )
+
+
+def is_torchscript(names: list[str]) -> bool:
+    """Whether the members are those of a file of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or since."""
+    present = set(names)
+    old = any(f"{root}version" in present for root in _roots(names, "model.json"))
+    return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))
+
+
+def _roots(names: list[str], main: str) -> list[str]:
+    return [name.removesuffix(main) for name in names if f"/{name}".endswith(f"/{main}")]

@@ -1,0 +1,74 @@
+"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something in front of or behind it.
+
+## What it finds
+What `--salvage` had to get over to open the file: an end that is missing, space that was reserved and never filled, a
+shard that is not there, a transfer in text mode, bytes before or behind the checkpoint. The keys are the tensors that
+are lost, with their share of all numbers where that is known. Without `--salvage` such a file is refused, and the
+refusal names the same cause.
+
+## Why it matters
+A load of the whole file fails, and the messages of torch (`failed finding central directory`, `unexpected EOF`,
+`invalid load key`) do not say that most of the weights are still there.
+
+## Fix safety
+Every tensor that is kept is bit for bit what was saved: it lies whole in front of the damage. Writing the file anew
+without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
+from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
+
+## Example
+    ckptfix repair half.pth --salvage --fill yesterday.pth
+    # 11 tensors are whole, 4 are lost (69.8 % of the numbers), filled from yesterday.pth
+
+## Sources
+https://github.com/Lightning-AI/pytorch-lightning/issues/688 (a killed save),
+https://pytorch.org/docs/stable/notes/serialization.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rewrite, Rule, counted, rule
+from ckptfix.rules.donor import donor_fill
+
+
+@rule("FIL203", "damaged-file")
+def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
+    checkpoint = context.checkpoint
+    if checkpoint.damage:
+        cause = "; ".join(checkpoint.damage)
+        fix = Fix((Rewrite(cause),), Applicability.SAFE)
+        yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence={"damage": list(checkpoint.damage)})
+    trailing = [remark.detail for remark in checkpoint.remarks if remark.kind == "trailing-bytes"]
+    if trailing:
+        yield rule.finding(Level.NOTE, f"{trailing[0]} bytes behind the checkpoint belong to nothing")
+    fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
+    if fills:
+        yield rule.finding(
+            Level.ERROR,
+            f"{_lost(checkpoint, {key: checkpoint.lost[key] for key in fills})}; filled from {context.settings.fill}",
+            keys=tuple(fills),
+            fix=Fix(tuple(fills.values()), Applicability.UNSAFE, asked=True),
+        )
+    left = {key: spec for key, spec in checkpoint.lost.items() if key not in fills}
+    if left:
+        yield rule.finding(
+            # With a target, what is missing of it is the finding of another rule, and may be filled there.
+            Level.ERROR if context.target is None else Level.NOTE,
+            _lost(checkpoint, left),
+            keys=tuple(left),
+            evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
+            remedy="fetch the file again, or complete it from another checkpoint with --fill FILE",
+        )
+
+
+def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
+    """How many tensors, and which share of all numbers of the file, where all sizes are known."""
+    said = f"{len(lost)} of {counted(len(checkpoint.specs) + len(checkpoint.lost), 'tensor')} lost"
+    sizes = [spec.numel for spec in lost.values() if spec is not None]
+    total = sum(spec.numel for spec in (*checkpoint.specs.values(), *checkpoint.lost.values()) if spec is not None)
+    if None in checkpoint.lost.values() or not total:
+        return said
+    return f"{said}, {100 * sum(sizes) / total:.3g} % of the numbers"

@@ -1,0 +1,46 @@
+"""FIL104 lost-extras: what stands beside the weights and does not fit into the format to be written.
+
+## What it finds
+Members of the container that safetensors cannot carry: tensors outside of the state_dict, such as those of an optimizer
+or of a second set of weights. Numbers, texts, lists and dicts are carried in the header, and ckptfix restores them.
+
+## Why it matters
+The new file is whole as far as the weights go, but training cannot be resumed from it: momentum and second moments
+would begin anew.
+
+## Fix safety
+There is no fix, and nothing in the source changes: `--format pth` keeps everything. A note: leaving the optimizer
+behind is what most conversions want.
+
+## Example
+`{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and leaves `optimizer` out.
+
+## Sources
+https://github.com/huggingface/safetensors#format: one flat table of tensors, and text beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.formats.safetensors_write import lost_extras as places_lost
+
+
+@rule("FIL104", "lost-extras")
+def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name what a safetensors file will not have."""
+    if context.settings.format != "safetensors":
+        return
+    if lost := places_lost(context.checkpoint):
+        yield rule.finding(
+            Level.NOTE,
+            f"safetensors cannot carry {_shown(lost)}, and the file to be written does not have it",
+            evidence={"places": lost},
+            remedy="--format pth keeps it",
+        )
+
+
+def _shown(places: list[str]) -> str:
+    rest = f" and {len(places) - 4} more" if len(places) > 4 else ""
+    return ", ".join(places[:4]) + rest

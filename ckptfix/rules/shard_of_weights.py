@@ -1,0 +1,43 @@
+"""FIL105 shard-of-weights: the file is one rank's part of a distributed checkpoint.
+
+## What it finds
+Weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or `save_pretrained` under it),
+flattened parameters (`_flat_param`) of FSDP, and tensors that are one rank's part of a larger one (ShardedTensor,
+DTensor). A single empty tensor, and the empty ranges of quantisation observers, are left alone.
+
+## Why it matters
+The values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every shape, or,
+with `strict=False`, leaves the model with the weights of its construction and says nothing.
+
+## Fix safety
+There is no fix: what is not in the file cannot be repaired. The remedy names what puts the parts together.
+
+## Example
+`{'module': {'lm_head.weight': (0,), 'norm.weight': (0,)}, 'ds_version': …}`: run `zero_to_fp32.py`.
+
+## Sources
+Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deepspeed.ai/docs/,
+https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.formats.rank_shards import rank_shard
+
+
+@rule("FIL105", "shard-of-weights")
+def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say which part of what the file is."""
+    checkpoint = context.checkpoint
+    shard = rank_shard(checkpoint.root, checkpoint.entries)
+    if shard is not None:
+        yield rule.finding(
+            Level.ERROR,
+            f"the file is a part of a distributed checkpoint: it {shard.what}",
+            keys=shard.keys,
+            evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
+            remedy=shard.remedy,
+        )

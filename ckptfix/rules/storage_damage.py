@@ -1,0 +1,66 @@
+"""FIL201 storage-damage: a storage whose bytes are not those that were saved.
+
+## What it finds
+Tensors of a zip file in a storage that does not have the CRC-32 that the archive gives for it: bits flipped on a disk,
+in memory or on the way. A checksum of zero means that none was computed
+(`torch.serialization.set_crc32_options(False)`), and such a storage is healthy as far as anybody can tell.
+
+## Why it matters
+torch.load does not look at the checksum: the file loads, and the values are wrong. One flipped exponent bit makes a
+weight 2¹²⁸ times too large; a flipped bit of the mantissa is never noticed.
+
+## Fix safety
+Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
+an earlier checkpoint in their place. Fetching the file again is better.
+
+## Example
+`fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.
+
+## Sources
+APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Applicability, Context, Drop, Edit, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.rules.donor import donor_fill
+from ckptfix.values.integrity import storages_of
+
+REMEDY = "fetch the file again; --salvage leaves these tensors out, and --fill FILE takes them from another copy"
+
+
+@rule("FIL201", "storage-damage")
+def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
+    if context.statistics is None:
+        return
+    integrity = context.statistics.integrity
+    bad = [keys for storage, keys in storages_of(context.checkpoint) if not integrity.is_sound(storage)]
+    damaged = [key for key in context.checkpoint.specs if any(key in keys for keys in bad)]
+    fills = {key: fill for key in damaged if (fill := donor_fill(key, context.checkpoint.specs[key], context))}
+    if not context.settings.salvage:
+        fills = {}
+    left = [key for key in damaged if key not in fills]
+    if fills:
+        edits: list[Edit] = [*map(Drop, fills), *fills.values()]
+        yield rule.finding(
+            Level.ERROR,
+            f"{_said(len(fills))}; replaced from {context.settings.fill}",
+            keys=tuple(fills),
+            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+        )
+    if not left:
+        return
+    drop = Fix(tuple(map(Drop, left)), Applicability.UNSAFE, asked=True) if context.settings.salvage else None
+    # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
+    yield rule.finding(
+        Level.ERROR, _said(len(left)), keys=tuple(left), fix=drop if context.target is not None else None, remedy=REMEDY
+    )
+    if drop is not None and context.target is None:
+        yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=tuple(left), fix=drop)
+
+
+def _said(count: int) -> str:
+    return f"{counted(count, 'tensor')} with other bytes than were saved: the storage fails the checksum of the archive"

@@ -1,0 +1,80 @@
+"""FIL202 zero-run: a long run of zeros inside of a tensor that is dense elsewhere.
+
+## What it finds
+A run of at least 512 zero bytes, the size of a disk's sector, in a matrix of floating-point numbers of which elsewhere
+hardly one in a hundred is zero. Runs of whole rows are left in peace (padding of a vocabulary,
+pruned channels), and so are storages that have a checksum, which says more (FIL201).
+
+## Why it matters
+Files of torch before 1.6, and safetensors, have no checksum. A block that a disk lost or a download skipped reads as
+zeros, the file loads, and the layer is partly dead.
+
+## Fix safety
+There is no fix: the zeros may be meant. Compare the file with another copy of it.
+
+## Example
+`layer1.0.weight` has zeros from byte 512 to 1024 of 2304.
+
+## Sources
+https://en.wikipedia.org/wiki/Data_corruption (sectors that cannot be read are returned as zeros by many tools).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.checkpoint import IN_MEMORY, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
+from ckptfix.values.integrity import WORD, Hole, storages_of
+
+SECTOR = 512
+DENSE = 0.01
+"""The largest share of zeros among the other numbers of the matrix."""
+
+
+@rule("FIL202", "zero-run")
+def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the tensors with a hole; propose nothing."""
+    if context.statistics is None or context.checkpoint.format == IN_MEMORY:
+        return
+    found: dict[str, Hole] = {}
+    for storage, keys in storages_of(context.checkpoint):
+        specs = {key: context.checkpoint.specs[key] for key in keys}
+        matrices = {key: spec for key, spec in specs.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
+        if storage.crc32 is None and matrices:
+            hole = context.statistics.integrity.hole(storage)
+            found.update(
+                {
+                    key: hole
+                    for key, spec in matrices.items()
+                    if hole.stop - hole.start >= SECTOR
+                    and _lies_across_rows(spec, hole)
+                    and _is_dense_elsewhere(spec, context.statistics[key].zeros, hole)
+                }
+            )
+    if found:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(found), 'tensor')} with a long run of zeros among other numbers: a lost block reads so",
+            keys=tuple(found),
+            evidence={"bytes_of_storage": {key: [hole.start, hole.stop] for key, hole in found.items()}},
+            remedy="compare the file with another copy",
+        )
+
+
+def _is_dense_elsewhere(spec: TensorSpec, zeros: int, hole: Hole) -> bool:
+    first, stop = spec.extent
+    inside = (min(stop, hole.stop) - max(first, hole.start)) // spec.itemsize
+    # One number on either side of the hole may be zero without filling a word.
+    return zeros - inside <= 2 * WORD // spec.itemsize + DENSE * (spec.numel - inside) and inside < spec.numel
+
+
+def _lies_across_rows(spec: TensorSpec, hole: Hole) -> bool:
+    """Whether the hole begins or ends in the middle of a row of a matrix. It is known to a word."""
+    first, stop = spec.extent
+    if not spec.is_contiguous or hole.stop <= first or hole.start >= stop:
+        return False
+    row = (stop - first) // spec.shape[0]
+    offsets = [edge - first for edge in (hole.start, hole.stop) if first < edge < stop]
+    return any(WORD <= offset % row <= row - WORD for offset in offsets)

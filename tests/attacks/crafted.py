@@ -1,0 +1,110 @@
+"""Files made by hand, opcode by opcode. Opcodes: https://docs.python.org/3/library/pickletools.html."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+PROTO = b"\x80\x02"
+STORAGE = bytes(range(64))
+
+
+def text(value: str) -> bytes:
+    """BINUNICODE."""
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def number(value: int) -> bytes:
+    """LONG1 or LONG4."""
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw)) + raw
+
+
+def get(index: int) -> bytes:
+    """LONG_BINGET."""
+    return b"j" + struct.pack("<I", index)
+
+
+def put(index: int) -> bytes:
+    """LONG_BINPUT."""
+    return b"r" + struct.pack("<I", index)
+
+
+def name(dotted: str) -> bytes:
+    """GLOBAL."""
+    module, _, attribute = dotted.rpartition(".")
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def call(dotted: str, *args: bytes) -> bytes:
+    """A global called with arguments."""
+    return name(dotted) + b"(" + b"".join(args) + b"tR"
+
+
+def pair(value: bytes, levels: int, first: int, opcode: bytes = b"\x86") -> bytes:
+    """A value in a pair with itself, and so on: ``levels`` deep and 2^levels wide, in a few bytes."""
+    made = value + put(first)
+    for level in range(levels):
+        made += get(first + level) + opcode + put(first + level + 1)
+    return made
+
+
+def storage(
+    numel: int = 16, key: bytes = text("0"), device: bytes = text("cpu"), cls: str = "torch.FloatStorage"
+) -> bytes:
+    """The persistent id of a storage."""
+    return b"(" + text("storage") + name(cls) + key + device + number(numel) + b"tQ"
+
+
+def sizes(*values: int) -> bytes:
+    """A tuple of numbers."""
+    return b"(" + b"".join(map(number, values)) + b"t"
+
+
+def tensor(
+    shape: bytes = sizes(16), strides: bytes = sizes(1), offset: int = 0, base: bytes = b"", hooks: bytes = b"\x89}"
+) -> bytes:
+    """A call of ``_rebuild_tensor_v2``."""
+    return call("torch._utils._rebuild_tensor_v2", base or storage(), number(offset), shape, strides, hooks)
+
+
+def state_dict(**entries: bytes) -> bytes:
+    """A pickle of a dict whose values are given as opcodes, with one good tensor beside them."""
+    members = b"".join(text(key) + value for key, value in {"w": tensor(), **entries}.items())
+    return PROTO + b"}(" + members + b"u."
+
+
+def around(**extras: bytes) -> bytes:
+    """A pickle of a container with a good state_dict and what is given beside it."""
+    inner = b"}(" + text("w") + tensor() + b"u"
+    members = b"".join(text(key) + value for key, value in {"state_dict": inner, **extras}.items())
+    return PROTO + b"}(" + members + b"u."
+
+
+def torch_zip(pickle: bytes, members: Mapping[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
+    """The zip container around a pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        for member, data in (members if members is not None else {"data/0": STORAGE}).items():
+            archive.writestr(f"archive/{member}", data)
+    return buffer.getvalue()
+
+
+def legacy(
+    pickle: bytes, keys: bytes = b"](" + text("0") + b"e", tail: bytes = struct.pack("<Q", 16) + STORAGE
+) -> bytes:
+    """The container of torch ≤ 1.5 around a pickle; its storage ids have six parts."""
+    magic = PROTO + number(0x1950A86A20F9469CFC6C) + b"."
+    return magic + PROTO + number(1001) + b"." + PROTO + b"}." + pickle + PROTO + keys + b"." + tail
+
+
+def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file with any header: JSON, or bytes as they are."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data

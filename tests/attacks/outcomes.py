@@ -1,0 +1,85 @@
+"""What becomes of a file that may be hostile: opened, read, checked with its values, repaired into both formats.
+
+``python -m tests.attacks.outcomes BYTES FILE…`` only opens each, within so many bytes of address space, and says a line.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ckptfix
+from ckptfix.errors import CkptfixError, WriteError
+
+REFUSED = "refused"
+SECONDS = 20
+"""Far above what any of the files takes: this tells an end from no end, and measures nothing."""
+
+
+class TooLongError(BaseException):
+    """No end in sight. Not an ``Exception``, so that nothing takes it for an error of its own."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raises ``TooLongError`` in a block that does not end."""
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TooLongError(f"still running after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(path: Path) -> str:
+    """``refused``, ``repaired``, or what a writer said; anything but a ``CkptfixError`` escapes."""
+    with bounded():
+        steps: list[Callable[[Path], Any]] = [
+            lambda out: ckptfix.open_checkpoint(path).state_dict(),
+            lambda out: ckptfix.check(path),
+            lambda out: ckptfix.repair(path, output=out / "out.pth"),
+            lambda out: ckptfix.repair(path, output=out / "out.safetensors"),
+        ]
+        errors: list[CkptfixError] = []
+        for step in steps:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    step(Path(folder))
+                except CkptfixError as error:
+                    errors.append(error)
+                    assert str(error).isprintable()
+                    assert "please report" not in str(error)
+                    assert not list(Path(folder).iterdir()), "a refused repair left something behind"
+        if len(errors) == len(steps):
+            return REFUSED
+        # A file that opens may hold what a format cannot; it may not be found unreadable half way.
+        assert all(isinstance(error, WriteError) for error in errors), errors
+        return "; ".join(map(str, errors)) or "repaired"
+
+
+def opening(path: Path) -> str:
+    """``refused``, or the number of tensors."""
+    with bounded():
+        try:
+            return str(len(ckptfix.open_checkpoint(path).specs))
+        except CkptfixError:
+            return REFUSED
+
+
+if __name__ == "__main__":
+    limit, *files = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+    for file in files:
+        print(opening(Path(file)))  # noqa: T201 - the answer of this child process

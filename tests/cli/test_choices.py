@@ -1,0 +1,113 @@
+import pytest
+
+from ckptfix.cli.choices import choose, library_arguments, repair_command
+from ckptfix.config import Configuration
+from ckptfix.errors import UsageError
+from ckptfix.settings import Settings, SmokeSettings
+
+
+def chosen(given, configured):
+    """What ``choose`` makes of a command with every option."""
+    names = ("model", "model_args", "like", "select", "seed", "unsafe_fixes", "quiet", "verbose", "weights")
+    return choose({**dict.fromkeys(names), **given}, Configuration(configured))
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "expected"),
+    [
+        pytest.param({}, {}, {}, id="nothing"),
+        pytest.param({"select": []}, {}, {}, id="an empty list was not given"),
+        pytest.param({}, {"backup": True}, {}, id="a key of another command"),
+        pytest.param({}, {"seed": 3}, {"seed": 3}, id="the configuration alone"),
+        pytest.param({"seed": 0}, {"seed": 3}, {"seed": 0}, id="the command line wins"),
+        pytest.param({"unsafe_fixes": False}, {"unsafe_fixes": True}, {"unsafe_fixes": False}, id="it can say no"),
+        pytest.param({"select": ["KEY"]}, {"select": ["BUF"]}, {"select": ["KEY"]}, id="lists are not merged"),
+        pytest.param({"like": "a.pth"}, {"model": "m:f", "model_args": {}}, {"like": "a.pth"}, id="another target"),
+        pytest.param(
+            {"model_args": "[]"},
+            {"model": "m:f"},
+            {"model": "m:f", "model_args": "[]"},
+            id="arguments for the same target",
+        ),
+        pytest.param({"verbose": True}, {"quiet": True}, {"verbose": True}, id="loud against quiet"),
+    ],
+)
+def test_the_command_line_wins(given, configured, expected):
+    assert chosen(given, configured) == expected
+
+
+def test_no_choices_are_no_arguments():
+    assert library_arguments({}) == {}
+
+
+def test_every_choice_reaches_its_setting():
+    arguments = library_arguments(
+        {
+            "model": "m:f",
+            "model_args": '{"depth": 18}',
+            "select": ["key,BUF101", "VAL"],
+            "ignore": ["KEY104"],
+            "no_values": True,
+            "unsafe_fixes": True,
+            "weights": "ema",
+            "for_torch": "0.4.0",
+            "fill": "target",
+            "drop_mismatched": True,
+            "seed": 7,
+            "format": "safetensors",
+            "smoke": False,
+            "input": ["2x3", "mask=2x3:int:0:2"],
+            "device": "cpu",
+            "timeout": 10.0,
+            "output_format": "json",
+        }
+    )
+    assert arguments.pop("model") == "m:f"
+    assert arguments.pop("model_args") == {"depth": 18}
+    assert Settings(**arguments) == Settings(
+        weights="ema",
+        select=("KEY", "BUF101", "VAL"),
+        ignore=("KEY104",),
+        unsafe_fixes=True,
+        fill="target",
+        drop_mismatched=True,
+        for_torch="0.4.0",
+        values=False,
+        seed=7,
+        format="safetensors",
+        smoke=False,
+        smoke_settings=SmokeSettings(("2x3", "mask=2x3:int:0:2"), "cpu", 10.0, 7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"model": "m:f", "like": "a.pth"}, "--model and --like exclude each other"),
+        ({"model": "m:f", "model_args": "{depth: 18}"}, "--model-args {depth: 18}: this is no valid JSON"),
+        ({"model": "m:f", "model_args": "18"}, "--model-args 18: give an object"),
+        ({"select": ["KEY1,FOO"]}, "--select FOO: no rule has a code that begins so"),
+        ({"ignore": ["K EY"]}, "--ignore EY: no rule"),
+    ],
+)
+def test_what_has_no_meaning(choices, said):
+    with pytest.raises(UsageError) as error:
+        library_arguments(choices)
+    assert str(error.value).startswith(said)
+
+
+def test_the_command_of_the_advice_repeats_what_was_given():
+    choices = {
+        "model": "m:f",
+        "model_args": {"depth": 18},
+        "input": ["2x3", "4x5"],
+        "no_values": False,
+        "unsafe_fixes": True,
+        "smoke": False,
+        "seed": 7,
+        "output_format": "json",
+    }
+    assert repair_command("a.pth", choices) == (
+        *("ckptfix", "repair", "a.pth", "--model", "m:f", "--model-args", '{"depth": 18}', "--seed", "7"),
+        *("--input", "2x3", "--input", "4x5", "--unsafe-fixes", "--no-smoke"),
+    )

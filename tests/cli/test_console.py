@@ -1,0 +1,121 @@
+import io
+import sys
+
+import pytest
+import typer
+
+from ckptfix.cli.console import Console
+from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def throw(error):
+    raise error
+
+
+def told(error, capsys, source="a.pth", **settings):
+    console = Console(**settings)
+    with console.surviving(source):
+        throw(error)
+    out, err = capsys.readouterr()
+    assert out == ""
+    return console, err
+
+
+def test_nothing_happens_without_an_error(capsys):
+    console = Console()
+    with console.guarding("a.pth"):
+        pass
+    assert console.failures == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        pytest.param(UnreadableError("a.pth: cut short"), "a.pth: cut short", id="names the file"),
+        pytest.param(HostileError("runs code"), "a.pth: runs code", id="the name is added"),
+        pytest.param(
+            UnreadableError("two\nlines \x1b[31m"), "a.pth: two\\nlines \\x1b[31m", id="always one plain line"
+        ),
+        pytest.param(FileNotFoundError(2, "No such file", "b.pth"), "a.pth: b.pth: No such file", id="of the system"),
+        pytest.param(OSError("odd"), "a.pth: odd", id="of the system without a number"),
+    ],
+)
+def test_an_error_is_one_line(error, line, capsys):
+    console, err = told(error, capsys)
+    assert err == f"ckptfix: error: {line}\n"
+    assert len(console.failures) == 1
+    assert not console.is_hopeless
+
+
+@pytest.mark.parametrize(
+    ("error", "hopeless"),
+    [
+        pytest.param(UsageError("a.pth: has no weights ema"), False, id="about this file"),
+        pytest.param(UsageError("--for-torch x is no version"), True, id="about the command"),
+        pytest.param(TargetError("--model m:f: no module m"), True, id="about the model"),
+    ],
+)
+def test_what_concerns_every_file(error, hopeless, capsys):
+    console, _ = told(error, capsys)
+    assert console.is_hopeless is hopeless
+
+
+def test_a_user_sees_the_own_traceback_and_then_one_line(capsys):
+    _, err = told(TargetError("--model m:f raised ValueError", "Traceback: mine\n"), capsys)
+    assert err == "Traceback: mine\nckptfix: error: --model m:f raised ValueError\n"
+
+
+def test_our_bug_asks_for_a_report(capsys):
+    console, err = told(KeyError("conv1"), capsys)
+    assert err.count("\n") == 1
+    assert "a.pth: this is a bug of ckptfix, please report it" in err
+    assert "KeyError" in err
+    assert len(console.failures) == 1
+
+
+def test_our_bug_has_a_traceback_with_verbose(capsys):
+    _, err = told(KeyError("conv1"), capsys, verbose=True)
+    assert err.startswith("Traceback (most recent call last)")
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
+def test_a_signal_ends_it_without_a_word(error, code, capsys, monkeypatch):
+    monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda: None)
+    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+        raise error
+    assert end.value.exit_code == code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_guarding_ends_with_two(capsys):
+    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+        raise UnreadableError("a.pth: cut short")
+    assert end.value.exit_code == 2
+    assert capsys.readouterr().err == "ckptfix: error: a.pth: cut short\n"
+
+
+@pytest.mark.parametrize(("quiet", "expected"), [(False, "ckptfix: a remark\n"), (True, "")])
+def test_notes(quiet, expected, capsys):
+    Console(quiet=quiet).note("a remark")
+    assert capsys.readouterr().err == expected
+
+
+def test_progress_is_for_terminals(capsys):
+    Console().progress("checking a.pth")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_goes_away_before_anything_else(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    console = Console()
+    with console.surviving("a.pth"):
+        console.progress("checking a.pth")
+        assert screen.getvalue() == "checking a.pth …"
+    assert screen.getvalue() == "checking a.pth …\r\x1b[K"

@@ -1,0 +1,36 @@
+import json
+
+from tests.cli.programs import run
+
+
+def test_full(folder):
+    done = run("inspect", "good.pth", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("good.pth: torch-zip, 2 tensors, 8 elements\nstate_dict: the file itself\n")
+    assert done.stdout.endswith("keys:\n  weight  float32[2, 3]\n  bias  float32[2]\n")
+
+
+def test_concise(folder):
+    assert run("inspect", "good.pth", "--output-format", "concise", cwd=folder).stdout == (
+        "weight float32[2, 3]\nbias float32[2]\n"
+    )
+
+
+def test_json(folder):
+    data = json.loads(run("inspect", "good.pth", "--output-format", "json", cwd=folder).stdout)
+    assert data["keys"]["weight"] == {"dtype": "float32", "shape": [2, 3]}
+    assert data["file_size"] == (folder / "good.pth").stat().st_size
+
+
+def test_unreadable(folder):
+    done = run("inspect", "torn.pth", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ckptfix: error: torn.pth: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_github_is_no_format_of_it(folder):
+    (folder / "ckptfix.toml").write_text('output-format = "github"\n')
+    done = run("inspect", "good.pth", cwd=folder)
+    assert done.returncode == 2
+    assert "inspect has no output format github" in done.stderr

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from ckptfix.cli.console import Console
+from ckptfix.cli.output import ReportWriter
+from ckptfix.errors import UnreadableError
+from ckptfix.report.telling import Telling
+from tests.report.samples import PREFIX, report
+
+
+def refuse():
+    raise UnreadableError("torn.pth: cut short")
+
+
+def written(form, capsys, **settings):
+    """What a writer makes of a clean file, a torn one and one with a defect, and its exit code."""
+    writer = ReportWriter(Console(**settings), form)
+    writer.account("good.pth", Telling(), lambda: report(source="good.pth"))
+    writer.account("torn.pth", Telling(), refuse)
+    writer.account("resnet.pth", Telling(), lambda: report(PREFIX))
+    writer.close()
+    out, err = capsys.readouterr()
+    assert err == "ckptfix: error: torn.pth: cut short\n"
+    return out, writer.exit_code
+
+
+def test_full_reports_are_apart(capsys):
+    out, code = written("full", capsys)
+    assert "(--model or --like)\n\nresnet.pth: 1 defect" in out
+    assert code == 2
+
+
+def test_concise(capsys):
+    out, _ = written("concise", capsys)
+    assert out == "resnet.pth: KEY102 wrapper-prefix: 6 keys begin with `module.` [fixable]\n"
+
+
+def test_json_is_one_document(capsys):
+    out, _ = written("json", capsys)
+    data = json.loads(out)
+    assert [(entry["source"], entry["exit_code"]) for entry in data["reports"]] == [
+        ("good.pth", 0),
+        ("torn.pth", 2),
+        ("resnet.pth", 1),
+    ]
+    assert data["reports"][1]["error"] == "torn.pth: cut short"
+
+
+def test_github(capsys):
+    out, _ = written("github", capsys)
+    assert out.splitlines() == [
+        "::error file=torn.pth,title=ckptfix::torn.pth: cut short",
+        "::error file=resnet.pth,title=KEY102 wrapper-prefix::6 keys begin with `module.`",
+    ]
+
+
+def test_quiet_leaves_clean_files_out(capsys):
+    out, _ = written("full", capsys, quiet=True)
+    assert out.startswith("resnet.pth: 1 defect")
+
+
+@pytest.mark.parametrize("form", ["full", "concise", "github"])
+def test_a_clean_file_gives_zero(form, capsys):
+    writer = ReportWriter(Console(), form)
+    writer.account("good.pth", Telling(), report)
+    writer.close()
+    assert writer.exit_code == 0

@@ -1,0 +1,32 @@
+import pytest
+
+from ckptfix.rules import RULES
+from tests.cli.programs import run
+
+
+@pytest.mark.parametrize("word", ["KEY102", "key102", "wrapper-prefix"])
+def test_the_manual_of_a_rule(tmp_path, word):
+    done = run("rule", word, cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("KEY102 wrapper-prefix: ")
+    assert "\n## Fix safety\n" in done.stdout
+
+
+def test_all_rules_have_a_line(tmp_path):
+    lines = run("rule", "--all", cwd=tmp_path).stdout.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{rule.code} {rule.name}" for rule in RULES]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["KEY999"], "there is no rule KEY999"),
+        (["wrapper-prefx"], "did you mean KEY102 wrapper-prefix?"),
+        ([], "name one rule"),
+        (["KEY102", "--all"], "name one rule"),
+    ],
+)
+def test_usage(tmp_path, words, said):
+    done = run("rule", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from ckptfix.errors import UnreadableError
+from tests.attacks.crafted import STORAGE, legacy, name, number, sizes, state_dict, storage, tensor, text
+from tests.formats.files import opened, saved
+from tests.formats.state_dicts import same
+
+WEIGHTS = {"w": torch.arange(16.0), "b": torch.zeros(3), "h": torch.ones(5, dtype=torch.bfloat16)}
+
+
+def old(value, folder):
+    return saved(value, folder, _use_new_zipfile_serialization=False)
+
+
+def test_storages_lie_where_the_list_of_keys_says(tmp_path):
+    checkpoint = opened(old(WEIGHTS, tmp_path))
+    assert checkpoint.format == "torch-legacy"
+    same(dict(checkpoint.state_dict()), WEIGHTS)
+
+
+def test_a_plain_pickle_says_that_it_is_one(tmp_path):
+    path = tmp_path / "plain.pkl"
+    path.write_bytes(pickle.dumps(WEIGHTS))
+    checkpoint = opened(path)
+    assert checkpoint.format == "pickle"
+    assert "plain-pickle" in {remark.kind for remark in checkpoint.remarks}
+
+
+@pytest.mark.parametrize("end", [1, 10, 0.3, 0.6, 0.9, -1])
+def test_a_file_cut_anywhere_is_refused(end, tmp_path):
+    path = old(WEIGHTS, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * end) if isinstance(end, float) else end])
+    with pytest.raises(UnreadableError, match=str(path)):
+        opened(path)
+
+
+def test_a_view_of_a_storage_counts_from_its_own_beginning(tmp_path):
+    """torch 0.1 to 0.3 wrote tensors of one buffer as views (key, offset, size) of its storage."""
+    view = b"(" + text("view") + number(4) + number(8) + b"t"
+    pid = b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + number(16) + view + b"tQ"
+    path = tmp_path / "views.pth"
+    path.write_bytes(
+        legacy(state_dict(v=tensor(sizes(8), sizes(1), base=pid), u=tensor(sizes(7), sizes(1), 1, base=pid)))
+    )
+    checkpoint = opened(path)
+    assert bytes(checkpoint.read("v").numpy()) == STORAGE[16:48]
+    assert bytes(checkpoint.read("u").numpy()) == STORAGE[20:48]
+
+
+def test_the_source_of_a_module_is_passed_over(tmp_path):
+    """torch ≤ 1.5 kept the source text of every module's class in a persistent id."""
+    pid = b"(" + text("module") + name("models.Net") + text("models.py") + text("class Net: ...") + b"tQ"
+    path = tmp_path / "module.pth"
+    path.write_bytes(legacy(state_dict(x=pid)))
+    assert str(opened(path).entries["x"]) == "models.Net"
+
+
+def test_a_storage_declared_twice_with_two_sizes_is_refused(tmp_path):
+    path = tmp_path / "twice.pth"
+    path.write_bytes(legacy(state_dict(x=tensor(base=storage(17)))))
+    with pytest.raises(UnreadableError, match="declared with two sizes"):
+        opened(path)

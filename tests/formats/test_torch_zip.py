@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import zipfile
+
+import pytest
+import torch
+
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats.sources import FileBytes
+from tests.attacks.crafted import STORAGE, around, state_dict, torch_zip
+from tests.formats.files import opened, saved
+from tests.formats.state_dicts import same
+
+WEIGHTS = {"w": torch.arange(16.0), "b": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "packed"])
+def test_an_archive_that_was_packed_again_is_read(method, tmp_path):
+    original = saved(WEIGHTS, tmp_path)
+    again = tmp_path / "again.pth"
+    with zipfile.ZipFile(original) as source, zipfile.ZipFile(again, "w", method) as goal:
+        for name in source.namelist():
+            goal.writestr(name, source.read(name))
+        goal.writestr("__MACOSX/._data.pkl", b"left by a desktop")
+    same(dict(opened(again).state_dict()), WEIGHTS)
+
+
+@pytest.mark.parametrize("root", ["", "archive/", "a/b/c/"])
+def test_the_root_folder_may_have_any_name(root, tmp_path):
+    path = tmp_path / "file.pth"
+    path.write_bytes(b"")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{root}data.pkl", state_dict())
+        archive.writestr(f"{root}data/0", STORAGE)
+    assert bytes(opened(path).read("w").numpy()) == STORAGE
+
+
+def test_the_checksum_of_a_storage_is_known(tmp_path):
+    specs = opened(saved(WEIGHTS, tmp_path)).specs
+    assert all(spec.storage is not None and spec.storage.crc32 for spec in specs.values())
+
+
+def test_a_checksum_of_zero_is_none(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(WEIGHTS, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    spec = opened(path).specs["w"]
+    assert spec.storage is not None
+    assert spec.storage.crc32 is None
+
+
+def test_opening_reads_no_tensor(tmp_path, monkeypatch):
+    path, read, taken = saved({"w": torch.zeros(100_000)}, tmp_path), FileBytes.read, []
+
+    def watched(source: FileBytes, start: int, stop: int) -> memoryview:
+        taken.append(stop - start)
+        return read(source, start, stop)
+
+    monkeypatch.setattr(FileBytes, "read", watched)
+    checkpoint = opened(path)
+    assert sum(taken) < 1000
+    checkpoint.read("w")
+    assert sum(taken) > 400_000
+
+
+def test_a_file_of_another_protocol_says_so(tmp_path):
+    kinds = {remark.kind for remark in opened(saved(WEIGHTS, tmp_path, pickle_protocol=4)).remarks}
+    assert "protocol" in kinds
+    assert "protocol" not in {remark.kind for remark in opened(saved(WEIGHTS, tmp_path)).remarks}
+
+
+def test_a_pickle_that_torch_never_reads_is_remarked(tmp_path):
+    path = tmp_path / "file.pth"
+    path.write_bytes(torch_zip(around(), {"data/0": STORAGE, "evil.pkl": b"\x80\x02N."}))
+    assert ("hidden-pickle", "evil.pkl") in {(remark.kind, remark.where) for remark in opened(path).remarks}
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "message"),
+    [
+        ({"data/1": STORAGE}, UnreadableError, "storage 0 is used but not in the archive"),
+        ({"data/0": STORAGE[:60]}, HostileError, "declares 64 bytes and its member has 60"),
+    ],
+    ids=["missing", "too short"],
+)
+def test_a_storage_that_does_not_fit_is_named(members, error, message, tmp_path):
+    path = tmp_path / "file.pth"
+    path.write_bytes(torch_zip(state_dict(), members))
+    with pytest.raises(error, match=message):
+        opened(path).state_dict()

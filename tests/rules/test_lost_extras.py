@@ -1,0 +1,63 @@
+"""FIL104: what a safetensors file cannot carry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.finding import Level
+
+
+def saved(folder: Path, **extras: Any) -> Path:
+    torch.save({"state_dict": nn.Linear(2, 2).state_dict(), **extras}, folder / "file.pth")
+    return folder / "file.pth"
+
+
+def optimizer() -> dict[str, Any]:
+    return {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+
+
+@pytest.mark.parametrize(
+    ("extras", "settings"),
+    [
+        pytest.param({"optimizer": optimizer()}, {}, id="the format stays"),
+        pytest.param({"optimizer": optimizer()}, {"format": "pth"}, id="a format that holds it"),
+        pytest.param({"epoch": 3, "names": ("a", "b")}, {"format": "safetensors"}, id="plain data goes along"),
+        pytest.param({"args": Path("x")}, {"format": "safetensors"}, id="a path becomes text"),
+    ],
+)
+def test_noop(tmp_path, extras, settings):
+    assert ckptfix.check(saved(tmp_path, **extras), select=("FIL104",), **settings).findings == ()
+
+
+def test_an_optimizer_is_named(tmp_path):
+    file = saved(tmp_path, optimizer=optimizer(), epoch=3)
+    (finding,) = ckptfix.check(file, select=("FIL104",), format="safetensors").findings
+    assert (finding.level, finding.fix) == (Level.NOTE, None)
+    assert "cannot carry optimizer," in finding.message
+    assert finding.evidence == {"places": ["optimizer"]}
+
+
+@pytest.mark.parametrize("how", [{"output": "out.safetensors"}, {"beside": True, "format": "safetensors"}])
+def test_the_suffix_of_the_output_says_the_format_too(tmp_path, how):
+    file = saved(tmp_path, optimizer=optimizer(), epoch=3)
+    if "output" in how:
+        how = {"output": tmp_path / how["output"]}
+    report = ckptfix.repair(file, **how).report
+    assert [finding.code for finding in report.findings] == ["FIL104"]
+    assert report.exit_code == 0
+    assert report.output is not None
+    assert report.output.endswith(".safetensors")
+    root: Any = ckptfix.open_checkpoint(report.output).root
+    assert root.keys() == {"state_dict", "epoch"}
+
+
+def test_many_places_are_cut(tmp_path):
+    file = saved(tmp_path, **{f"t{n}": torch.ones(1) for n in range(6)})
+    (finding,) = ckptfix.check(file, select=("FIL104",), format="safetensors").findings
+    assert "t0, t1, t2, t3 and 2 more" in finding.message

@@ -1,0 +1,92 @@
+"""FIL102: what ``torch.load`` refuses, and the same as plain data."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.finding import Applicability, Level, Plain
+
+
+def saved(folder: Path, content: Any, **how: Any) -> Path:
+    torch.save(content, folder / "file.pth", **how)
+    return folder / "file.pth"
+
+
+def weights() -> OrderedDict[str, torch.Tensor]:
+    return OrderedDict(weight=torch.arange(4.0).view(2, 2))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(weights(), id="bare"),
+        pytest.param(
+            {"state_dict": weights(), "epoch": 3, "best": (0.5, None), "names": ["a"], "x": {1, 2}}, id="plain data"
+        ),
+        pytest.param({"state_dict": weights(), "dtype": torch.float16, "size": torch.Size([2])}, id="words of torch"),
+        pytest.param(nn.Linear(2, 2).state_dict(), id="_metadata"),
+        pytest.param({"state_dict": weights(), "other": nn.Parameter(torch.ones(2))}, id="a parameter"),
+    ],
+)
+def test_noop(tmp_path, content):
+    file = saved(tmp_path, content)
+    torch.load(file, weights_only=True)
+    assert ckptfix.check(file, select=("FIL102",)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "becomes"),
+    [
+        pytest.param(argparse.Namespace(lr=0.1), {"lr": 0.1}, id="Namespace"),
+        pytest.param(Path("/data/train"), "/data/train", id="Path"),
+        pytest.param(np.float64(0.5), 0.5, id="a number of numpy"),
+        pytest.param({"deep": [argparse.Namespace(out=Path("x"))]}, {"deep": [{"out": "x"}]}, id="nested"),
+        pytest.param(frozenset({1}), {1}, id="frozenset"),
+        pytest.param(len, "__builtin__.len", id="a function"),
+    ],
+)
+def test_plain_data_instead_of_objects(tmp_path, value, becomes):
+    file = saved(tmp_path, {"state_dict": weights(), "args": value})
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    assert [finding.code for finding in report.fixed] == ["FIL102"]
+    assert report.fixed[0].level == Level.WARNING
+    assert report.exit_code == 0
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert loaded["args"] == becomes
+    assert torch.equal(loaded["state_dict"]["weight"], weights()["weight"])
+    assert ckptfix.check(tmp_path / "out.pth", select=("FIL",)).findings == ()
+
+
+def test_each_conversion_is_listed(tmp_path):
+    file = saved(tmp_path, {"state_dict": weights(), "args": argparse.Namespace(root=Path("x")), "n": np.int64(3)})
+    (finding,) = ckptfix.check(file, select=("FIL102",)).findings
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
+    assert {edit.where for edit in finding.fix.edits if isinstance(edit, Plain)} == {"args", "args.root", "n"}
+    assert "argparse.Namespace" in finding.message
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_another_protocol(tmp_path, protocol):
+    file = saved(tmp_path, weights(), pickle_protocol=protocol)
+    ckptfix.repair(file, output=tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True)["weight"], weights()["weight"])
+
+
+def test_a_number_as_key():
+    state: dict[Any, Any] = {0: torch.ones(2), "a": torch.ones(1)}
+    repaired, report = ckptfix.repair_state_dict(state, select=("FIL102",))
+    assert list(repaired) == ["0", "a"]
+    assert [finding.code for finding in report.fixed] == ["FIL102"]

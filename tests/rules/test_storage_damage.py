@@ -1,0 +1,107 @@
+"""FIL201: what fails its checksum is named, and replaced or left out only on request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfix
+from tests.checks import assert_same, bytes_of
+
+
+def _saved(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    flat = torch.arange(1001.0, 1033.0)
+    state_dict = {"a.weight": torch.arange(1.0, 65.0).reshape(8, 8), "b.head": flat[:16], "b.tail": flat[16:]}
+    torch.save(state_dict, folder / "whole.pth")
+    return folder / "whole.pth", state_dict
+
+
+def _flipped(whole: Path, tensor: torch.Tensor, name: str = "flipped.pth") -> Path:
+    data = bytearray(whole.read_bytes())
+    data[data.index(bytes_of(tensor)) + 5] ^= 0x10
+    file = whole.with_name(name)
+    file.write_bytes(data)
+    return file
+
+
+def _codes(report: ckptfix.Report) -> list[str]:
+    return [finding.code for finding in report.findings]
+
+
+def test_noop_a_healthy_file(tmp_path: Path) -> None:
+    assert "FIL201" not in _codes(ckptfix.check(_saved(tmp_path)[0]))
+
+
+def test_noop_a_file_that_was_saved_without_checksums(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        whole, _ = _saved(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert "FIL201" not in _codes(ckptfix.check(whole))
+
+
+def test_noop_where_no_value_is_read(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    assert _codes(ckptfix.check(_flipped(whole, state_dict["a.weight"]), values=False)) == []
+
+
+def test_all_tensors_of_the_storage_are_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    repaired = ckptfix.repair(_flipped(whole, state_dict["b.tail"]))
+    (finding,) = (finding for finding in repaired.report.remaining if finding.code == "FIL201")
+    assert finding.keys == ("b.head", "b.tail")
+    assert repaired.report.exit_code == 1
+    assert list(repaired.state_dict()) == list(state_dict)
+
+
+def test_a_copy_keeps_the_checksum_so_that_the_damage_stays_visible(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    ckptfix.repair(_flipped(whole, state_dict["a.weight"]), output=tmp_path / "copy.pth")
+    assert "FIL201" in _codes(ckptfix.check(tmp_path / "copy.pth"))
+
+
+def test_salvage_leaves_them_out_and_says_that_they_are_gone(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    repaired = ckptfix.repair(_flipped(whole, state_dict["a.weight"]), salvage=True)
+    assert list(repaired.state_dict()) == ["b.head", "b.tail"]
+    assert [finding.keys for finding in repaired.report.remaining if finding.code == "FIL201"] == [("a.weight",)]
+    assert repaired.report.exit_code == 1
+
+
+def test_salvage_and_a_donor_replace_them(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    damaged = _flipped(whole, state_dict["a.weight"])
+    repaired = ckptfix.repair(damaged, salvage=True, fill=str(whole), output=tmp_path / "out.pth")
+    assert repaired.report.exit_code == 0
+    loaded = torch.load(tmp_path / "out.pth")
+    assert_same({key: loaded[key] for key in state_dict}, state_dict)
+
+
+def test_a_donor_that_is_damaged_itself_does_not_pass(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    damaged, donor = (_flipped(whole, state_dict["a.weight"], name) for name in ("damaged.pth", "donor.pth"))
+    with pytest.raises(ckptfix.PlanError, match=r"the donor's own .* fails the checksum"):
+        ckptfix.repair(damaged, salvage=True, fill=str(donor))
+
+
+def test_with_a_target_the_missing_key_is_filled_under_its_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 4)
+    torch.save(model.state_dict(), tmp_path / "whole.pth")
+    damaged = _flipped(tmp_path / "whole.pth", model.weight)
+    left_out = ckptfix.repair(damaged, torch.nn.Linear(8, 4), salvage=True)
+    assert left_out.report.obstacles == ("weight",)
+    filled = ckptfix.repair(damaged, torch.nn.Linear(8, 4), salvage=True, fill=str(tmp_path / "whole.pth"))
+    assert filled.report.exit_code == 0
+    assert torch.equal(filled.state_dict()["weight"], model.weight)
+
+
+def test_the_flipped_bit_of_the_corpus(corpus: Path) -> None:
+    rows = [json.loads(line) for line in (corpus / "manifest.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if row["expect"] == "report_crc"):
+        found = [f for f in ckptfix.check(corpus / row["path"]).findings if f.code == "FIL201"]
+        assert [sorted(finding.keys) for finding in found] == [sorted(row["bad_keys"])]

@@ -1,0 +1,74 @@
+"""FIL202: a hole in a dense tensor is a note; zeros that somebody meant are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.finding import Level
+from tests.checks import check_noop
+
+
+def _dense(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, torch.Size(shape).numel() + 1).reshape(shape)
+
+
+def _with_zeros(start: int, stop: int, *shape: int) -> torch.Tensor:
+    tensor = _dense(*shape)
+    tensor.view(-1)[start:stop] = 0
+    return tensor
+
+
+def _sparse() -> torch.Tensor:
+    tensor = _with_zeros(300, 600, 40, 33)
+    tensor[::2, ::2] = 0
+    return tensor
+
+
+def _notes(file: Path, tensor: torch.Tensor) -> list[tuple[str, ...]]:
+    torch.save({"weight": tensor, "other": _dense(3)}, file, _use_new_zipfile_serialization=False)
+    found = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL202"]
+    assert all(finding.level is Level.NOTE for finding in found)
+    return [finding.keys for finding in found]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(_dense(40, 33), id="nothing_is_zero"),
+        pytest.param(torch.zeros(40, 33), id="all_is_zero"),
+        pytest.param(_with_zeros(33 * 4, 33 * 12, 40, 33), id="whole_rows_are_pruned"),
+        pytest.param(_with_zeros(33 * 30, 33 * 40, 40, 33), id="the_last_rows_pad_a_vocabulary"),
+        pytest.param(_with_zeros(300, 400, 40, 33), id="the_run_is_shorter_than_a_sector"),
+        pytest.param(_with_zeros(300, 600, 1320), id="a_vector_such_as_the_bias_of_q_k_and_v"),
+        pytest.param(_sparse(), id="other_numbers_are_zero_too"),
+        pytest.param(_with_zeros(300, 600, 40, 33).long(), id="whole_numbers"),
+    ],
+)
+def test_noop(tensor: torch.Tensor, tmp_path: Path) -> None:
+    assert _notes(tmp_path / "file.pth", tensor) == []
+
+
+def test_noop_in_memory() -> None:
+    check_noop({"weight": _with_zeros(300, 600, 40, 33)}, "FIL202")
+
+
+def test_noop_where_a_checksum_says_more(tmp_path: Path) -> None:
+    torch.save({"weight": _with_zeros(300, 600, 40, 33)}, tmp_path / "file.pth")
+    assert "FIL202" not in [finding.code for finding in ckptfix.check(tmp_path / "file.pth").findings]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [pytest.param(300, 600, id="in_the_middle"), pytest.param(0, 300, id="at_the_start"), (900, 1320)],
+)
+def test_a_hole_is_noted(start: int, stop: int, tmp_path: Path) -> None:
+    assert _notes(tmp_path / "file.pth", _with_zeros(start, stop, 40, 33)) == [("weight",)]
+
+
+def test_a_hole_over_several_blocks_is_one_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.formats.sources.BLOCK", 256)
+    assert _notes(tmp_path / "file.pth", _with_zeros(300, 600, 40, 33)) == [("weight",)]

@@ -1,0 +1,287 @@
+"""Whatever goes wrong while the result is written, the source stays as it is and no half file is left behind."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UnreadableError, UsageError, WriteError
+from ckptfix.formats import output
+from tests.formats.state_dicts import same
+
+ROOT = Path(__file__).resolve().parent.parent
+WRAPPED = {"module.fc.weight": torch.arange(6.0).reshape(2, 3), "module.fc.bias": torch.zeros(2)}
+BARE = {key.removeprefix("module."): tensor for key, tensor in WRAPPED.items()}
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A file with a wrapper prefix, which every repair takes off."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    path = folder / "model.pth"
+    torch.save(WRAPPED, path)
+    return path
+
+
+def test_the_source_is_not_touched_by_a_repair_beside_it(source):
+    before, changed = digest(source), source.stat().st_mtime_ns
+    report = ckptfix.repair(source, beside=True).report
+    assert report.output == str(source.with_name("model.fixed.pth"))
+    assert (digest(source), source.stat().st_mtime_ns) == (before, changed)
+    assert names(source.parent) == ["model.fixed.pth", "model.pth"]
+    same(dict(torch.load(report.output, weights_only=True)), BARE)
+
+
+def test_nothing_is_written_where_nothing_was_asked_for(source):
+    ckptfix.repair(source)
+    ckptfix.repair(source, beside=True, dry_run=True)
+    assert names(source.parent) == ["model.pth"]
+
+
+def test_in_place_replaces_the_file(source):
+    ckptfix.repair(source, in_place=True)
+    assert names(source.parent) == ["model.pth"]
+    same(dict(torch.load(source, weights_only=True)), BARE)
+
+
+def test_a_backup_keeps_the_old_file(source):
+    before = digest(source)
+    ckptfix.repair(source, in_place=True, backup=True)
+    assert names(source.parent) == ["model.pth", "model.pth.bak"]
+    assert digest(source.with_name("model.pth.bak")) == before
+
+
+def test_a_backup_that_is_there_already_is_not_overwritten(source):
+    before, kept = digest(source), source.with_name("model.pth.bak")
+    kept.write_bytes(b"mine")
+    with pytest.raises(WriteError, match="a backup is there already"):
+        ckptfix.repair(source, in_place=True, backup=True)
+    assert (digest(source), kept.read_bytes(), names(source.parent)) == (
+        before,
+        b"mine",
+        ["model.pth", "model.pth.bak"],
+    )
+
+
+def test_a_link_keeps_pointing_at_the_file_that_is_replaced(source, tmp_path):
+    link = tmp_path / "link.pth"
+    link.symlink_to(source)
+    ckptfix.repair(link, in_place=True)
+    assert link.is_symlink()
+    assert not source.is_symlink()
+    same(dict(torch.load(source, weights_only=True)), BARE)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o664])
+@pytest.mark.parametrize("how", [{"beside": True}, {"in_place": True}], ids=["beside", "in place"])
+def test_the_permissions_are_those_of_the_source(how, mode, source):
+    source.chmod(mode)
+    written = ckptfix.repair(source, **how).report.output
+    assert written is not None
+    assert stat.S_IMODE(Path(written).stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("alias", ["the path", "a link", "a hard link", "a way round"])
+def test_the_source_is_refused_as_output(alias, source, tmp_path):
+    goal = tmp_path / "alias.pth"
+    if alias == "a link":
+        goal.symlink_to(source)
+    elif alias == "a hard link":
+        goal.hardlink_to(source)
+    else:
+        goal = source if alias == "the path" else source.parent / ".." / "here" / "model.pth"
+    before = digest(source)
+    with pytest.raises(UsageError, match="is the source itself"):
+        ckptfix.repair(source, output=goal)
+    assert digest(source) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output": "{folder}", "format": "pth"}, "is a folder"),
+        ({"output": "{folder}/a.pth", "in_place": True}, "exclude each other"),
+        ({"beside": True, "backup": True}, "--backup goes with --in-place"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message, source):
+    given = {
+        name: value.format(folder=source.parent) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+    with pytest.raises(UsageError, match=message):
+        ckptfix.repair(source, **given)
+    assert names(source.parent) == ["model.pth"]
+
+
+def test_a_folder_that_is_not_there_is_named(source):
+    with pytest.raises(WriteError, match=r"the folder .*nowhere does not exist"):
+        ckptfix.repair(source, output=source.parent / "nowhere" / "out.pth")
+
+
+def test_a_folder_that_refuses_is_named(source, monkeypatch):
+    # Root may write anywhere, so the refusal is made here.
+    def refuse(**_: object) -> tuple[int, str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(output.tempfile, "mkstemp", refuse)
+    with pytest.raises(WriteError, match="Permission denied; choose another place"):
+        ckptfix.repair(source, beside=True)
+
+
+def test_a_source_that_is_gone_is_named(tmp_path):
+    with pytest.raises(UnreadableError, match=r"gone\.pth: cannot be opened: No such file"):
+        ckptfix.repair(tmp_path / "gone.pth", beside=True)
+
+
+def test_a_source_that_vanishes_meanwhile_is_still_written(source, tmp_path):
+    state_dict = ckptfix.repair(source, output=tmp_path / "out.pth").checkpoint
+    source.unlink()
+    same(dict(state_dict.state_dict()), BARE)
+
+
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+@pytest.mark.parametrize("after", [0, 8, 150])
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tmp_path, monkeypatch):
+    before = digest(source)
+    real = output.writer_for
+
+    def filling(form: str, for_torch: str | None):
+        def write(checkpoint, file):
+            room = after
+
+            class Disk:
+                def __getattr__(self, attribute: str):
+                    return getattr(file, attribute)
+
+                def write(self, block) -> int:
+                    nonlocal room
+                    room -= len(block)
+                    if room < 0:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    return int(file.write(block))
+
+            real(form, for_torch)(checkpoint, Disk())
+
+        return write
+
+    monkeypatch.setattr("ckptfix.delivery.writer_for", filling)
+    goal = tmp_path / name
+    with pytest.raises(WriteError, match="No space left on device") as caught:
+        ckptfix.repair(source, output=goal)
+    assert str(goal) in str(caught.value)
+    assert (digest(source), names(tmp_path)) == (before, ["here"])
+
+
+def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(source, tmp_path):
+    large = source.with_name("large.pth")
+    torch.save({"module.w": torch.zeros(1 << 20)}, large)
+    script = (
+        "import resource, ckptfix\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        f"try: ckptfix.repair({str(large)!r}, output={str(tmp_path / 'out.pth')!r})\n"
+        "except ckptfix.CkptfixError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "out.pth: cannot be written: File too large" in done.stdout
+    assert done.stderr == ""
+    assert names(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("step", ["write_to", "verify", "deliver_file"])
+def test_an_interrupt_leaves_nothing(step, source, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = digest(source)
+    monkeypatch.setattr(f"ckptfix.delivery.{step}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ckptfix.repair(source, beside=True)
+    assert (digest(source), names(source.parent)) == (before, ["model.pth"])
+
+
+def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):
+    real = output.write_to
+
+    def damage(temporary: Path, *rest) -> None:
+        real(temporary, *rest)
+        content = bytearray(temporary.read_bytes())
+        place = content.index(torch.arange(6.0).numpy().tobytes())
+        content[place + 2] ^= 1
+        temporary.write_bytes(content)
+
+    monkeypatch.setattr("ckptfix.delivery.write_to", damage)
+    with pytest.raises(WriteError, match=r"differs from the plan: the bytes of fc\.weight"):
+        ckptfix.repair(source, beside=True)
+    assert names(source.parent) == ["model.pth"]
+
+
+def test_an_old_output_stays_until_the_new_one_is_whole(source, tmp_path, monkeypatch):
+    goal = tmp_path / "out.pth"
+    goal.write_bytes(b"old")
+    monkeypatch.setattr(output, "_difference", lambda written, expected: "a test")
+    with pytest.raises(WriteError):
+        ckptfix.repair(source, output=goal)
+    assert goal.read_bytes() == b"old"
+    monkeypatch.undo()
+    ckptfix.repair(source, output=goal)
+    same(dict(torch.load(goal, weights_only=True)), BARE)
+
+
+def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path):
+    goal = tmp_path / ("x" * 251 + ".pth")
+    assert ckptfix.repair(source, output=goal).report.output == str(goal)
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_file(tmp_path):
+    source, goal = tmp_path / "source.pth", tmp_path / "out.pth"
+    tensors = {f"module.{index}.weight": torch.randn(1 << 20) for index in range(12)}
+    torch.save(tensors, source)
+    before = digest(source)
+    script = (
+        f"import ckptfix; print('go', flush=True); ckptfix.repair({str(source)!r}, output={str(goal)!r}, values=False)"
+    )
+    rng, absent, whole = random.Random(7), 0, 0
+    for delay in [0.0, 60.0, *(rng.uniform(0.0, 0.5) for _ in range(6))]:
+        goal.unlink(missing_ok=True)
+        child = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            child.wait(delay)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert digest(source) == before
+        if goal.exists():
+            loaded = torch.load(goal, weights_only=True)
+            same(dict(loaded), {key.removeprefix("module."): tensor for key, tensor in tensors.items()})
+            whole += 1
+        else:
+            absent += 1
+        for left in tmp_path.glob(".out.pth.*.ckptfix-tmp"):
+            left.unlink()
+    assert absent
+    assert whole
