@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 CONVERTED_REMARKS = frozenset(
-    {"protocol", "numpy-weights", "tensor-subclass", "non-string-key", "plain-pickle", "torchscript", "torch-tar"}
+    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-tar odd-metadata".split()
 )
 """What was noticed while reading and is cured by writing plain data."""
 

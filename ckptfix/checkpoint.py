@@ -205,10 +205,11 @@ class Checkpoint:
     rest (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None
     where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
     state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
-    storage is written as ``cpu``. ``member`` is the name of the file inside of the archive or compressed file that
-    ``path`` names. ``damage`` says what is wrong with the file, where it was
-    opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where a missing
-    file leaves the name alone."""
+    storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
+    file inside of the archive or compressed file that ``path`` names. ``damage`` says what is wrong with the file,
+    where it was opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where
+    a missing file leaves the name alone.
+    """
 
     path: str
     format: str
@@ -217,6 +218,7 @@ class Checkpoint:
     container: tuple[PathPart, ...] = ()
     root: object = None
     devices: tuple[str, ...] = ()
+    producer: str = ""
     candidates: tuple[Candidate, ...] = ()
     remarks: tuple[Remark, ...] = ()
     damage: tuple[str, ...] = ()

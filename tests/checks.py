@@ -21,8 +21,7 @@ def check_noop(state_dict: Mapping[str, Any], code: str, model: Any = None, **se
 def check_repaired(
     before: Mapping[str, Any], after: Mapping[str, Any], code: str, model: Any = None, **settings: Any
 ) -> ckptfix.Report:
-    """The rule makes ``after`` of ``before``, says so in a finding of its code, and has nothing to add on a second run.
-    """
+    """The rule makes ``after`` of ``before``, says so in a finding of its code, and is done with it."""
     kept = copy.deepcopy(before)
     repaired, report = ckptfix.repair_state_dict(before, model, select=(code,), **settings)
     assert [finding.code for finding in report.fixed] == [code]
@@ -34,8 +33,7 @@ def check_repaired(
 
 
 def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN is not equal to NaN), equal ``_metadata``.
-    """
+    """Equal keys in equal order, equal dtypes and shapes, equal bytes (NaN ≠ NaN), equal ``_metadata``."""
     assert list(got) == list(want)
     for key, value in want.items():
         if isinstance(value, torch.Tensor):

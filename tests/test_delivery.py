@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def source(tmp_path) -> Path:
+def source(tmp_path: Path) -> Path:
     """A file with a wrapper prefix, which every repair takes off."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -125,7 +126,7 @@ def test_the_source_is_refused_as_output(alias, source, tmp_path):
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message, source):
-    given = {
+    given: dict[str, Any] = {
         name: value.format(folder=source.parent) if isinstance(value, str) else value
         for name, value in settings.items()
     }
@@ -144,7 +145,7 @@ def test_a_folder_that_refuses_is_named(source, monkeypatch):
     def refuse(**_: object) -> tuple[int, str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(output.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(WriteError, match="Permission denied; choose another place"):
         ckptfix.repair(source, beside=True)
 
@@ -181,7 +182,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tm
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     return int(file.write(block))
 
-            real(form, for_torch)(checkpoint, Disk())
+            real(form, for_torch)(checkpoint, cast(BinaryIO, Disk()))
 
         return write
 

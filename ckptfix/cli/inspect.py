@@ -38,7 +38,7 @@ def inspect(
     with console.guarding(path):
         # Here and not above: --help and --version need nothing of the library.
         import ckptfix
-        from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines
+        from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
         form = choices.get("output_format", "full")
         checkpoint = ckptfix.open_checkpoint(
@@ -47,7 +47,7 @@ def inspect(
             member=choices.get("member"),
             salvage=choices.get("salvage", False),
         )
-        size = Path(path).stat().st_size
+        size = size_on_disk(Path(path))
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
         elif form == "concise":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.checkpoint import Candidate, Checkpoint, PathPart, Remark, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.formats.arrays import NumpyArray
+from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
-from ckptfix.formats.inert import NumpyArray
-from ckptfix.formats.machine import Opaque
 from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.objects import Opaque
 from ckptfix.formats.rank_shards import is_zero_state, rank_shard
 from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
@@ -66,12 +68,13 @@ def open_document(document: Document, weights: str | None = None, *, salvage: bo
         path=document.path,
         format=document.format,
         entries=entries,
-        metadata=_clean_metadata(metadata),
+        metadata=_clean_metadata(metadata, remarks),
         container=path,
         root=root,
         devices=tuple(
             sorted({spec.storage.device for spec in tensors_in(document.root) if spec.storage is not None} - {"cpu"})
         ),
+        producer=document.producer,
         candidates=tuple(
             candidate
             for candidate in _plausible(ranked)
@@ -83,10 +86,23 @@ def open_document(document: Document, weights: str | None = None, *, salvage: bo
     )
 
 
-def _clean_metadata(metadata: Any) -> Mapping[str, Mapping[str, Any]] | None:
+def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mapping[str, Any]] | None:
+    """The rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
     if not isinstance(metadata, dict):
         return None
-    return {key: value for key, value in metadata.items() if isinstance(key, str) and isinstance(value, dict)}
+    cleaned: dict[str, dict[str, Any]] = {}
+    for module, row in metadata.items():
+        if isinstance(module, str) and isinstance(row, dict):
+            cleaned[module] = {}
+            for name, value in row.items():
+                is_plain = value is None or isinstance(value, (bool, int, str))
+                is_plain = is_plain or (isinstance(value, float) and math.isfinite(value))
+                if isinstance(name, str) and is_plain:
+                    cleaned[module][name] = value
+                else:
+                    cleaned[module][str(name)] = shown(value)
+                    remarks.append(Remark("odd-metadata", "_metadata", shown(value)))
+    return cleaned
 
 
 def _mapping(value: Any) -> dict[Any, Any] | None:

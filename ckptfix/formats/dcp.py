@@ -18,9 +18,9 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats import torch_zip
 from ckptfix.formats.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling
+from ckptfix.formats.claims import checked
 from ckptfix.formats.dcp_metadata import Location, StoredObject, StoredTensor, parse_metadata
 from ckptfix.formats.document import Document
-from ckptfix.formats.inert import checked
 from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.shard_index import file_inside
 from ckptfix.formats.sources import Content

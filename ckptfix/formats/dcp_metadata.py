@@ -13,8 +13,8 @@ from ckptfix.checkpoint import PathPart, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.chunks import Box
-from ckptfix.formats.inert import dtype_name, sizes
-from ckptfix.formats.machine import Opaque
+from ckptfix.formats.claims import dtype_name, sizes
+from ckptfix.formats.objects import Opaque
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torch_pickle import StoragePickle
 

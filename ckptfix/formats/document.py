@@ -20,7 +20,9 @@ class Document:
 
     A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong, each a clause that follows
     the file's name (``is cut short``); tensors whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that
-    the tree does not hold at all, with their specs, or None where a missing file leaves the name alone."""
+    the tree does not hold at all, with their specs, or None where a missing file leaves the name alone.
+    ``producer`` says what wrote the file, where it shows (``torch 2.1 to 2.6``).
+    """
 
     path: str
     format: str
@@ -30,3 +32,4 @@ class Document:
     remarks: list[Remark] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     lost: dict[str, TensorSpec | None] = field(default_factory=dict)
+    producer: str = ""

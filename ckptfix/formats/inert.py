@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfix.checkpoint import Quantizer, Storage, TensorSpec, contiguous_strides
-from ckptfix.dtypes import BY_NUMPY, BY_STORAGE, DTYPES
+from ckptfix.checkpoint import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats.arrays import NumpyArray
 from ckptfix.formats.bounds import bounded_keys, shown
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.rank_shards import local_part
 from ckptfix.formats.sources import MemoryBytes
 
@@ -29,109 +30,6 @@ MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg
 
 NAME_LIMIT = 1000
 """Characters of a dotted name that getattr builds."""
-
-EXPANDED_LIMIT = 1 << 30
-"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class TypedStorage:
-    """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
-
-    storage: Storage
-    dtype: str
-
-
-@dataclass(eq=False)
-class NumpyArray:
-    """A numpy array that was never made: its state is kept as the pickle gives it."""
-
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
-    fortran: bool = False
-    data: Any = b""
-    _spec: TensorSpec | None = field(default=None, repr=False)
-
-    def build(self, state: Any) -> None:
-        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``."""
-        if isinstance(state, tuple) and len(state) == 5:
-            _, shape, self.dtype, self.fortran, self.data = state
-            self.shape, self._spec = sizes(shape), None
-
-    def spec(self, path: str) -> TensorSpec | None:
-        """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
-        no dtype for.
-        """
-        if self._spec is not None:
-            return self._spec
-        code, order = numpy_type(self.dtype)
-        dtype = BY_NUMPY.get(code)
-        # Python 2 pickles keep the bytes of an array in a str.
-        try:
-            data = self.data.encode("latin-1") if isinstance(self.data, str) else self.data
-        except UnicodeEncodeError as error:
-            raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
-        if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
-            return None
-        strides = contiguous_strides(self.shape)
-        if self.fortran:
-            strides = tuple(reversed(contiguous_strides(tuple(reversed(self.shape)))))
-        if order == ">":
-            import numpy as np
-
-            if len(data) % dtype.itemsize:
-                raise UnreadableError(
-                    f"{path}: a numpy array of {code} has {len(data)} bytes, no whole number of elements; fetch the "
-                    "file again"
-                )
-            data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
-        self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
-        return self._spec
-
-
-def numpy_type(dtype: Any) -> tuple[str, str]:
-    """The type string of a pickled ``numpy.dtype`` and its byte order: ``("f4", "<")``."""
-    if not isinstance(dtype, Opaque) or not dtype.args or not isinstance(dtype.args[0], str):
-        return ("", "")
-    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
-    return (dtype.args[0].lstrip("<>=|"), order if isinstance(order, str) else "<")
-
-
-def sizes(value: Any) -> tuple[int, ...]:
-    """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
-    if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
-        value = value.args[0]
-    if (
-        not isinstance(value, (tuple, list))
-        or len(value) > 64
-        or any(type(size) is not int or not 0 <= size < 1 << 63 for size in value)
-    ):
-        raise ValueError(f"{shown(value)} is no shape")
-    return tuple(value)
-
-
-def checked(spec: TensorSpec, path: str) -> TensorSpec:
-    """The spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
-    if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
-        raise HostileError(
-            f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
-            "fetch it again"
-        )
-    if spec.storage is not None:
-        if spec.extent[1] > spec.storage.nbytes:
-            raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} claims {spec.extent[1]} bytes of a storage of "
-                f"{spec.storage.nbytes}:"
-                " the file is damaged or hostile; fetch it again"
-            )
-        if spec.nbytes > max(EXPANDED_LIMIT, 1024 * spec.storage.nbytes):
-            raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} would take {spec.nbytes >> 30} GiB in memory out of "
-                f"{spec.storage.nbytes}"
-                " stored bytes; do not use this file"
-            )
-    return spec
 
 
 def _is_simple(part: Any) -> bool:
@@ -145,25 +43,6 @@ def _per_channel(values: Any, dtype: str) -> Any:
         return values
     data = struct.pack(f"<{len(values)}{'d' if dtype == 'float64' else 'q'}", *values)
     return TensorSpec(dtype, (len(values),), (1,), Storage("channels", MemoryBytes(data)))
-
-
-def dtype_name(value: Any) -> str:
-    """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
-    if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
-        return value.name
-    raise ValueError(f"{shown(value)} is no dtype")
-
-
-def storage_dtype(cls: Any) -> str:
-    """The dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
-    ``torch.storage.UntypedStorage``.
-    """
-    if isinstance(cls, Global):
-        if cls.name in BY_STORAGE:
-            return BY_STORAGE[cls.name].name
-        if cls.name in ("UntypedStorage", "_UntypedStorage"):
-            return "uint8"
-    raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.formats.machine import Opaque
+from ckptfix.formats.objects import Opaque
 
 DEPTH_LIMIT = 200
 PLACE_LIMIT = 200_000

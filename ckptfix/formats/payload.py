@@ -52,7 +52,7 @@ def is_payload(name: str) -> bool:
     if parts[0] in MODULES or any(part in ANYWHERE for part in parts[1:-1]):
         return True
     if parts[0] in ("builtins", "__builtin__"):
-        return parts[1] in BUILTINS
+        return parts[-1] in BUILTINS
     return any(".".join(parts[:depth]) in FUNCTIONS for depth in range(2, len(parts) + 1))
 
 

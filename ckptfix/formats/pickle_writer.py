@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.checkpoint import Quantizer, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.plain import NATIVE, is_native_global
 
 BATCH = 1000

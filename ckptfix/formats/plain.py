@@ -15,9 +15,9 @@ from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import Plain
-from ckptfix.formats.inert import NumpyArray, numpy_type
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.arrays import NumpyArray, numpy_type
 from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.objects import Global, Opaque
 
 DEPTH_LIMIT = 200
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
@@ -70,7 +70,7 @@ class _Plainer:
                 f"{self.checkpoint.path}: data nested deeper than {DEPTH_LIMIT} around the weights; do not use this "
                 "file"
             )
-        if path == self.checkpoint.container and depth == len(path):
+        if path == self.checkpoint.container:
             return self._state_dict(value, path, depth)
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray, TensorSpec)):
             return value
@@ -276,9 +276,11 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "datetime.datetime": _moment,
     "datetime.date": _moment,
     "uuid.UUID": lambda value: f"{value.attributes.get('int', 0):032x}",
-    "fractions.Fraction": lambda value: str(value.args[0]) if value.args else "0",
+    "fractions.Fraction": lambda value: "/".join(map(str, value.args)) or "0",
     "decimal.Decimal": lambda value: str(value.args[0]) if value.args else "0",
     "builtins.slice": lambda value: list(value.args),
+    "__builtin__.slice": lambda value: list(value.args),
+    "__builtin__.range": lambda value: list(value.args),
     "builtins.range": lambda value: list(value.args),
     "__builtin__.xrange": lambda value: list(value.args),
     "builtins.object": lambda value: {},

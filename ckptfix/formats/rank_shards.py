@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.finding import counted
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.objects import Global, Opaque
 
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3."""

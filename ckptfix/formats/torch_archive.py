@@ -103,4 +103,13 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     ]
     if pickles.protocol != 2:
         remarks.append(Remark("protocol", "data.pkl", str(pickles.protocol)))
-    return Document(archive.path, form, root, None, pickles.names, remarks)
+    return Document(archive.path, form, root, None, pickles.names, remarks, producer=_producer(archive.members))
+
+
+def _producer(members: Collection[str]) -> str:
+    """Which releases of torch write these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
+    if ".format_version" in members:
+        return "torch 2.7 or later, or ckptfix"
+    if "byteorder" in members:
+        return "torch 2.1 to 2.6"
+    return "torch 1.4 or 1.5" if any(name.startswith("tensors/") for name in members) else "torch 1.6 to 2.0"

@@ -21,6 +21,7 @@ from ckptfix.formats.torn import LateBytes, TornBytes, zero_tail
 
 NAME = "torch-legacy"
 PLAIN = "pickle"
+PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
@@ -64,7 +65,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
     if located.position < len(content) and not located.damage:
         remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
-    return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage)
+    return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
 
 
 class _Storages:

@@ -9,8 +9,10 @@ from ckptfix.checkpoint import Storage
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError
 from ckptfix.formats.bounds import shown
-from ckptfix.formats.inert import InertTable, TypedStorage, storage_dtype
-from ckptfix.formats.machine import Bytes, Global, Opaque, PickleMachine
+from ckptfix.formats.claims import TypedStorage, storage_dtype
+from ckptfix.formats.inert import InertTable
+from ckptfix.formats.machine import Bytes, PickleMachine
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.sources import SwappedBytes
 
 NESTING_LIMIT = 4

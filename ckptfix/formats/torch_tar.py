@@ -17,9 +17,11 @@ from ckptfix.checkpoint import Remark, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import tar_members
+from ckptfix.formats.claims import TypedStorage, checked, storage_dtype
 from ckptfix.formats.document import Document
-from ckptfix.formats.inert import InertTable, TypedStorage, checked, storage_dtype
-from ckptfix.formats.machine import Global, PickleMachine
+from ckptfix.formats.inert import InertTable
+from ckptfix.formats.machine import PickleMachine
+from ckptfix.formats.objects import Global
 from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.sources import Content, WindowBytes
 
@@ -58,7 +60,7 @@ def read(content: Content, nesting: int = 0) -> Document:
             f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
         ) from error
     remarks = [*payload_remarks(reader.names), Remark("torch-tar", ".", "the tar format of torch 0.1")]
-    return Document(content.path, NAME, root, None, reader.names, remarks)
+    return Document(content.path, NAME, root, None, reader.names, remarks, producer="torch 0.1")
 
 
 @dataclass

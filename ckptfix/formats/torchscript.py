@@ -18,7 +18,7 @@ from typing import Any
 from ckptfix.checkpoint import Remark, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.document import Document
-from ckptfix.formats.machine import Opaque
+from ckptfix.formats.objects import Opaque
 from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torch_archive import TorchArchive, read_member, storage_pickle

@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.checkpoint import Remark, Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.inert import checked
+from ckptfix.formats.claims import checked
 from ckptfix.formats.torch_archive import TorchArchive, read_member
 
 DEPTH_LIMIT = 200

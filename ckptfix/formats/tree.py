@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
-from ckptfix.formats.machine import Opaque
+from ckptfix.formats.objects import Opaque
 
 
 def tensors_in(root: Any) -> Iterator[TensorSpec]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.report.figures import elements, plural, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
@@ -36,6 +37,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "version": REPORT_VERSION,
         "source": checkpoint.path,
         "format": checkpoint.format,
+        "producer": checkpoint.producer or None,
         "container": path_name(checkpoint.container),
         "candidates": [
             {"name": candidate.name, "tensors": candidate.tensors, "numel": candidate.numel}
@@ -78,6 +80,8 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
         Span(f"{facts['source']}: ", "strong"),
         f"{facts['format']}, {plural(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
     )
+    if facts["producer"]:
+        yield f"written by: {facts['producer']}"
     yield f"state_dict: {_place(facts['container'])}"
     others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
     for candidate in others:
@@ -106,6 +110,13 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
     # The table is what the command is for, so it gets more room than a list in a report.
     table = folded_lines(specs, None if verbose else 40, lambda key: _spec_text(specs[key]))
     yield from _section("keys", table, None)
+
+
+def size_on_disk(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:

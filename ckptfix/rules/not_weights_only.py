@@ -37,6 +37,7 @@ _BEFORE = {
     "torch-tar": ("{}", "torch.save"),
     "numpy-weights": ("{}", "torch tensors"),
     "tensor-subclass": ("{}", "torch.Tensor"),
+    "odd-metadata": ("{} in _metadata", "text"),
     "non-string-key": ("the key {} as a number", "text"),
 }
 

@@ -10,6 +10,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,29 @@ def shared_lists(levels: int) -> bytes:
     return made
 
 
+def with_metadata(value: bytes) -> bytes:
+    """A state_dict whose ``_metadata`` holds the value."""
+    row = b"}(" + text("") + b"}(" + text("version") + value + b"uu"
+    entries = name("collections.OrderedDict") + b")R(" + text("w") + tensor() + b"u"
+    return PROTO + entries + b"}(" + text("_metadata") + row + b"ub."
+
+
 def module(children: bytes, cls: str = "models.Net") -> bytes:
     """A pickled nn.Module with the given ``_modules``."""
     return (
         name(cls)
         + b")\x81}("
-        + text("_parameters") + b"}(" + text("p") + tensor() + b"u"
-        + text("_buffers") + b"}"
-        + text("_modules") + children
+        + text("_parameters")
+        + b"}("
+        + text("p")
+        + tensor()
+        + b"u"
+        + text("_buffers")
+        + b"}"
+        + text("_modules")
+        + children
         + b"ub"
-    )  # fmt: skip
+    )
 
 
 def shared_modules(levels: int) -> bytes:
@@ -79,14 +93,18 @@ def colliding(count: int, wrap: bytes = b"") -> bytes:
 
 # Data that is odd and harmless: the weights are read, and what is around them is inert.
 INERT: dict[str, Crafted] = {
-    "getattr on a module is a name": lambda: around(x=call("builtins.getattr", name("torch.serialization"), text("os"))),
+    "getattr on a module is a name": lambda: around(
+        x=call("builtins.getattr", name("torch.serialization"), text("os"))
+    ),
     "an extension code names nothing": lambda: around(x=b"\x82\x01", y=b"\x83\x01\x02", z=b"\x84\x01\0\0\0"),
     "an instance by INST": lambda: around(x=b"(" + text("1+1") + b"imodels\nNet\n"),
     "an object by OBJ": lambda: around(x=b"(" + name("models.Net") + text("1+1") + b"o"),
     "an object by NEWOBJ_EX": lambda: around(x=name("models.Net") + b")" + b"}(" + text("a") + b"Nu" + b"\x92"),
     "calling what a call gave": lambda: around(x=call("models.make") + b")R)R)R"),
     "calling a number": lambda: around(x=b"K\x07)R"),
-    "BUILD on a number, a text, a tuple, a list": lambda: around(a=b"K\x07}b", b=text("x") + b"}b", c=b"N\x85}b", d=b"]}b"),
+    "BUILD on a number, a text, a tuple, a list": lambda: around(
+        a=b"K\x07}b", b=text("x") + b"}b", c=b"N\x85}b", d=b"]}b"
+    ),
     "BUILD on a tensor": lambda: around(x=tensor() + b"}(" + text("shape") + sizes(1 << 40) + b"ub"),
     "BUILD with a state that is no dict": lambda: around(x=name("models.Net") + b")\x81K\x01b"),
     "BUILD that puts __class__ into an OrderedDict": lambda: around(
@@ -97,9 +115,15 @@ INERT: dict[str, Crafted] = {
     "a memo index of a hundred digits": lambda: around(x=b"Np" + b"9" * 100 + b"\n"),
     "a list that holds itself": lambda: around(x=b"]" + put(9) + get(9) + b"a"),
     "a dict that holds itself": lambda: around(x=b"}" + put(9) + text("me") + get(9) + b"s"),
-    "an object that holds itself": lambda: around(x=name("models.A") + b")\x81" + put(9) + b"}(" + text("me") + get(9) + b"ub"),
-    "a state_dict that holds itself": lambda: PROTO + b"}" + put(9) + text("w") + tensor() + b"s" + text("me") + get(9) + b"s.",
-    "a tuple that holds itself": lambda: around(x=b"]" + put(9) + b"0" + get(9) + b"\x85" + put(8) + b"0" + get(9) + get(8) + b"a"),
+    "an object that holds itself": lambda: around(
+        x=name("models.A") + b")\x81" + put(9) + b"}(" + text("me") + get(9) + b"ub"
+    ),
+    "a state_dict that holds itself": lambda: (
+        PROTO + b"}" + put(9) + text("w") + tensor() + b"s" + text("me") + get(9) + b"s."
+    ),
+    "a tuple that holds itself": lambda: around(
+        x=b"]" + put(9) + b"0" + get(9) + b"\x85" + put(8) + b"0" + get(9) + get(8) + b"a"
+    ),
     "an entry of lists shared 2^60 times": lambda: state_dict(x=shared_lists(60)),
     "tuples shared 2^60 times": lambda: around(x=pair(b"N", 60, 100)),
     "lists shared 2^60 times": lambda: around(x=shared_lists(60)),
@@ -117,13 +141,21 @@ INERT: dict[str, Crafted] = {
         x=call(
             "torch._utils._rebuild_sparse_tensor",
             text("torch.sparse_coo"),
-            b"(" + tensor(sizes(2, 0), sizes(1, 1), base=storage(8, cls="torch.LongStorage")) + tensor(sizes(0), sizes(1))
-            + sizes(1 << 31, 1 << 31) + b"t",
+            b"("
+            + tensor(sizes(2, 0), sizes(1, 1), base=storage(8, cls="torch.LongStorage"))
+            + tensor(sizes(0), sizes(1))
+            + sizes(1 << 31, 1 << 31)
+            + b"t",
         )
     ),
+    "a _metadata of lists shared 2^60 times": lambda: with_metadata(shared_lists(60)),
+    "a _metadata that holds itself": lambda: with_metadata(b"]" + put(9) + get(9) + b"a"),
+    "a _metadata of objects": lambda: with_metadata(name("models.A") + b")\x81"),
+    "a _metadata of tensors": lambda: with_metadata(tensor()),
+    "a _metadata of numbers": lambda: with_metadata(b"K\x01"),
     "a tensor as a key": lambda: around(x=b"}" + tensor() + b"Ns"),
     "three thousand empty objects": lambda: around(x=b"](" + (name("models.A") + b")\x81") * 3_000 + b"e"),
-}  # fmt: skip
+}
 
 # Built to exhaust the machine, or damaged: refused, in one line.
 REFUSED_PICKLES: dict[str, Crafted] = {
@@ -171,23 +203,58 @@ REFUSED_PICKLES: dict[str, Crafted] = {
         x=b"](" + b"N" * 100_000 + b"e" + put(5) + b"0](" + (name("models.A") + get(5) + b"R") * 20_000 + b"e"
     ),
     "a state set over and over": lambda: around(
-        x=b"}(" + b"".join(text(f"{i:05}") + b"N" for i in range(50_000)) + b"u" + put(5)
-        + b"0" + name("collections.OrderedDict") + b")R" + (get(5) + b"b") * 20_000
+        x=b"}("
+        + b"".join(text(f"{i:05}") + b"N" for i in range(50_000))
+        + b"u"
+        + put(5)
+        + b"0"
+        + name("collections.OrderedDict")
+        + b")R"
+        + (get(5) + b"b") * 20_000
     ),
     "getattr on its own result over and over": lambda: around(
         x=name("models.A")
         + b"".join(put(7) + b"0" + name("builtins.getattr") + get(7) + text("a" * 50) + b"\x86R" for _ in range(100))
     ),
     "a rebuild function of itself, over and over": lambda: around(
-        x=name("torch._tensor._rebuild_from_type_v2") + put(3) + b"0" + b")"
-        + b"".join(put(4) + b"0" + get(3) + name("models.T") + get(4) + b"\x87" for _ in range(5000)) + put(4) + b"0" + get(3) + get(4) + b"R"
+        x=name("torch._tensor._rebuild_from_type_v2")
+        + put(3)
+        + b"0"
+        + b")"
+        + b"".join(put(4) + b"0" + get(3) + name("models.T") + get(4) + b"\x87" for _ in range(5000))
+        + put(4)
+        + b"0"
+        + get(3)
+        + get(4)
+        + b"R"
     ),
-    "__newobj__ of itself, over and over": lambda: around(x=call("copyreg.__newobj__", *[name("copyreg.__newobj__")] * 5000)),
-    "modules inside of each other 1000 deep": lambda: PROTO
-    + module(b"}") + b"".join(put(9) + b"0" + module(b"}(" + text("m") + get(9) + b"u") for _ in range(1000)) + b".",
+    "__newobj__ of itself, over and over": lambda: around(
+        x=call("copyreg.__newobj__", *[name("copyreg.__newobj__")] * 5000)
+    ),
+    "modules inside of each other 1000 deep": lambda: (
+        PROTO
+        + module(b"}")
+        + b"".join(put(9) + b"0" + module(b"}(" + text("m") + get(9) + b"u") for _ in range(1000))
+        + b"."
+    ),
     "modules shared 2^60 times": lambda: shared_modules(60),
-    "a module that holds itself": lambda: PROTO + name("models.A") + b")\x81" + put(9) + b"}(" + text("_parameters") + b"}"
-    + text("_buffers") + b"}" + text("_modules") + b"}(" + text("me") + get(9) + b"u" + b"ub.",
+    "a module that holds itself": lambda: (
+        PROTO
+        + name("models.A")
+        + b")\x81"
+        + put(9)
+        + b"}("
+        + text("_parameters")
+        + b"}"
+        + text("_buffers")
+        + b"}"
+        + text("_modules")
+        + b"}("
+        + text("me")
+        + get(9)
+        + b"u"
+        + b"ub."
+    ),
     "a storage that is not there": lambda: state_dict(x=tensor(base=storage(key=text("7")))),
     "a storage named by a path": lambda: state_dict(x=tensor(base=storage(key=text("../../etc/passwd")))),
     "a storage named by shared tuples": lambda: state_dict(x=tensor(base=storage(key=pair(b"N", 60, 100)))),
@@ -198,8 +265,17 @@ REFUSED_PICKLES: dict[str, Crafted] = {
     "a persistent id of shared tuples": lambda: state_dict(x=pair(b"N", 60, 100) + b"\x85Q"),
     "a view that lies between two elements": lambda: state_dict(
         x=tensor(
-            base=b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + number(16)
-            + text("v") + b"G" + struct.pack(">d", 0.5) + number(4) + b"\x87tQ"
+            base=b"("
+            + text("storage")
+            + name("torch.FloatStorage")
+            + text("0")
+            + text("cpu")
+            + number(16)
+            + text("v")
+            + b"G"
+            + struct.pack(">d", 0.5)
+            + number(4)
+            + b"\x87tQ"
         )
     ),
     "a tensor behind the end of its storage": lambda: state_dict(x=tensor(sizes(16), sizes(1), 1)),
@@ -207,27 +283,46 @@ REFUSED_PICKLES: dict[str, Crafted] = {
     "negative strides": lambda: state_dict(x=tensor(sizes(4), sizes(-1), 4)),
     "a shape of 2^40 by 2^40 and strides of zero": lambda: state_dict(x=tensor(sizes(1 << 40, 1 << 40), sizes(0, 0))),
     "a shape of 2^100": lambda: state_dict(x=tensor(sizes(1 << 100), sizes(0))),
-    "a shape of a hundred thousand dimensions": lambda: state_dict(x=tensor(b"(" + b"K\x02" * 100_000 + b"t", b"(" + b"K\0" * 100_000 + b"t")),
+    "a shape of a hundred thousand dimensions": lambda: state_dict(
+        x=tensor(b"(" + b"K\x02" * 100_000 + b"t", b"(" + b"K\0" * 100_000 + b"t")
+    ),
     "a shape of shared tuples": lambda: state_dict(x=tensor(pair(b"N", 60, 100))),
     "more strides than sizes": lambda: state_dict(x=tensor(sizes(2), sizes(1, 1))),
     "a thousand views of 512 MB out of 64 bytes": lambda: state_dict(
-        **{f"k{i}": tensor(sizes(1 << 17, 1 << (10 if i else 10)), sizes(0, 0)) for i in range(1000)}
+        **{f"k{i}": tensor(sizes(1 << 17, 1 << 10), sizes(0, 0)) for i in range(1000)}
     ),
-    "a tensor without a storage": lambda: state_dict(x=call("torch._utils._rebuild_tensor_v2", b"N", b"K\0", sizes(1), sizes(1), b"\x89", b"}")),
+    "a tensor without a storage": lambda: state_dict(
+        x=call("torch._utils._rebuild_tensor_v2", b"N", b"K\0", sizes(1), sizes(1), b"\x89", b"}")
+    ),
     "a rebuild function without arguments": lambda: state_dict(x=call("torch._utils._rebuild_tensor_v2")),
     "a quantised tensor of no known scheme": lambda: state_dict(
-        x=call("torch._utils._rebuild_qtensor", storage(), b"K\0", sizes(4), sizes(1),
-               b"(" + name("os.system") + b"K\x01K\0t", b"\x89", b"}")
+        x=call(
+            "torch._utils._rebuild_qtensor",
+            storage(),
+            b"K\0",
+            sizes(4),
+            sizes(1),
+            b"(" + name("os.system") + b"K\x01K\0t",
+            b"\x89",
+            b"}",
+        )
     ),
     "a sparse tensor inside of sparse tensors": lambda: state_dict(
-        x=tensor() + b"".join(
-            put(9) + b"0" + call("torch._utils._rebuild_sparse_tensor", text("torch.sparse_coo"),
-                                 b"(" + get(9) + get(9) + sizes(4) + b"t") for _ in range(3)
+        x=tensor()
+        + b"".join(
+            put(9)
+            + b"0"
+            + call(
+                "torch._utils._rebuild_sparse_tensor",
+                text("torch.sparse_coo"),
+                b"(" + get(9) + get(9) + sizes(4) + b"t",
+            )
+            for _ in range(3)
         )
     ),
     "a file inside of files": lambda: _nested(6),
     "a dict that names itself as a module": lambda: around(x=b"(" + text("module") + pair(b"N", 60, 100) + b"N\x87Q"),
-}  # fmt: skip
+}
 
 
 def _nested(levels: int) -> bytes:
@@ -287,9 +382,29 @@ def _overlapping(count: int, method: int) -> bytes:
     )
     for key in keys:
         path = f"archive/data/{key}".encode()
-        directory += struct.pack(
-            "<4s6H3I5H2I", b"PK\x01\x02", 20, 20, 0, method, 0, 33, crc, len(raw), len(data), len(path), 0, 0, 0, 0, 0, len(first)
-        ) + path  # fmt: skip
+        directory += (
+            struct.pack(
+                "<4s6H3I5H2I",
+                b"PK\x01\x02",
+                20,
+                20,
+                0,
+                method,
+                0,
+                33,
+                crc,
+                len(raw),
+                len(data),
+                len(path),
+                0,
+                0,
+                0,
+                0,
+                0,
+                len(first),
+            )
+            + path
+        )
     tail = struct.pack(
         "<4s4H2IH", b"PK\x05\x06", 0, 0, count + 1, count + 1, len(directory), len(first) + len(local), 0
     )
@@ -315,7 +430,9 @@ REFUSED_ZIPS: dict[str, Crafted] = {
         struct.pack("<I", torch_zip(state_dict()).find(b"PK\x03\x04", 1)), b"\xff\xff\xff\x7f"
     ),
     "a local header that is none": lambda: _patched(b"PK\x03\x04", b"XXXX", which=1),
-    "a storage that the directory makes 2^31 long": lambda: _patched(struct.pack("<2I", 64, 64), struct.pack("<2I", 1 << 31, 1 << 31)),
+    "a storage that the directory makes 2^31 long": lambda: _patched(
+        struct.pack("<2I", 64, 64), struct.pack("<2I", 1 << 31, 1 << 31)
+    ),
     "a name that is 65535 long": lambda: _patched(
         b"\x0e\x00\x00\x00archive/data/0", b"\xff\xff\x00\x00archive/data/0", which=0
     ),
@@ -326,7 +443,7 @@ REFUSED_ZIPS: dict[str, Crafted] = {
     "a storage shorter than its tensor": lambda: torch_zip(state_dict(), {"data/0": STORAGE[:-1]}),
     "a thousand storages at one place": lambda: _overlapping(1000, zipfile.ZIP_STORED),
     "a thousand packed storages at one place": lambda: _overlapping(1000, zipfile.ZIP_DEFLATED),
-}  # fmt: skip
+}
 
 LEGACY: dict[str, Crafted] = {
     "another version": lambda: legacy(state_dict()).replace(number(1001), number(1002)),
@@ -422,19 +539,25 @@ HARMLESS_NOTES: dict[str, Crafted] = {
     "no root": lambda: noted(container={"path": ["a"]}),
     "a tag that is none": lambda: noted(container={"path": ["a"], "root": {"ckptfix": "eval", "value": "1"}}),
     "a tag that is a list": lambda: noted(container={"path": ["a"], "root": {"ckptfix": ["dict"]}}),
-    "a dict of unhashable keys": lambda: noted(container={"path": ["a"], "root": {"ckptfix": "dict", "value": [[[], 1]]}}),
-    "a complex number that is none": lambda: noted(entries={}, container={"entries": {"x": {"ckptfix": "complex", "value": "ab"}}}),
+    "a dict of unhashable keys": lambda: noted(
+        container={"path": ["a"], "root": {"ckptfix": "dict", "value": [[[], 1]]}}
+    ),
+    "a complex number that is none": lambda: noted(
+        entries={}, container={"entries": {"x": {"ckptfix": "complex", "value": "ab"}}}
+    ),
     "bytes that are none": lambda: noted(container={"entries": {"x": {"ckptfix": "bytes", "value": "%%%"}}}),
     "entries that are a list": lambda: noted(container={"entries": [1]}),
     "an entry in the place of a tensor": lambda: noted(container={"entries": {"w": 1}}),
     "an order that leaves keys out": lambda: noted(container={"order": []}),
     "an order of lists": lambda: noted(container={"order": [["w"]]}),
     "an order that is a number": lambda: noted(container={"order": 1}),
-    "800 lists deep": lambda: noted(container={"path": ["a"], "root": json.loads('{"x":' + "[" * 800 + "]" * 800 + "}")}),
+    "800 lists deep": lambda: noted(
+        container={"path": ["a"], "root": json.loads('{"x":' + "[" * 800 + "]" * 800 + "}")}
+    ),
     "a metadata of numbers": lambda: noted(metadata={"": 1, "a": [2]}),
     "a metadata of objects": lambda: noted(metadata={"": {"version": {"a": [None]}}}),
     "a metadata of NaN": lambda: noted(metadata='{"": {"version": NaN}}'),
-}  # fmt: skip
+}
 
 
 def crafted(cases: dict[str, Crafted]) -> pytest.MarkDecorator:
@@ -498,8 +621,7 @@ def test_the_weights_stand_without_a_note_that_makes_no_sense(build, place):
 
 def _refused(path: Path) -> None:
     with pytest.raises(UnreadableError) as caught:
-        checkpoint = ckptfix.open_checkpoint(path)
-        checkpoint.state_dict()
+        ckptfix.open_checkpoint(path).state_dict()
     assert str(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert outcome(path) == REFUSED
@@ -509,15 +631,24 @@ def _refused(path: Path) -> None:
 CALLS = {
     "system": call("os.system", text("touch PWNED")),
     "eval": call("builtins.eval", text("open('PWNED', 'w')")),
-    "getattr": call("builtins.getattr", call("builtins.__import__", text("os")), text("system")) + text("touch PWNED") + b"\x85R",
-    "run by BUILD": name("models.A") + b")\x81" + b"}(" + text("__setstate__") + name("os.system") + b"u" + text("touch PWNED") + b"bb",
+    "getattr": call("builtins.getattr", call("builtins.__import__", text("os")), text("system"))
+    + text("touch PWNED")
+    + b"\x85R",
+    "run by BUILD": name("models.A")
+    + b")\x81"
+    + b"}("
+    + text("__setstate__")
+    + name("os.system")
+    + b"u"
+    + text("touch PWNED")
+    + b"bb",
     "INST": b"(" + text("touch PWNED") + b"ios\nsystem\n",
     "OBJ": b"(" + name("os.system") + text("touch PWNED") + b"o",
     "STACK_GLOBAL": text("os") + text("system") + b"\x93" + text("touch PWNED") + b"\x85R",
     "NEWOBJ": name("subprocess.Popen") + text("touch PWNED") + b"\x85\x81",
     "runpy": call("runpy._run_code", text("open('PWNED', 'w')"), b"}"),
     "through torch": call("torch.serialization.os.system", text("touch PWNED")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("where", [state_dict, around])
@@ -533,6 +664,10 @@ def test_a_payload_is_named_and_never_run(payload, where, place):
     assert [entry.name for entry in place.iterdir()] == ["payload.pth"]
 
 
+def _zipped(build: Crafted) -> bytes:
+    return torch_zip(build())
+
+
 EXHAUSTING: dict[str, Crafted] = {
     "five million sets": lambda: torch_zip(around(x=b"](" + b"\x8f" * 5_000_000 + b"e")),
     "five million marks": lambda: torch_zip(PROTO + b"(" * 5_000_000),
@@ -540,9 +675,7 @@ EXHAUSTING: dict[str, Crafted] = {
         around(x=b"](" + b"\x8f" * 20_000_000 + b"e"), method=zipfile.ZIP_DEFLATED
     ),
     **{
-        case: lambda build=build: torch_zip(build())
-        for case, build in REFUSED_PICKLES.items()
-        if "2^60" in case or "over and" in case
+        case: partial(_zipped, build) for case, build in REFUSED_PICKLES.items() if "2^60" in case or "over and" in case
     },
     **REFUSED_ZIPS,
 }

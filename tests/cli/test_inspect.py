@@ -6,7 +6,11 @@ from tests.cli.programs import run
 def test_full(folder):
     done = run("inspect", "good.pth", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("good.pth: torch-zip, 2 tensors, 8 elements\nstate_dict: the file itself\n")
+    assert done.stdout.startswith(
+        "good.pth: torch-zip, 2 tensors, 8 elements\n"
+        "written by: torch 2.7 or later, or ckptfix\n"
+        "state_dict: the file itself\n"
+    )
     assert done.stdout.endswith("keys:\n  weight  float32[2, 3]\n  bias  float32[2]\n")
 
 

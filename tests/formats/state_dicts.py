@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ def _per_tensor(dtype: torch.dtype) -> torch.Tensor:
     )
 
 
+def _quantised(dtype: torch.dtype) -> dict[str, Any]:
+    return {"q": _per_tensor(dtype)}
+
+
 def _per_channel() -> dict[str, Any]:
     values = torch.linspace(-2, 3, 12).reshape(3, 4)
     scales, zeros = torch.tensor([0.1, 0.25, 0.5], dtype=torch.float64), torch.tensor([0, 1, 2])
@@ -142,12 +147,8 @@ KINDS: dict[str, Callable[[], Mapping[str, Any]]] = {
         "b": pattern(torch.float4_e2m1fn_x2, 2, 2).t(),
     },
     "conjugated and negated views": _lazy_bits,
-    **{f"views of {name}": lambda dtype=dtype: _views(dtype) for name, dtype in STRIDED.items()},
-    **{
-        f"{name} per tensor": lambda dtype=dtype: {"q": _per_tensor(dtype)}
-        for name, dtype in QUANTIZED.items()
-        if name in ("qint8", "quint8", "qint32")
-    },
+    **{f"views of {name}": partial(_views, dtype) for name, dtype in STRIDED.items()},
+    **{f"{name} per tensor": partial(_quantised, QUANTIZED[name]) for name in ("qint8", "quint8", "qint32")},
 }
 
 

@@ -59,8 +59,15 @@ def test_a_pickle_makes_a_bounded_number_of_objects(opcodes, tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("a" * 99, repr("a" * 40)), (b"xy", "b'xy'"), (12, "12"), (1 << 100_000, "a number of 100001 bits"), (None, "None"), ([1], "a list")],
+    [
+        ("a" * 99, repr("a" * 40)),
+        (b"xy", "b'xy'"),
+        (12, "12"),
+        (1 << 100_000, "a number of 100001 bits"),
+        (None, "None"),
+        ([1], "a list"),
+    ],
     ids=["long text", "bytes", "a number", "a huge number", "None", "a list"],
-)  # fmt: skip
+)
 def test_a_value_is_shown_shortly(value, text):
     assert shown(value) == text

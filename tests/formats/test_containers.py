@@ -35,9 +35,23 @@ OPTIMIZER = {
         ({**NET, "epoch": 3}, ()),
         ({"count": torch.tensor(3), "state_dict": NET}, ("state_dict",)),
     ],
-    ids=["the top", "state_dict", "model", "beside an optimizer", "below the top", "beside its average", "beside an average",
-         "the better name", "in a list", "in a tuple", "deep", "under a number", "with a number among it", "beside a tensor"],
-)  # fmt: skip
+    ids=[
+        "the top",
+        "state_dict",
+        "model",
+        "beside an optimizer",
+        "below the top",
+        "beside its average",
+        "beside an average",
+        "the better name",
+        "in a list",
+        "in a tuple",
+        "deep",
+        "under a number",
+        "with a number among it",
+        "beside a tensor",
+    ],
+)
 def test_the_state_dict_is_found(value, path, tmp_path):
     assert opened(saved(value, tmp_path)).container == path
 
@@ -95,7 +109,7 @@ def test_device_tags_are_facts_and_nothing_is_put_there(tmp_path):
 def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
     from tests.attacks.crafted import PROTO
 
-    inner = b"}(" + text("w") + tensor() + b"u"
+    inner = b"}(" + text("module.w") + tensor() + b"u"
     path = tmp_path / "object.pth"
     path.write_bytes(torch_zip(PROTO + name("trainer.State") + b")\x81}" + text("weights") + inner + b"sb."))
     assert opened(path).container == ("weights",)

@@ -9,8 +9,11 @@ import pytest
 from ckptfix.checkpoint import Storage, TensorSpec
 from ckptfix.dtypes import BY_NUMPY, BY_STORAGE
 from ckptfix.errors import HostileError
-from ckptfix.formats.inert import InertTable, NumpyArray, TypedStorage, checked, sizes, storage_dtype
-from ckptfix.formats.machine import Global, Opaque, PickleMachine
+from ckptfix.formats.arrays import NumpyArray
+from ckptfix.formats.claims import TypedStorage, checked, sizes, storage_dtype
+from ckptfix.formats.inert import InertTable
+from ckptfix.formats.machine import PickleMachine
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from ckptfix.tensors import build_tensor
 
@@ -72,8 +75,10 @@ def test_a_numpy_array_becomes_a_tensor_of_its_values(protocol, layout, order, c
 
 
 @pytest.mark.parametrize(
-    "array", [np.array(["a", "b"]), np.array([None]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "f4")])], ids=lambda a: str(a.dtype)
-)  # fmt: skip
+    "array",
+    [np.array(["a", "b"]), np.array([None]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "f4")])],
+    ids=lambda a: str(a.dtype),
+)
 def test_an_array_that_is_no_tensor_has_no_spec(array):
     assert unpickled(array).spec("some.pkl") is None
 

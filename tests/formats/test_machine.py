@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.inert import InertTable
-from ckptfix.formats.machine import Global, Opaque, PickleMachine
+from ckptfix.formats.machine import PickleMachine
+from ckptfix.formats.objects import Global, Opaque
 
 
 def run(data: bytes, position: int = 0) -> tuple[Any, PickleMachine]:
@@ -46,9 +47,14 @@ def test_plain_data_comes_out_as_pickle_reads_it(value, protocol):
     assert machine.protocol == (protocol if protocol > 1 else 0)
 
 
-@given(st.recursive(st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
-                    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner), max_leaves=20),
-       st.integers(0, 5))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    ),
+    st.integers(0, 5),
+)
 def test_any_plain_data_comes_out_as_it_went_in(value, protocol):
     assert run(pickle.dumps(value, protocol=protocol))[0] == value
 

@@ -7,8 +7,8 @@ import torch
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.formats.machine import Global, Opaque
 from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.objects import Global, Opaque
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
 
@@ -33,11 +33,11 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
 def test_a_pickled_module_gives_its_state_dict_without_its_class(new, tmp_path):
     net = Net()
-    built = opened(saved(net, tmp_path, _use_new_zipfile_serialization=new)).state_dict()
-    expected = net.state_dict()
+    built: Any = opened(saved(net, tmp_path, _use_new_zipfile_serialization=new)).state_dict()
+    expected: Any = net.state_dict()
     same(dict(built), {key: tensor.requires_grad_(built[key].requires_grad) for key, tensor in expected.items()})
     assert built["head.weight"].data_ptr() == built["tied.weight"].data_ptr() == built["again.weight"].data_ptr()
-    assert {path: row.get("version") for path, row in built._metadata.items()} == {  # type: ignore[attr-defined]
+    assert {path: row.get("version") for path, row in built._metadata.items()} == {
         path: row.get("version") for path, row in expected._metadata.items()
     }
 

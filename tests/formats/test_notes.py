@@ -14,9 +14,13 @@ from tests.formats.files import opened, saved, write
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers() | st.just("ckptfix"), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.just("ckptfix"), inner)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(plain, plain)
@@ -26,8 +30,10 @@ def test_a_container_comes_back_from_json(before, after):
     note, lost = encode_container(checkpoint, root)
     state_dict: OrderedDict[str, object] = OrderedDict()
     assert restore_container(state_dict, json.loads(json.dumps(note))) == {
-        "before": before, "model": {"sd": state_dict, "x": after}, 5: "last"
-    }  # fmt: skip
+        "before": before,
+        "model": {"sd": state_dict, "x": after},
+        5: "last",
+    }
     assert lost == []
 
 

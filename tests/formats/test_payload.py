@@ -4,17 +4,18 @@ import pytest
 
 from ckptfix.formats.payload import is_payload, payload_remarks
 
-HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.OrderedDict argparse.Namespace pathlib.PosixPath
-    numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr __builtin__.set builtins.slice _codecs.encode
-    copyreg._reconstructor torch.nn.modules.conv.Conv2d omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter
-    codecs.encode functools.partial types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net
-    models.system.Net""".split()
+HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.OrderedDict argparse.Namespace
+    pathlib.PosixPath numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr
+    __builtin__.set builtins.slice _codecs.encode copyreg._reconstructor torch.nn.modules.conv.Conv2d
+    omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter codecs.encode functools.partial
+    types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net""".split()
 
-PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __builtin__.execfile builtins.exec builtins.__import__
-    runpy._run_code importlib.import_module ctypes.CDLL socket.socket webbrowser.open pty.spawn shutil.rmtree pickle.loads
-    torch.serialization.os.system torch.load torch.hub.load numpy.load numpy.testing._private.utils.runstring types.CodeType
-    operator.attrgetter code.InteractiveInterpreter pdb.run timeit.timeit cloudpickle.loads builtins.open io.open
-    torch.utils.cpp_extension.load bdb.Bdb.run pip._internal.main asyncio.unix_events""".split()
+PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __builtin__.execfile builtins.exec
+    builtins.__import__ runpy._run_code importlib.import_module ctypes.CDLL socket.socket webbrowser.open
+    pty.spawn shutil.rmtree pickle.loads torch.serialization.os.system torch.load torch.hub.load numpy.load
+    numpy.testing._private.utils.runstring types.CodeType operator.attrgetter code.InteractiveInterpreter
+    pdb.run timeit.timeit cloudpickle.loads builtins.open io.open torch.utils.cpp_extension.load bdb.Bdb.run
+    pip._internal.main asyncio.unix_events""".split()
 
 
 @pytest.mark.parametrize("name", HARMLESS)

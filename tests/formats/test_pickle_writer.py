@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.pickle_writer import PickleWriter
 
 
@@ -24,10 +24,18 @@ def dump(value: Any) -> bytes:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner)
+    ),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 @given(plain)
@@ -37,9 +45,25 @@ def test_pickle_reads_what_is_written(value):
 
 @pytest.mark.parametrize(
     "value",
-    [list(range(2500)), dict.fromkeys(range(2500)), {1, "a"}, bytearray(b"x"), "\ud800", 1 << 1000, OrderedDict(b=1, a=2)],
-    ids=["a long list", "a large dict", "a set", "a bytearray", "half a surrogate pair", "a long number", "an ordered dict"],
-)  # fmt: skip
+    [
+        list(range(2500)),
+        dict.fromkeys(range(2500)),
+        {1, "a"},
+        bytearray(b"x"),
+        "\ud800",
+        1 << 1000,
+        OrderedDict(b=1, a=2),
+    ],
+    ids=[
+        "a long list",
+        "a large dict",
+        "a set",
+        "a bytearray",
+        "half a surrogate pair",
+        "a long number",
+        "an ordered dict",
+    ],
+)
 def test_pickle_reads_values_of_all_sizes(value):
     got = pickle.loads(dump(value))
     assert (got, type(got)) == (value, type(value))

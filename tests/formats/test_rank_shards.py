@@ -12,7 +12,7 @@ import torch
 import ckptfix
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.rank_shards import local_part, rank_shard
 
 EMPTY, MATRIX, VECTOR = (TensorSpec("float32", shape, (1,) * len(shape)) for shape in ((0,), (4, 3), (3,)))

@@ -47,7 +47,7 @@ def source(kind: str, folder: Path) -> tuple[OrderedDict[str, Any], Checkpoint]:
 def test_a_written_pth_is_what_was_read(form, kind, tmp_path):
     state_dict, checkpoint = source(kind, tmp_path)
     if form == "legacy" and kind in MODERN:
-        with pytest.raises(WriteError, match="the container for torch before 1.6 cannot hold"):
+        with pytest.raises(WriteError, match=r"the container for torch before 1\.6 cannot hold"):
             write(checkpoint, form, tmp_path)
         return
     path = write(checkpoint, form, tmp_path)

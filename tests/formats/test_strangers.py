@@ -5,8 +5,8 @@ import pytest
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.sources import Content
 from ckptfix.formats.strangers import name_stranger
-from tests.attacks.crafted import STORAGE, state_dict, torch_zip
-from tests.attacks.test_hostile_files import GOOD, safetensors
+from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
+from tests.attacks.test_hostile_files import GOOD
 from tests.formats.files import opened
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123456\n"

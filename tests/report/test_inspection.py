@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ckptfix.checkpoint import Candidate, Checkpoint, Remark
-from ckptfix.formats.machine import Global, Opaque
+from ckptfix.formats import open_file
+from ckptfix.formats.objects import Global, Opaque
 from ckptfix.live import open_state_dict
-from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines
+from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 from ckptfix.report.style import Paper
 
 
@@ -38,6 +39,7 @@ def test_facts():
         "version": 1,
         "source": "model.pth",
         "format": "torch-zip",
+        "producer": None,
         "container": "model.weights",
         "candidates": [
             {"name": "model.weights", "tensors": 4, "numel": 341},
@@ -153,3 +155,26 @@ def test_classes_of_a_tree_that_holds_itself():
     inner = Opaque(Global("zoo", "Net"))
     inner.state = {"parent": inner, "child": Opaque(Global("zoo", "Block"))}
     assert classes([inner, inner]) == {"zoo.Net": 1, "zoo.Block": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "producer"),
+    [
+        ("1.0.0-py27/plain_sd.pth", "torch 1.5 or earlier, or a later one that was asked for the old format"),
+        ("1.4.0-py27/zip_on_request_sd.pth", "torch 1.4 or 1.5"),
+        ("1.6.0/plain_sd.pth", "torch 1.6 to 2.0"),
+        ("2.6.0/plain_sd.pth", "torch 2.1 to 2.6"),
+        ("derived/torch01_tar_sd.pth", "torch 0.1"),
+        ("modern/ok.safetensors", ""),
+    ],
+)
+def test_the_producer_is_named_where_it_shows(corpus, row, producer):
+    assert open_file(str(corpus / row)).producer == producer
+
+
+def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a").write_bytes(b"12345")
+    (tmp_path / "b").write_bytes(b"123")
+    assert size_on_disk(tmp_path) == 8
+    assert size_on_disk(tmp_path / "b") == 3

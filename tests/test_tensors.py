@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
+from ckptfix.errors import UnreadableError, WriteError
+from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.sources import MemoryBytes
+from ckptfix.live import open_state_dict, spec_of_tensor
+from ckptfix.tensors import build_state_dict, build_tensor, cast_spec, row_major_bytes
+from tests.checks import bytes_of
+from tests.formats.state_dicts import STRIDED, pattern
+
+
+def checkpoint(**entries: object) -> Checkpoint:
+    return Checkpoint("f", "test", entries)
+
+
+def stored(count: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(dtype, (count,), (1,), Storage("0", MemoryBytes(bytes(8 * count))))
+
+
+def test_a_live_tensor_is_not_copied_and_its_ties_are_kept():
+    weight = torch.ones(4, 4)
+    entries = open_state_dict({"a": weight, "b": weight, "c": weight[1]}).specs
+    assert entries["a"].view == entries["b"].view
+    assert entries["a"].storage is entries["c"].storage
+    assert build_tensor(entries["c"]).data_ptr() == weight[1].data_ptr()
+
+
+def test_tensors_inside_of_other_entries_are_specs_and_come_back():
+    entry = {"scale": torch.ones(2), "pair": (torch.zeros(1), None), "list": [torch.ones(1)]}
+    made = open_state_dict({"w": torch.ones(1), "x._extra_state": entry})
+    inner = made.entries["x._extra_state"]
+    assert isinstance(inner, dict)
+    assert isinstance(inner["scale"], TensorSpec)
+    back = made.state_dict()["x._extra_state"]
+    assert (back["scale"].tolist(), back["pair"][0].tolist(), back["list"][0].tolist()) == ([1, 1], [0], [1])
+
+
+def test_a_key_that_stands_twice_is_refused():
+    with pytest.raises(UnreadableError, match="a key twice"):
+        open_state_dict({1: torch.ones(1), "1": torch.ones(1)})
+
+
+def test_a_tensor_of_the_meta_device_stays_one():
+    spec = spec_of_tensor(torch.empty(3, device="meta"))
+    assert not spec.has_data
+    assert build_tensor(spec).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, "a", None, Opaque(Global("m", "A")), Opaque(Global("torch", "Size"), ("abc",)), Global("torch", "load")],
+    ids=["a number", "a text", "None", "an object", "a size that is none", "a function"],
+)
+def test_an_entry_that_is_no_tensor_is_handed_on(value):
+    assert build_state_dict(checkpoint(w=stored(1), x=value))["x"] is value
+
+
+def test_dtypes_and_sizes_come_alive():
+    made = build_state_dict(checkpoint(a=Global("torch", "float16"), b=Opaque(Global("torch", "Size"), ((1, 2),))))
+    assert (made["a"], made["b"]) == (torch.float16, torch.Size([1, 2]))
+
+
+def test_an_entry_that_holds_itself_is_built():
+    loop: list[object] = [stored(1)]
+    loop.append(loop)
+    made = build_state_dict(checkpoint(x=loop, y=OrderedDict(a=loop)))
+    assert made["x"][1] is made["x"] is made["y"]["a"]
+
+
+def test_an_entry_shared_without_end_is_built_once():
+    shared: object = (stored(1),)
+    for _ in range(100):
+        shared = [shared, shared]
+    made = build_state_dict(checkpoint(x=shared))["x"]
+    assert made[0] is made[1]
+
+
+def test_an_entry_nested_without_end_is_refused():
+    deep: object = ()
+    for _ in range(100_000):
+        deep = (deep,)
+    with pytest.raises(UnreadableError, match="nested too deeply"):
+        build_state_dict(checkpoint(x=deep))
+
+
+def test_what_torch_refuses_is_said_in_one_line():
+    spec = TensorSpec("float32", (2,), (1,), stored(2).storage, math_bits={"conj": True})
+    with pytest.raises(UnreadableError, match="f: torch refuses a tensor of float32"):
+        build_tensor(spec, "f")
+
+
+def test_only_the_bytes_that_a_tensor_covers_are_read():
+    taken = []
+
+    class Watched(MemoryBytes):
+        def read(self, start: int, stop: int) -> memoryview:
+            taken.append((start, stop))
+            return super().read(start, stop)
+
+    spec = TensorSpec("float32", (2,), (1,), Storage("0", Watched(bytes(1000))), 10)
+    assert build_tensor(spec).untyped_storage().nbytes() == 8
+    assert taken == [(40, 48)]
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("how", ["plain", "transposed", "strided", "zero stride", "one column"])
+def test_row_major_bytes_are_those_of_the_values(how, name):
+    base = pattern(STRIDED[name], 6, 4)
+    tensor = {
+        "plain": base,
+        "transposed": base.t(),
+        "strided": base[::2, 1::2],
+        "zero stride": base[:1].expand(3, 4),
+        "one column": base[:, 1:2],
+    }[how]
+    assert bytes(row_major_bytes(spec_of_tensor(tensor), "f")) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize("bits", ["conj", "neg"])
+def test_row_major_bytes_are_conjugated_and_negated(bits):
+    values = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
+    tensor = values.conj() if bits == "conj" else values.conj().imag
+    assert bytes(row_major_bytes(spec_of_tensor(tensor), "f")) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(10.0), torch.arange(12.0).reshape(3, 4).t(), torch.ones(1).expand(5)])
+@pytest.mark.parametrize("goal", ["float16", "float64", "int32", "bfloat16"])
+def test_a_cast_gives_what_torch_gives_read_in_any_pieces(goal, tensor):
+    spec = cast_spec(spec_of_tensor(tensor), goal, "f")
+    assert spec.storage is not None
+    expected = bytes_of(tensor.to(getattr(torch, goal)))
+    assert bytes(spec.storage.source.read(0, spec.nbytes)) == expected
+    assert b"".join(bytes(spec.storage.source.read(i, i + 1)) for i in range(spec.nbytes)) == expected
+
+
+def test_a_cast_of_nan_to_whole_numbers_is_refused():
+    spec = cast_spec(spec_of_tensor(torch.tensor([float("nan")])), "int32", "f")
+    with pytest.raises(WriteError, match="cannot become int32"):
+        build_tensor(spec)
