@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptfix.dtypes import DTYPES
+from ckptfix.errors import UnknownKeyError
 
 if TYPE_CHECKING:
     import torch
@@ -237,10 +239,13 @@ class Checkpoint:
     def read(self, key: str) -> torch.Tensor:
         """The tensor of a key, on CPU, with the dtype, shape and strides of the file.
 
-        Raises ``KeyError`` for an unknown key and ``UnreadableError`` where the bytes are not in the file.
+        Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
+        in the file.
         """
         from ckptfix.tensors import build_tensor
 
+        if key not in self.specs:
+            raise UnknownKeyError(self._no_tensor(key))
         return build_tensor(self.specs[key], self.path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,6 +256,14 @@ class Checkpoint:
         from ckptfix.tensors import build_state_dict
 
         return build_state_dict(self)
+
+    def _no_tensor(self, key: str) -> str:
+        if key in self.entries:
+            return f"{self.path}: the entry {key!r} is no tensor; take it from state_dict()"
+        if key in self.lost:
+            return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
+        close = get_close_matches(str(key), self.specs, 1)
+        return f"{self.path}: has no key {key!r}; {f'did you mean {close[0]!r}?' if close else 'see keys()'}"
 
     def with_entries(
         self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None

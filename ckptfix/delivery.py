@@ -5,11 +5,12 @@ rename.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.finding import Finding, counted
@@ -108,6 +109,22 @@ class Delivery:
     remarks: tuple[str, ...] = ()
 
 
+def refuse_inputs(output: str | os.PathLike[str], inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
+    """Raises ``UsageError`` where an output is one of the files that are read, or a part of one, by whatever name."""
+    for option, given in inputs.items():
+        if given is not None and _is_part(Path(output), Path(given)):
+            raise UsageError(f"{output}: is the file of {option}, which is only read; name another output")
+
+
+def _is_part(file: Path, given: Path) -> bool:
+    """Whether a file is the given one or lies in the given folder. One that is not there yet counts by its name."""
+    if given.is_dir():
+        return file.exists() and given.resolve() in file.resolve().parents
+    if file.exists() and given.exists():
+        return file.samefile(given)
+    return file.resolve() == given.resolve()
+
+
 def deliver(
     result: Checkpoint,
     report: Report,
@@ -121,6 +138,10 @@ def deliver(
     """
     if any(finding.code == "FIL901" for finding in report.remaining):
         return Delivery(remarks=("nothing is written from a file that is built to run code",))
+    if not settings.salvage and any(finding.code == "FIL201" for finding in report.remaining):
+        return Delivery(
+            remarks=("nothing is written while a storage fails its checksum; --salvage leaves its tensors out",)
+        )
     if report.obstacles:
         left = counted(len(report.obstacles), "key")
         return Delivery(remarks=(f"nothing is written: a strict load would still fail on {left}",))
@@ -179,7 +200,21 @@ def _smoke(
 ) -> tuple[SmokeResult | None, list[Finding]]:
     if factory is None or settings.smoke is False:
         return None, []
+    if settings.is_for_torch_before(COUNTED_SINCE) and _lacks_counters(result):
+        note = f"the result is for torch {settings.for_torch}, which is not this one"
+        return SmokeResult(passed=None, device="", note=note), []
     from ckptfix.smoke.run import run_smoke
 
     model, arguments = factory
     return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container))
+
+
+def _lacks_counters(result: Checkpoint) -> bool:
+    """Whether this torch refuses it: a BatchNorm of ``_metadata`` version 2 is to have its counter."""
+    for key in result.specs:
+        path, name = split_key(key)
+        version = (result.metadata or {}).get(path.removesuffix("."), {}).get("version")
+        is_counted = isinstance(version, int) and version >= 2
+        if is_counted and name == "running_var" and path + NUM_BATCHES_TRACKED not in result.specs:
+            return True
+    return False

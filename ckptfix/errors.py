@@ -30,6 +30,12 @@ class UnreadableError(CkptfixError):
     """
 
 
+class UnknownKeyError(CkptfixError, KeyError):
+    """The checkpoint has no tensor under this key."""
+
+    __str__ = Exception.__str__  # that of KeyError puts the message in quotes
+
+
 class HostileError(UnreadableError):
     """The file was made to run code or to exhaust the machine."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -96,6 +97,8 @@ def _quantizer(tensor: torch.Tensor, storages: dict[int, Storage]) -> Quantizer:
 
 def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
     """An entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
+    if _is_array(value):
+        value = _from_array(value)
     if isinstance(value, torch.Tensor):
         return spec_of_tensor(value, storages)
     if type(value) in (tuple, list):
@@ -103,6 +106,21 @@ def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _specs_of(item, storages)) for key, item in value.items())
     return value
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # nobody has an array without it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _from_array(array: Any) -> Any:
+    """A numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    is_sharable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+    try:
+        return torch.from_numpy(native if is_sharable else native.copy())
+    except TypeError:  # torch has no such element type
+        return array.tolist()
 
 
 def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
@@ -113,6 +131,9 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
         raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
     _check_level(entries, name)
     metadata = getattr(state_dict, "_metadata", None)
+    remarks = [Remark("non-string-key", ".", str(key)) for key in state_dict if not isinstance(key, str)]
+    if any(_is_array(value) for value in state_dict.values()):
+        remarks.append(Remark("numpy-weights", ".", "numpy arrays"))
     specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
     return Checkpoint(
         path=name,
@@ -122,7 +143,7 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
         root=entries,
         devices=(),
         candidates=(Candidate((), len(specs), sum(spec.numel for spec in specs)),),
-        remarks=tuple(Remark("non-string-key", ".", str(key)) for key in state_dict if not isinstance(key, str)),
+        remarks=tuple(remarks),
     )
 
 

@@ -20,12 +20,13 @@ from ckptfix.applying import Supplies
 from ckptfix.buffers import COUNTED_SINCE
 from ckptfix.checkpoint import Checkpoint, path_name
 from ckptfix.coverage import measure_coverage, obstacles
-from ckptfix.delivery import Delivery, Destination, deliver
+from ckptfix.delivery import Delivery, Destination, deliver, refuse_inputs
 from ckptfix.diagnosis import Diagnosis, diagnose
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.factory import Arguments, target_from_factory
 from ckptfix.finding import Finding, counted
 from ckptfix.formats import open_file
+from ckptfix.loading import check_loadable, load_strictly
 from ckptfix.plan import Plan
 from ckptfix.report import Report
 from ckptfix.rules import RULES
@@ -35,6 +36,9 @@ from ckptfix.target import Target, target_from_checkpoint, target_from_module
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+LONGEST_TIMEOUT = 10**6
+"""Seconds, eleven days: what every clock of the system can wait for."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A checkpoint file, or a state_dict in memory."""
@@ -107,6 +111,8 @@ def repair(
     if checked.smoke and not isinstance(model, str):
         raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
     checkpoint = _open(source, checked)
+    if output is not None:
+        refuse_inputs(output, {"--like": like, "--fill": None if checked.fill == "target" else checked.fill})
     destination = Destination.of(checkpoint, output, beside, in_place, backup, checked.format)
     if destination is not None:
         checked = replace(checked, format=destination.form)
@@ -130,20 +136,17 @@ def load(
     model: nn.Module,
     source: Source,
     *,
-    map_location: str | torch.device = "cpu",
+    map_location: str | torch.device | None = "cpu",
     **settings: Any,
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
-    ``map_location`` is where the tensors are put before they are copied into the model's own. Raises ``CkptfixError``
-    where the checkpoint does not fit, naming what is left and the setting for it."""
-    _check_loadable(model, map_location)
+    ``map_location`` is the device on which the tensors are put before they are copied into the model's own; None
+    leaves them where they are. Raises ``CkptfixError`` where the checkpoint does not fit, naming what is left and the
+    setting for it."""
+    check_loadable(model, map_location)
     repaired = repair(source, model, **settings)
-    state_dict = _fitting(repaired)
-    for key, value in state_dict.items():
-        if hasattr(value, "to") and str(map_location) != "cpu":
-            state_dict[key] = value.to(map_location)
-    model.load_state_dict(state_dict, strict=True)
+    load_strictly(model, _fitting(repaired), map_location, repaired.report.source)
     return repaired.report
 
 
@@ -165,16 +168,21 @@ def _settings(given: Mapping[str, Any]) -> Settings:
         settings = replace(settings, fill=os.fspath(settings.fill))
     if settings.format not in (None, "pth", "safetensors"):
         raise UsageError(f"format {settings.format!r} is not known; give pth or safetensors")
+    timeout = settings.smoke_settings.timeout
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        raise UsageError(f"a timeout of {timeout:g} s has no meaning; give seconds above 0 and up to {LONGEST_TIMEOUT}")
     settings.is_for_torch_before("0")  # says in one line that a version is none
     _ = settings.shard_bytes  # and that a size is none
     return settings
 
 
-def _codes(given: str | Iterable[str]) -> tuple[str, ...]:
+def _codes(given: Any) -> tuple[str, ...]:
     """Rule codes or their beginnings; one that begins no code would silently check nothing."""
+    if not isinstance(given, Iterable):
+        raise UsageError(f"the codes of rules are {given!r:.60}; give one such as 'KEY101', or a list of them")
     codes = (given,) if isinstance(given, str) else tuple(given)
     for code in codes:
-        if not any(rule.code.startswith(code) for rule in RULES):
+        if not isinstance(code, str) or not any(rule.code.startswith(code) for rule in RULES):
             raise UsageError(f"no rule has a code that begins with {code!r}; see `ckptfix rule --all`")
     return codes
 
@@ -205,6 +213,8 @@ def _target(
 
 def _donor(target: Target | None, settings: Settings) -> Checkpoint | None:
     """The checkpoint of ``--fill FILE``, under the names of the target."""
+    if settings.fill == "target" and target is None:
+        raise UsageError("--fill target takes values from a model or a reference; add --model or --like")
     if settings.fill is None or settings.fill == "target":
         return None
     if target is None and settings.salvage:
@@ -251,19 +261,6 @@ def _with_delivery(report: Report, delivery: Delivery) -> Report:
         output=delivery.output,
         remarks=(*report.remarks, *delivery.remarks),
     )
-
-
-def _check_loadable(model: nn.Module, map_location: str | torch.device) -> None:
-    """Raises where torch would copy values into the void, which it does with no more than a warning."""
-    if str(map_location) == "meta":
-        raise UsageError("map_location='meta' leaves no values to load; leave it out, or name a device that holds data")
-    if not hasattr(model, "load_state_dict") or isinstance(model, type):
-        raise UsageError(f"model is {model!r:.60}; give the torch.nn.Module first and the source second")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise TargetError(
-            f"{type(model).__name__} lies on the meta device and has no memory to load into; build it elsewhere, or "
-            "pass ckptfix.repair(source, model).state_dict() to its load_state_dict with assign=True"
-        )
 
 
 def _fitting(repaired: Repair) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class Target:
     ``slots`` in the order of the model's own state_dict. ``entries`` are wanted keys that hold no tensor (packed
     parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
-    initial values, made on first use; None where there are none, as for a file. ``remarks`` are lines worth saying
-    about how the target was had.
+    initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
+    ``remarks`` are lines worth saying about how the target was had.
     """
 
     label: str
@@ -79,16 +79,17 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
     tensors = {
         key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)
     }
+    transient = {key: value for key, value in module.named_buffers(remove_duplicate=False) if key not in state}
     is_parameter = {key: isinstance(value, torch.nn.Parameter) or key in parameters for key, value in tensors.items()}
     has_values = not any(tensor.is_meta for tensor in tensors.values())
     return Target(
         label=label or type(module).__name__,
         slots={key: _slot_of(tensor, is_parameter[key]) for key, tensor in tensors.items()},
         entries=frozenset(state) - frozenset(tensors),
-        transient=frozenset(name for name, _ in module.named_buffers(remove_duplicate=False)) - frozenset(state),
+        transient=frozenset(transient),
         ties=_groups({key: _identity(tensor) for key, tensor in tensors.items()}),
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
-        initial=cache(lambda: _values(tensors)) if has_values else None,
+        initial=cache(lambda: _values(tensors | transient)) if has_values else None,
     )
 
 
@@ -145,7 +146,7 @@ def _groups(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ..
 def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     from torch.nn.parameter import is_lazy
 
-    return {key: tensor.detach().cpu() for key, tensor in tensors.items() if not is_lazy(tensor)}
+    return {key: tensor.detach().cpu() for key, tensor in tensors.items() if not (is_lazy(tensor) or tensor.is_meta)}
 
 
 def _kind_of(key: str, spec: TensorSpec) -> str:

@@ -217,9 +217,26 @@ class CastBytes:
             return memoryview(b"")
         values = torch.frombuffer(bytearray(raw), dtype=torch_dtype(self.spec.dtype))
         converted = values.to(torch_dtype(self.dtype))
-        if not converted.is_floating_point() and values.is_floating_point() and not values.isfinite().all():
-            raise WriteError(f"{self.path}: a NaN or infinity cannot become {self.dtype}; keep the tensor as it is")
+        if values.is_floating_point() and not _are_within(values, converted.dtype):
+            raise WriteError(
+                f"{self.path}: a NaN, an infinity or a number out of its range cannot become {self.dtype}; keep the "
+                "tensor as it is"
+            )
         return bytes_of(converted.view(torch.uint8))[start - first * size : stop - first * size]
+
+
+def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine likes.
+
+    Always true for a dtype of floats or complex numbers.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype == torch.bool:
+        return bool(values.isfinite().all())
+    limits = torch.iinfo(dtype)
+    whole = values.double().trunc()  # as wide as this, the limits of every dtype are exact
+    return bool(((whole >= float(limits.min)) & (whole < float(limits.max + 1))).all())
 
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:

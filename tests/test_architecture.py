@@ -27,7 +27,7 @@ LAYERS = (
     "plan",
     "diagnosis smoke",
     "report coverage",
-    "delivery",
+    "delivery loading",
     "repairing",
     "cli",
 )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from ckptfix.checkpoint import Checkpoint, Quantizer, Storage, TensorSpec, contiguous_strides, path_name
+from ckptfix.errors import CkptfixError
 from ckptfix.formats.sources import MemoryBytes
 
 STORAGE = Storage("0", MemoryBytes(bytes(96)))
@@ -91,5 +92,21 @@ def test_a_checkpoint_has_its_tensors_apart_from_its_other_entries():
     spec = TensorSpec("float32", (2,), (1,), STORAGE)
     checkpoint = Checkpoint("f", "test", {"a": 1, "w": spec, "b": None})
     assert (checkpoint.keys(), dict(checkpoint.specs)) == (["w"], {"w": spec})
-    with pytest.raises(KeyError):
-        checkpoint.read("a")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        pytest.param("fc.wieght", "f.pth: has no key 'fc.wieght'; did you mean 'fc.weight'?", id="a slip of the pen"),
+        pytest.param("zzz", "f.pth: has no key 'zzz'; see keys()", id="nothing like it"),
+        pytest.param("a", "f.pth: the entry 'a' is no tensor; take it from state_dict()", id="no tensor"),
+        pytest.param("gone", "f.pth: the bytes of 'gone' are gone from the damaged file; see", id="lost"),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_file(key, said):
+    spec = TensorSpec("float32", (2,), (1,), STORAGE)
+    checkpoint = Checkpoint("f.pth", "test", {"a": 1, "fc.weight": spec}, lost={"gone": None})
+    with pytest.raises(KeyError) as caught:
+        checkpoint.read(key)
+    assert isinstance(caught.value, CkptfixError)
+    assert str(caught.value).startswith(said)

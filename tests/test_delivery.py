@@ -286,3 +286,14 @@ def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_fi
             left.unlink()
     assert absent
     assert whole
+
+
+@pytest.mark.parametrize("role", ["like", "fill"])
+def test_a_file_that_is_only_read_is_never_the_output(tmp_path, role):
+    for name in ("model.pth", "other.pth"):
+        torch.save({"module.weight": torch.ones(2)}, tmp_path / name)
+    before = (tmp_path / "other.pth").read_bytes()
+    settings = {"like": tmp_path / "other.pth", role: str(tmp_path / "other.pth")}
+    with pytest.raises(ckptfix.UsageError, match=f"is the file of --{'like' if role == 'like' else ''}"):
+        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "other.pth", **settings)
+    assert (tmp_path / "other.pth").read_bytes() == before

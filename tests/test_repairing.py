@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -114,6 +115,8 @@ API: Any = ckptfix
         pytest.param(lambda file: API.check(file, for_torch="new"), "is no version", id="version"),
         pytest.param(lambda file: API.check(file, select=("XYZ",)), "no rule has a code", id="code"),
         pytest.param(lambda file: API.check(file, select="EY"), "no rule has a code", id="code as text"),
+        pytest.param(lambda file: API.check(file, select=5), "the codes of rules are 5", id="a number as codes"),
+        pytest.param(lambda file: API.check(file, ignore=[5]), "begins with 5", id="a number as code"),
         pytest.param(lambda file: API.check(file, weights="ema"), "found: state_dict", id="weights"),
         pytest.param(lambda file: API.check(file, fill=file), "add --model or --like", id="a donor and no target"),
         pytest.param(lambda file: API.repair(file, net(), smoke=True), "needs a factory", id="smoke"),
@@ -244,6 +247,32 @@ def test_drop_mismatched_and_fill():
 # In memory
 
 
+def test_numpy_arrays_are_taken_as_the_tensors_that_share_their_memory():
+    arrays = {key: value.numpy() for key, value in prefixed(net().state_dict()).items()}
+    back, report = ckptfix.repair_state_dict(arrays, net())
+    assert report.exit_code == 0
+    assert_same(dict(back), dict(net().state_dict()))
+    assert back["0.weight"].data_ptr() == arrays["module.0.weight"].ctypes.data
+
+
+def test_a_numpy_array_among_tensors_keeps_its_values():
+    state = {"w": torch.ones(2), "extra": {"table": np.arange(3.0)}, "steps": np.arange(2)}
+    back, _ = ckptfix.repair_state_dict(state)
+    assert torch.equal(back["extra"]["table"], torch.arange(3.0).double())
+    assert torch.equal(back["steps"], torch.arange(2))
+
+
+def test_numpy_arrays_that_torch_cannot_share_are_copied():
+    read_only = np.ones(3, dtype=np.float32)
+    read_only.flags.writeable = False
+    big = np.arange(3, dtype=">i4")
+    arrays = {"r": read_only, "b": big, "n": big[::-1], "s": np.array(["a"])}
+    back, _ = ckptfix.repair_state_dict(arrays)
+    assert back.pop("s") == ["a"]
+    numbers = torch.arange(3).int()
+    assert_same(dict(back), {"r": torch.ones(3), "b": numbers, "n": numbers.flip(0)})
+
+
 def test_repair_state_dict_copies_nothing_and_leaves_its_argument():
     before = nn.DataParallel(net()).state_dict()
     keys, metadata = list(before), dict(vars(before)["_metadata"])
@@ -289,7 +318,7 @@ def test_load(file):
     assert_same(model.state_dict(), net().state_dict())
 
 
-@pytest.mark.parametrize("map_location", ["cpu", torch.device("cpu")])
+@pytest.mark.parametrize("map_location", ["cpu", torch.device("cpu"), None])
 def test_load_with_a_map_location(map_location):
     model = net(seed=9)
     ckptfix.load(model, prefixed(net().state_dict()), map_location=map_location)

@@ -139,7 +139,10 @@ def test_a_cast_gives_what_torch_gives_read_in_any_pieces(goal, tensor):
     assert b"".join(bytes(spec.storage.source.read(i, i + 1)) for i in range(spec.nbytes)) == expected
 
 
-def test_a_cast_of_nan_to_whole_numbers_is_refused():
-    spec = cast_spec(spec_of_tensor(torch.tensor([float("nan")])), "int32", "f")
-    with pytest.raises(WriteError, match="cannot become int32"):
+@pytest.mark.parametrize(
+    ("value", "goal"), [(float("nan"), "int32"), (float("-inf"), "int64"), (2.0**63, "int64"), (-1.0, "uint8")]
+)
+def test_a_cast_of_what_no_whole_number_stands_for_is_refused(value, goal):
+    spec = cast_spec(spec_of_tensor(torch.tensor([value])), goal, "f")
+    with pytest.raises(WriteError, match=f"cannot become {goal}"):
         build_tensor(spec)

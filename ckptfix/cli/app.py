@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptfix.cli.check import check
+from ckptfix.cli.command import Command
 from ckptfix.cli.console import write_output
 from ckptfix.cli.inspect import inspect
 from ckptfix.cli.repair import repair
@@ -20,10 +21,10 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command()(check)
-app.command()(repair)
-app.command()(inspect)
-app.command()(rule)
+app.command(cls=Command)(check)
+app.command(cls=Command)(repair)
+app.command(cls=Command)(inspect)
+app.command(cls=Command)(rule)
 
 
 def _print_version(wanted: bool) -> None:

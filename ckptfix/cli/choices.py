@@ -40,6 +40,8 @@ def choose(parameters: Mapping[str, Any], configuration: Configuration) -> dict[
     for question in _QUESTIONS:
         if any(name in given for name in question if name != "model_args"):
             known = {name: value for name, value in known.items() if name not in question}
+    if known.get("fill") == "target" and not {"model", "like"} & (known.keys() | given.keys()):
+        del known["fill"]  # the configuration has it for the commands that have a target
     return {**known, **given}
 
 

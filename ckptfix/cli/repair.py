@@ -115,6 +115,9 @@ def repair(
     with console.guarding():
         if backup and not in_place:
             raise UsageError("--backup goes with --in-place; without it the source stays as it is anyway")
+        if "model" not in choices:
+            # What the configuration file says is there for the commands that have a model.
+            _refuse_without_model({"model-args": model_args, "input": input, "device": device, "timeout": timeout})
         arguments = repair_arguments(choices)
         mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
         telling = Telling(mode, console.verbose, repair_command(path, choices))
@@ -123,6 +126,12 @@ def repair(
         writer.account(path, telling, lambda: _repair(path, arguments, choices))
         writer.close()
     raise typer.Exit(writer.exit_code)
+
+
+def _refuse_without_model(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"--{name} has no meaning without a model; add --model PKG.MOD:FACTORY, or leave it out")
 
 
 def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +154,12 @@ def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
 def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any]) -> Report:
     # Here and not above: --help and --version need nothing of the library.
     import ckptfix
+    from ckptfix.delivery import refuse_inputs
 
+    if choices.get("plan") is not None:
+        _check_plan_file(path, choices)
+    if choices.get("output") is not None:
+        refuse_inputs(choices["output"], _read_files(choices))
     plan = None if choices.get("apply") is None else _saved_plan(choices["apply"])
     result = ckptfix.repair(path, plan=plan, **arguments)
     if choices.get("plan") is not None:
@@ -158,14 +172,60 @@ def _saved_plan(file: str) -> Plan:
 
     try:
         return Plan.from_json(json.loads(Path(file).read_bytes()))
+    except OSError as error:
+        raise PlanError(f"{file}: the plan cannot be read: {error.strerror}; write one with --plan FILE") from error
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{file}: this is no plan of ckptfix ({error}); write one with --plan") from error
 
 
-def _save_plan(file: str, plan: Plan) -> None:
+def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
+    """A plan may replace an older plan and nothing else: one slip of a name must not cost a checkpoint."""
+    from ckptfix.delivery import refuse_inputs
+
+    file = Path(choices["plan"])
+    refuse_inputs(file, {"PATH": source, **_read_files(choices)})
+    if choices.get("output") is not None and file.resolve() == Path(choices["output"]).resolve():
+        raise UsageError(f"{file}: is where the checkpoint goes; name another file for the plan")
+    if not _may_be_replaced(file):
+        raise UsageError(f"{file}: is there already and is no plan of ckptfix; name another file")
+    if not file.parent.is_dir():
+        raise UsageError(f"{file}: the folder {file.parent} does not exist; make it, or name another file for the plan")
+
+
+def _read_files(choices: Mapping[str, Any]) -> dict[str, str | None]:
+    """The files that are read beside the source, by the option that names them."""
+    fill = choices.get("fill")
+    return {
+        "--like": choices.get("like"),
+        "--fill": None if fill == "target" else fill,
+        "--apply": choices.get("apply"),
+    }
+
+
+def _may_be_replaced(file: Path) -> bool:
+    """Whether nothing is lost where a plan goes: it is free or empty, or has a plan, of whatever version."""
+    if not file.exists() or (file.is_file() and file.stat().st_size == 0):
+        return True
     try:
-        Path(file).write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"{file}: the plan cannot be written: {error.strerror}") from error
+        data = json.loads(file.read_bytes()) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "ckptfix-plan" in data
+
+
+def _save_plan(file: str, plan: Plan) -> None:
+    from ckptfix.formats.output import deliver_file, temporary_beside
+
+    goal = Path(file).resolve()  # a link keeps pointing at its file
+    if not _may_be_replaced(goal):
+        raise WriteError(f"{file}: is no plan any more; what was written is complete, name another file for the plan")
+    try:
+        with temporary_beside(goal, None) as temporary:
+            temporary.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+            deliver_file(temporary, goal, None)
+    except (OSError, WriteError) as error:
+        raise WriteError(
+            f"{file}: the plan cannot be written ({error.__cause__ or error}); name another place"
+        ) from error

@@ -262,8 +262,9 @@ def _why_none(document: Document) -> str:
             f"{document.path}: the file holds an optimizer's state and no model weights;"
             " look for the file that the same training saved beside it"
         )
-    kind = str(root.cls) if isinstance(root, Opaque) else type(root).__name__
-    return (
-        f"{document.path}: no weights found in it: the file holds a {kind} without tensors under names;"
-        " is it the right file?"
-    )
+    if isinstance(root, TensorSpec):
+        held = f"a single tensor of {root.dtype} {root.shape}, which has no name"
+    else:
+        kind = str(root.cls) if isinstance(root, Opaque) else type(root).__name__
+        held = f"a {'numpy array' if isinstance(root, NumpyArray) else kind} without tensors under names"
+    return f"{document.path}: no weights found in it: the file holds {held}; is it the right file?"

@@ -29,7 +29,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     archive = FolderArchive(str(folder), _files(root))
     if "constants.pkl" in archive.members:
         return torchscript.read_archive(archive)
-    return read_archive(archive, NAME)
+    return read_archive(archive, NAME, left_of=lambda name, nbytes: None)
 
 
 @dataclass(frozen=True, eq=False)

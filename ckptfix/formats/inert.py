@@ -21,6 +21,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.arrays import NumpyArray
 from ckptfix.formats.bounds import bounded_keys, shown
 from ckptfix.formats.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
+from ckptfix.formats.executors import is_union
 from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.rank_shards import local_part
 from ckptfix.formats.sources import MemoryBytes
@@ -51,12 +52,13 @@ class InertTable:
     (``_load_from_bytes``).
 
     ``foreign`` gathers the tensor subclasses that are named, ``derived`` the names that the pickle builds by
-    ``getattr``."""
+    ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
 
     path: str
     nested: Callable[[bytes], Any]
     foreign: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
     _stored: dict[int, Storage] = field(default_factory=dict)
     _stored_bytes: int = 0
     _logical_bytes: int = 0
@@ -69,6 +71,8 @@ class InertTable:
             made = handler(self, *args)
             if made is not NotImplemented:
                 return made
+        if not is_union(function, args):
+            self.called.add(str(function))
         return Opaque(function, args)
 
     # torch ------------------------------------------------------------------------------------------------------------

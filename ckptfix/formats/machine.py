@@ -37,7 +37,8 @@ Call = Callable[[Global, tuple[Any, ...]], Any]
 class PickleMachine:
     """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is behind its STOP.
 
-    ``globals`` holds every global that the pickle names, whether it calls it or not. Raises ``UnreadableError`` where
+    ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` has those whose results
+    it calls again (``functools.partial()``). Raises ``UnreadableError`` where
     the stream is not a pickle or ends early, ``HostileError`` where it is built to exhaust the machine."""
 
     def __init__(
@@ -52,6 +53,7 @@ class PickleMachine:
         self.call: Call = call
         self.persistent_load: Callable[[Any], Any] = persistent_load
         self.globals: dict[tuple[str, str], Global] = {}
+        self.called: set[str] = set()
         self.protocol = 0
         self.bounds = Bounds(path, len(data))
         self._stack: list[Any] = []
@@ -196,6 +198,7 @@ class PickleMachine:
                 else Global(type(function).__module__, type(function).__name__)
             )
             name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
+            self.called.add(f"{cls.module}.{name}")
             return self.bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
         if kwargs:
             return self.bounds.make(Opaque(function, args, kwargs))

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptfix.checkpoint import Remark
+from ckptfix.formats.executors import runs_code
 
 MODULES = frozenset(
     """os posix nt posixpath ntpath subprocess commands pty popen2 sys shutil socket _socket ssl http urllib urllib2
     requests httplib ftplib telnetlib smtplib socketserver asyncio multiprocessing threading _thread signal ctypes
     _ctypes cffi runpy importlib imp _imp pkgutil zipimport codeop pdb bdb cProfile timeit doctest pydoc venv ensurepip
     pip idlelib lib2to3 webbrowser antigravity tempfile fileinput linecache pickle _pickle cPickle cloudpickle dill
-    joblib shelve marshal sqlite3 _sqlite3 gc nturl2path""".split()
+    joblib shelve marshal sqlite3 _sqlite3 gc nturl2path atexit _posixsubprocess _frozen_importlib
+    _frozen_importlib_external _multiprocessing tarfile zipfile concurrent xmlrpc wsgiref cgitb unittest resource
+    aiohttp fsspec _interpreters _xxsubinterpreters _testcapi _testinternalcapi""".split()
 )
 """Top-level modules of which no checkpoint needs anything."""
 
@@ -25,7 +28,7 @@ ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil s
 
 BUILTINS = frozenset(
     "eval exec execfile compile open file __import__ apply input raw_input setattr delattr globals locals vars "
-    "breakpoint exit quit".split()
+    "breakpoint exit quit reload __build_class__".split()
 )
 """Built-in functions that no checkpoint needs. ``getattr`` is what Python 3.11 pickles enums with; its result is judged
 instead.
@@ -38,8 +41,12 @@ FUNCTIONS = frozenset(
     torch.utils._config_module torch.utils.data.datapipes.utils numpy.load numpy.save numpy.loadtxt numpy.savetxt
     numpy.fromfile numpy.genfromtxt numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils
     pandas.read_pickle pandas.io types.CodeType types.FunctionType operator.attrgetter operator.methodcaller
-    operator.call code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile
-    trace.Trace io.open io.FileIO _io.FileIO _io.open site.main platform.popen inspect.getattr_static""".split()
+    operator.call _operator.attrgetter _operator.methodcaller _operator.call
+    code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile
+    trace.Trace weakref.finalize logging.config torch.jit.unsupported_tensor_ops torch.jit._serialization
+    torch.fx.graph_module._forward_from_src torch.multiprocessing torch.utils.model_zoo torch._C.import_ir_module
+    torch._ops._Ops torch._ops.load_library
+    io.open_code io.open io.FileIO _io.FileIO _io.open site.main platform.popen inspect.getattr_static""".split()
 )
 """Names, or their beginnings, that load other files, build code, or call by name, in modules that are harmless
 otherwise.
@@ -56,6 +63,12 @@ def is_payload(name: str) -> bool:
     return any(".".join(parts[:depth]) in FUNCTIONS for depth in range(2, len(parts) + 1))
 
 
+def name_calls(called: Iterable[str]) -> set[str]:
+    """Of the globals that a pickle calls those that do more than to construct a value, each with ``()`` behind it."""
+    return {f"{name.removesuffix('()')}()" for name in called if runs_code(name)}
+
+
 def payload_remarks(names: Iterable[str]) -> list[Remark]:
-    """One remark for each global that is there only to run code."""
-    return [Remark("payload", "pickle", name) for name in sorted(names) if is_payload(name)]
+    """One remark for each global that is there only to run code. A name that ends in ``()`` was called to do so."""
+    found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
+    return [Remark("payload", "pickle", name) for name in sorted(found)]

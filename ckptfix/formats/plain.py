@@ -16,10 +16,12 @@ from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import Plain
 from ckptfix.formats.arrays import NumpyArray, numpy_type
+from ckptfix.formats.inert import MODULE_ALIASES
 from ckptfix.formats.modules import is_module, module_state_dict
 from ckptfix.formats.objects import Global, Opaque
 
 DEPTH_LIMIT = 200
+_LONGEST_RANGE = 10_000
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
 """Classes beside the built-in ones that ``weights_only`` accepts as they are."""
 
@@ -142,8 +144,8 @@ class _Plainer:
         return str(value)
 
     def _key(self, key: Any, path: tuple[PathPart, ...]) -> Any:
-        if isinstance(key, Opaque) and str(key.cls) in _KNOWN:
-            key = _KNOWN[str(key.cls)](key)
+        if isinstance(key, Opaque) and (known := _known(key)) is not None:
+            key = known(key)
         if key is None or isinstance(key, (bool, int, float, complex, str, bytes)):
             return key
         if isinstance(key, tuple):
@@ -161,7 +163,7 @@ class _Plainer:
         if isinstance(value, Global):
             if is_native_global(value):
                 return value
-            self._note(path, str(value), "str")
+            self._note(path, str(value), f"the text '{value}'")
             return str(value)
         if isinstance(value, NumpyArray):
             spec = value.spec(self.checkpoint.path)
@@ -191,11 +193,15 @@ def _class_name(value: Any) -> str:
     )
 
 
+def _known(value: Opaque) -> Callable[[Opaque], Any] | None:
+    """The natural form of a known class, whether Python 2 or 3 named it."""
+    return _KNOWN.get(f"{MODULE_ALIASES.get(value.cls.module, value.cls.module)}.{value.cls.name}")
+
+
 def _natural(value: Opaque) -> Any:
     """What an object of a class held, in the form that comes nearest to it."""
     name = str(value.cls)
-    known = _KNOWN.get(name)
-    if known is not None:
+    if (known := _known(value)) is not None:
         return known(value)
     if name.startswith("pathlib."):
         return "/".join(str(part) for part in value.args).replace("//", "/")
@@ -259,6 +265,15 @@ def _moment(value: Opaque) -> Any:
     return text
 
 
+def _range(value: Opaque) -> Any:
+    """The numbers of a range, or its arguments where they are too many."""
+    if 1 <= len(value.args) <= 3 and all(type(bound) is int for bound in value.args) and value.args[2:] != (0,):
+        numbers = range(*value.args)
+        if not numbers[_LONGEST_RANGE:]:
+            return list(numbers)
+    return {"class": "range", "args": list(value.args)}
+
+
 def _mapping(value: Opaque) -> Any:
     return dict(value.pairs)
 
@@ -278,10 +293,8 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "uuid.UUID": lambda value: f"{value.attributes.get('int', 0):032x}",
     "fractions.Fraction": lambda value: "/".join(map(str, value.args)) or "0",
     "decimal.Decimal": lambda value: str(value.args[0]) if value.args else "0",
-    "builtins.slice": lambda value: list(value.args),
-    "__builtin__.slice": lambda value: list(value.args),
-    "__builtin__.range": lambda value: list(value.args),
-    "builtins.range": lambda value: list(value.args),
-    "__builtin__.xrange": lambda value: list(value.args),
+    "builtins.slice": lambda value: {"class": "slice", "args": list(value.args)},
+    "builtins.range": _range,
+    "builtins.xrange": _range,
     "builtins.object": lambda value: {},
 }

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
+from ckptfix.formats.checksums import prove
 from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
@@ -23,6 +24,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
     """
     header, order = _header(checkpoint)
+    prove(checkpoint, (spec.storage for spec in order))
     try:
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

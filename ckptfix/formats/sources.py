@@ -32,7 +32,8 @@ class OpenFile:
             self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise UnreadableError(f"{path}: cannot be opened: {reason}") from error
+            hint = "; check the path" if isinstance(error, FileNotFoundError) else ""
+            raise UnreadableError(f"{path}: cannot be opened: {reason}{hint}") from error
         weakref.finalize(self, os.close, self.descriptor)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             raise UnreadableError(f"{path}: is no regular file; save what it gives to one first")

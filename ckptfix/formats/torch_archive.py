@@ -5,7 +5,9 @@ Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage
@@ -13,9 +15,13 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.document import Document
 from ckptfix.formats.payload import payload_remarks
 from ckptfix.formats.torch_pickle import StoragePickle
+from ckptfix.formats.torn import TornBytes
 
 SMALL_LIMIT = 64 << 20
 """Bytes up to which a member may be taken into memory whatever the size of the archive."""
+
+NAMED_LIMIT = 3
+"""Storages that are named one by one where they are gone."""
 
 
 class TorchArchive(Protocol):
@@ -63,37 +69,58 @@ def storage_pickle(
 
     ``left_of`` knows what is left of a damaged archive; without it a storage that is not whole is an error.
     """
-    return StoragePickle(archive.path, _finder(archive, folders, left_of), nesting, is_big_endian(archive))
+    return _storage_pickle(archive, _Finder(archive, folders, left_of), nesting)
 
 
-def _finder(
-    archive: TorchArchive, folders: tuple[str, ...], left_of: LeftOf | None
-) -> Callable[[str, int, str], Storage]:
-    def find_storage(key: str, nbytes: int, device: str) -> Storage:
-        name = next((f"{folder}/{key}" for folder in folders if f"{folder}/{key}" in archive.members), None)
-        torn = left_of(name, nbytes) if left_of is not None else None
+def _storage_pickle(archive: TorchArchive, finder: _Finder, nesting: int) -> StoragePickle:
+    return StoragePickle(archive.path, finder.find, nesting, is_big_endian(archive))
+
+
+@dataclass
+class _Finder:
+    """Finds the storages of an archive. Those that are not whole are torn, where ``left_of`` is known, and counted."""
+
+    archive: TorchArchive
+    folders: tuple[str, ...]
+    left_of: LeftOf | None
+    damage: list[str] = field(default_factory=list)
+
+    def find(self, key: str, nbytes: int, device: str) -> Storage:
+        """The storage of a key."""
+        archive = self.archive
+        name = next((f"{folder}/{key}" for folder in self.folders if f"{folder}/{key}" in archive.members), None)
+        torn = self.left_of(name, nbytes) if self.left_of is not None else None
         if torn is not None:
             return Storage(key, torn, device)
         if name is None:
-            raise UnreadableError(
-                f"{archive.path}: storage {key} is used but not in the archive; it is damaged: fetch it again"
-            )
+            return self._torn(key, f"lacks its storage {self.folders[0]}/{key}", nbytes, device, None)
         source = archive.source(name)
         if source.nbytes < nbytes:
-            raise HostileError(
-                f"{archive.path}: storage {key} declares {nbytes} bytes and its member has {source.nbytes}: damaged "
-                "or hostile; fetch it again"
-            )
+            cause = f"has {source.nbytes} of the {nbytes} bytes of its storage {name}"
+            return self._torn(key, cause, nbytes, device, source)
         return Storage(key, source, device, archive.crc32(name))
 
-    return find_storage
+    def _torn(self, key: str, cause: str, nbytes: int, device: str, source: ByteSource | None) -> Storage:
+        if self.left_of is None:
+            raise UnreadableError(f"{self.archive.path}: {cause}; fetch it again")
+        self.damage.append(cause)
+        return Storage(key, TornBytes(self.archive.path, nbytes, source.nbytes if source else 0, source), device)
+
+    def causes(self) -> list[str]:
+        """What is damaged, the first few by name."""
+        more = len(self.damage) - NAMED_LIMIT
+        return self.damage[:NAMED_LIMIT] + ([f"lacks {more} more"] if more > 0 else [])
 
 
 def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: LeftOf | None = None) -> Document:
     """The document of the members of a torch.save file; ``form`` is the name of its format."""
     # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
-    pickles = storage_pickle(archive, ("data", "tensors"), nesting, left_of)
-    root, _ = pickles.run(read_member(archive, "data.pkl"))
+    finder = _Finder(archive, ("data", "tensors"), left_of)
+    pickles = _storage_pickle(archive, finder, nesting)
+    data = read_member(archive, "data.pkl")
+    crc32 = archive.crc32("data.pkl")
+    damage = ["its data.pkl fails its checksum"] if crc32 is not None and zlib.crc32(data) != crc32 else []
+    root, _ = pickles.run(data)
     remarks = payload_remarks(pickles.names)
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
     remarks += [
@@ -103,7 +130,8 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     ]
     if pickles.protocol != 2:
         remarks.append(Remark("protocol", "data.pkl", str(pickles.protocol)))
-    return Document(archive.path, form, root, None, pickles.names, remarks, producer=_producer(archive.members))
+    damage += finder.causes()
+    return Document(archive.path, form, root, None, pickles.names, remarks, damage, producer=_producer(archive.members))
 
 
 def _producer(members: Collection[str]) -> str:

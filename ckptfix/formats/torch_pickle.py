@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,16 @@ from ckptfix.formats.claims import TypedStorage, storage_dtype
 from ckptfix.formats.inert import InertTable
 from ckptfix.formats.machine import Bytes, PickleMachine
 from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.payload import name_calls
 from ckptfix.formats.sources import SwappedBytes
+
+_TEXT_ID = re.compile(
+    r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
+    r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
+    r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)",
+    re.ASCII,
+)
+"""Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's ``str``."""
 
 NESTING_LIMIT = 4
 """How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
@@ -23,8 +33,8 @@ class StoragePickle:
     """Runs the pickles of one file.
 
     ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
-    gathers every global that the pickles of the file name. ``big_endian`` says that the storages are from such a
-    machine."""
+    gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
+    run something. ``big_endian`` says that the storages are from such a machine."""
 
     def __init__(
         self,
@@ -50,12 +60,13 @@ class StoragePickle:
         finally:
             self.names.update(str(name) for name in machine.globals.values())
             self.names.update(self.table.derived)
+            self.names.update(name_calls(machine.called | self.table.called))
         self.protocol = max(self.protocol, machine.protocol)
         return value, machine.position
 
     def _persistent(self, pid: Any) -> Any:
         """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
-        kind, cls, *rest = pid
+        kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
         if kind == "module" and isinstance(cls, Global):
             return cls
         if kind != "storage":
@@ -114,3 +125,12 @@ class StoragePickle:
         root, names = read_nested(data, self.path, self.nesting + 1)
         self.names.update(names)
         return root
+
+
+def _id_of_text(text: str) -> tuple[Any, ...]:
+    """The persistent id that a file of pickle protocol 0 writes as text."""
+    found = _TEXT_ID.fullmatch(text)
+    if found is None:
+        raise ValueError(f"persistent id {shown(text)}")
+    view = (found["view"], int(found["offset"]), int(found["size"])) if found["view"] is not None else None
+    return "storage", Global(found["module"], found["name"]), found["key"], found["device"], int(found["numel"]), view

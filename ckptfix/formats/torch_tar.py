@@ -22,7 +22,7 @@ from ckptfix.formats.document import Document
 from ckptfix.formats.inert import InertTable
 from ckptfix.formats.machine import PickleMachine
 from ckptfix.formats.objects import Global
-from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.payload import name_calls, payload_remarks
 from ckptfix.formats.sources import Content, WindowBytes
 
 NAME = "torch-tar"
@@ -79,6 +79,7 @@ class _Reader:
         finally:
             self.names.update(str(name) for name in machine.globals.values())
             self.names.update(table.derived)
+            self.names.update(name_calls(machine.called | table.called))
         return value, machine.position
 
     def _nested(self, data: bytes) -> Any:

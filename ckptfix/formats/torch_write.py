@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
+from ckptfix.formats.checksums import prove
 from ckptfix.formats.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.sources import stream
@@ -47,6 +48,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> None:
     """Write the zip container of torch ≥ 1.6."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
+    prove(checkpoint, (region.storage for region in placement.regions if not region.is_whole))
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
     archive = ZipWriter(file)
     for name, data in (
@@ -77,6 +79,7 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
             "out --for-torch"
         )
     placement = Placement(root, checkpoint.devices)
+    prove(checkpoint, (region.storage for region in placement.regions))
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     keys = [placement.keys[id(region)] for region in placement.regions]
     for value in (MAGIC, PROTOCOL, system, root, keys):

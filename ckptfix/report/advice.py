@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from ckptfix.finding import Finding, Level
+from ckptfix.finding import Finding, Fix, Level, Rename, RenameModule
 from ckptfix.report.model import Report
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
@@ -62,6 +62,13 @@ def _remaining(report: Report) -> list[Finding]:
 def _text(finding: Finding) -> str:
     if finding.remedy:
         return finding.remedy
-    if needs_unsafe(finding):
-        return "--unsafe-fixes applies the fix, which invents, drops or changes values"
+    if finding.fix is not None and needs_unsafe(finding):
+        return f"--unsafe-fixes applies the fix, which {_risk(finding.fix)}"
     return "" if is_fixable(finding) else f"no automatic repair; see ckptfix rule {finding.code}"
+
+
+def _risk(fix: Fix) -> str:
+    """Why a fix is unsafe."""
+    if fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in fix.edits):
+        return "gives keys other names, and nothing confirms that these are the right ones"
+    return "invents, drops or changes values"

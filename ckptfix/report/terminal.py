@@ -41,7 +41,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     elif telling.mode is Mode.DRY_RUN:
         yield "written: nothing (dry run)"
     elif telling.mode is Mode.REPAIR:
-        is_clean = all(finding.level is Level.NOTE for finding in report.findings)
+        is_clean = report.exit_code == 0 and not report.edits
         yield f"written: nothing{', as there is nothing to repair' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     yield from advice_lines(report, telling)
@@ -62,6 +62,11 @@ def headline(report: Report) -> Line:
     """What was wrong, in one line."""
     defects = [finding for finding in report.findings if finding.level > Level.NOTE]
     notes = len(report.findings) - len(defects)
+    if not defects and report.edits and not report.fixed and report.exit_code == 0:
+        done = [line for line in edit_lines(report.edits) if not line.startswith(" ")]
+        named = [_cut(line, _HEADLINE_LENGTH) for line in done[:_HEADLINE_ITEMS]]
+        more = [f"and {len(done) - _HEADLINE_ITEMS} more"] if len(done) > _HEADLINE_ITEMS else []
+        return (Span(f"{report.source}: ", "strong"), Span("a saved plan", "good"), f": {'; '.join([*named, *more])}")
     if not defects:
         failed = "a strict load would fail" if report.obstacles else "the forward test failed"
         clean = "clean" if report.exit_code == 0 else failed

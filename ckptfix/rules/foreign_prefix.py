@@ -50,7 +50,6 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is None or two_sets(checkpoint.entries):
         return
     known = target.slots.keys() | target.entries
-    known = target.slots.keys() | target.entries
     free = {key: entry for key, entry in checkpoint.entries.items() if key not in known}
     placed = known & checkpoint.entries.keys()
     in_place = len(placed)

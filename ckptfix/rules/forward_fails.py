@@ -9,17 +9,18 @@ error, a crash by a signal, a time-out and a lack of memory are this finding, wi
 - *environment*: the device cannot even multiply two small matrices, memory ran out, an operator does not exist there;
 - *input*: the model does not take the input that was given with `--input`;
 - *model*: the model's own code raised, crashed or hung;
-- *checkpoint*: the strict load failed, a parameter did not come from the file, or values that are not finite made the
-  model raise.
+- *checkpoint*: the strict load failed, a parameter did not come from the file, values that are not finite made the
+  model raise, or the model raises with the file and runs with its own initial weights on the same input.
 
-An input that ckptfix derived from the first layer proves nothing by failing: then there is no verdict, and the report
-asks for `--input`.
+An input that ckptfix derived from the first layers proves nothing by failing. Where none of them runs, with the file or
+without it, there is no verdict: the finding is a warning that asks for `--input`.
 
 ## Why it matters
 Names and shapes that agree do not make a model run. A file is delivered as repaired only if it did.
 
 ## Fix safety
-There is no fix: the finding is about the result. No file is written. `--no-smoke` leaves the test out.
+There is no fix: the finding is about the result. No file is written where the test failed; where it could not be run,
+the file is written, since the strict load was proven. `--no-smoke` leaves the test out.
 
 ## Example
 A model for images of 3 channels, given `--input 2x1x64x64`:

@@ -12,7 +12,10 @@ fails in every reader that compares shapes.
 
 ## Fix safety
 
-Safe: the shape and the dtype become those that `load_state_dict` itself gives the value.
+Safe where the counter is a whole number that the new dtype holds: the shape and the dtype become those that
+`load_state_dict` itself gives the value. For this the one element is read, with `--no-values` too. A counter that is
+NaN, infinite, fractional or too large counts nothing: it is replaced by zero, which is unsafe. No other stored count is
+ever overwritten.
 
 ## Example
 
@@ -32,10 +35,32 @@ from collections.abc import Iterator
 from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.dtypes import DTYPES
-from ckptfix.finding import Applicability, Cast, Context, Edit, Finding, Fix, Level, Reshape, Rule, counted, rule
+from ckptfix.finding import (
+    Applicability,
+    Cast,
+    Context,
+    Drop,
+    Edit,
+    Fill,
+    Finding,
+    Fix,
+    Level,
+    Reshape,
+    Rule,
+    counted,
+    rule,
+)
 from ckptfix.target import Slot
+from ckptfix.values.decode import encoding
 
 _DEFAULT = Slot("int64", (), "buffer")
+
+_DIGITS = {
+    **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
+    **{f"int{bits}": bits - 1 for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": bits for bits in (8, 16, 32, 64)},
+}
+"""Binary digits up to which a dtype holds every whole number."""
 
 
 @rule("BUF103", "malformed-num-batches-tracked")
@@ -44,9 +69,15 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     edits: list[Edit] = []
     forms: dict[str, int] = {}
     keys = []
+    broken: dict[str, str] = {}
+    zeros: list[Edit] = []
     for key, spec in context.checkpoint.specs.items():
         slot = context.target.slots.get(key, _DEFAULT) if context.target else _DEFAULT
         if split_key(key)[1] != NUM_BATCHES_TRACKED or not (cure := _cure(key, spec, slot)):
+            continue
+        if spec.dtype != slot.dtype and not _holds(slot.dtype, value := _value(spec)):
+            broken[key] = f"{value:g}"
+            zeros += (Drop(key), Fill(key, slot.dtype, slot.shape or (), "zeros"))
             continue
         form = f"{spec.dtype}{list(spec.shape)}"
         forms[form] = forms.get(form, 0) + 1
@@ -60,12 +91,22 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
             evidence={"forms": forms},
             fix=Fix(tuple(edits), Applicability.SAFE),
         )
+    if broken:
+        shown = ", ".join(dict.fromkeys(broken.values()))
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(broken), 'counter')} of batches with a value that counts nothing ({shown})",
+            keys=tuple(broken),
+            evidence={"values": broken},
+            fix=Fix(tuple(zeros), Applicability.UNSAFE),
+        )
 
 
 def _cure(key: str, spec: TensorSpec, slot: Slot) -> list[Edit]:
     """The edits that give a counter the form of its slot; none for what is fine, or for what is no counter at all."""
     dtype = DTYPES[spec.dtype]
-    if spec.numel != 1 or spec.layout != "strided" or dtype.is_complex or dtype.is_quantized:
+    is_number = not (dtype.is_complex or dtype.is_quantized) and encoding(spec.dtype) is not None
+    if spec.numel != 1 or spec.storage is None or not is_number:
         return []
     cure: list[Edit] = []
     if slot.shape is not None and len(slot.shape) <= 1 and spec.shape != slot.shape:
@@ -73,3 +114,21 @@ def _cure(key: str, spec: TensorSpec, slot: Slot) -> list[Edit]:
     if spec.dtype != slot.dtype:
         cure.append(Cast(key, spec.dtype, slot.dtype))
     return cure
+
+
+def _value(spec: TensorSpec) -> float:
+    """The value of a counter. It is one element, so that a rule may read it without asking for the values."""
+    import numpy as np
+
+    form = encoding(spec.dtype)
+    assert form is not None, "what is no number has no cure"
+    assert spec.storage is not None, "a counter without a value has no cure"
+    start = spec.offset * spec.itemsize
+    raw = spec.storage.source.read(start, start + spec.itemsize)
+    return float(form.decode(np.frombuffer(raw, form.unit))[0])
+
+
+def _holds(dtype: str, value: float) -> bool:
+    """Whether a dtype holds a value, and the value is a whole number."""
+    is_signed = not dtype.startswith("uint")
+    return value.is_integer() and abs(value) < 2 ** _DIGITS.get(dtype, 0) and (is_signed or value >= 0)

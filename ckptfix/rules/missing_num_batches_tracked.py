@@ -3,7 +3,9 @@
 ## What it finds
 
 Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
-target, those where the target wants the counter.
+target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
+norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
+statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight.
 
 ## Why it matters
 
@@ -13,8 +15,9 @@ counter to a module of version 1 or none; at version 2, and in every reader that
 ## Fix safety
 
 Safe: a 0-d int64 zero is what torch itself would supply. It is used only by a BatchNorm with `momentum=None`. A
-stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and for modules whose `_metadata`
-says that they are no BatchNorm of torch (detectron2's frozen one has version 3).
+stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and without a target where `_metadata`
+gives another version than 2: torchvision's FrozenBatchNorm2d has 1 and detectron2's 3, and a strict load of either
+refuses the counter, while torch supplies it to an old BatchNorm.
 
 ## Example
 
@@ -25,6 +28,7 @@ says that they are no BatchNorm of torch (detectron2's frozen one has version 3)
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/batchnorm.py (`_load_from_state_dict`)
 - https://github.com/pytorch/pytorch/issues/110361
+- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)
 """
 
 from __future__ import annotations
@@ -46,13 +50,13 @@ def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Findin
         return
     checkpoint, target = context.checkpoint, context.target
     fills = []
-    for module in _uncounted(checkpoint):
-        key = module + NUM_BATCHES_TRACKED
-        slot = target.slots.get(key) if target else None
-        if target is None and _version(checkpoint, module) <= _COUNTING_VERSION:
-            fills.append(Fill(key, "int64", (), "zeros"))
-        elif slot is not None and slot.shape is not None:
-            fills.append(Fill(key, slot.dtype, slot.shape, "zeros"))
+    if target is None:
+        fills = [Fill(module + NUM_BATCHES_TRACKED, "int64", (), "zeros") for module in _incomplete(checkpoint)]
+    else:
+        for module in _uncounted(checkpoint):
+            slot = target.slots.get(key := module + NUM_BATCHES_TRACKED)
+            if slot is not None and slot.shape is not None:
+                fills.append(Fill(key, slot.dtype, slot.shape, "zeros"))
     if not fills:
         return
     fails = sum(_version(checkpoint, split_key(fill.key)[0]) >= _COUNTING_VERSION for fill in fills)
@@ -77,6 +81,21 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
         counter = module + NUM_BATCHES_TRACKED
         if is_mean and counter not in checkpoint.entries and not _is_lost(checkpoint, counter):
             yield module
+
+
+def _incomplete(checkpoint: Checkpoint) -> list[str]:
+    """The uncounted modules that are a BatchNorm by what the file alone says."""
+    uncounted = list(_uncounted(checkpoint))
+    if not checkpoint.metadata:
+        norms = (module for module, leaf in map(split_key, checkpoint.specs) if leaf == "running_mean")
+        has_weights = any(module + "weight" in checkpoint.specs for module in norms)
+        return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]
+    counted_versions = {
+        _version(checkpoint, module) for module, leaf in map(split_key, checkpoint.specs) if leaf == NUM_BATCHES_TRACKED
+    }
+    # A frozen BatchNorm has version 1 or 3, and no counter of its own: those of version 2 beside it say nothing of it.
+    versions = {_COUNTING_VERSION} | {version for version in counted_versions if version < _COUNTING_VERSION}
+    return [module for module in uncounted if _version(checkpoint, module) in versions]
 
 
 def _is_lost(checkpoint: Checkpoint, counter: str) -> bool:

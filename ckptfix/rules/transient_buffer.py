@@ -14,11 +14,16 @@ running stats buffer(s)`.
 
 ## Fix safety
 
-Safe. A buffer is dropped where the target has one of the same name that it does not save, or has none at all and
-the name is known for one of these. It is filled only from the model's own initialisation, which is not random here,
-and only under a known name. A buffer that the target wants is kept as stored, whatever its name: ESM's `inv_freq`
-differs from a fresh one. InstanceNorm statistics are dropped only where the file is older than 0.4.0, as evaluation
-did not use them then.
+Safe, with one exception. A buffer is dropped where the target has one of the same name that it does not save, or
+has none at all and the name is known for one of these. It is filled only from the model's own initialisation, which
+is not random here, and only under a known name. A buffer that the target wants is kept as stored, whatever its
+name: ESM's `inv_freq` differs from a fresh one. InstanceNorm statistics are dropped only where the file is older
+than 0.4.0, as evaluation did not use them then.
+
+Unsafe, and a warning, where the target works out a buffer of floats, such as `inv_freq`, with other values than those
+stored: then the model may be configured in another way (the base or the scaling of its rotary embedding), and give
+other results. Masks, counters and indices are not compared, nor is anything under `--no-values`, or where the model
+has more than 4 GB of weights to be built for it.
 
 ## Example
 
@@ -37,9 +42,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
-from ckptfix.checkpoint import Checkpoint
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.errors import TargetError
 from ckptfix.finding import Applicability, Context, Drop, Fill, Finding, Fix, Level, Rule, counted, rule
 from ckptfix.target import BUFFER, Target
+
+_ROTARY = frozenset({"inv_freq", "cos_cached", "sin_cached"})
+"""The known transient buffers whose values depend on more than a size."""
+
+_AFFORDABLE = 4 << 30
+"""Bytes of weights of a model that is built to look at its buffers."""
 
 
 @rule("BUF104", "transient-buffer")
@@ -55,7 +68,18 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(stale),
             fix=Fix(tuple(Drop(key) for key in stale), Applicability.SAFE),
         )
-    if extra := [key for key in checkpoint.specs if _is_extra(key, checkpoint, target)]:
+    extra = [key for key in checkpoint.specs if _is_extra(key, checkpoint, target)]
+    if different := _different(extra, context, target):
+        extra = [key for key in extra if key not in different]
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(different), 'buffer')} with other values than this model works out for itself",
+            keys=tuple(different),
+            evidence={"largest_difference": different},
+            fix=Fix(tuple(Drop(key) for key in different), Applicability.UNSAFE),
+            remedy="--unsafe-fixes drops them; look first whether the model is configured as the one that was saved",
+        )
+    if extra:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(extra), 'buffer')} too many: this model does not save what it works out for itself",
@@ -82,6 +106,40 @@ def _is_extra(key: str, checkpoint: Checkpoint, target: Target) -> bool:
         return False
     spec = checkpoint.specs[key]
     return key in target.transient or (is_transient(key, spec.shape) and not spec.is_parameter)
+
+
+def _different(extra: list[str], context: Context, target: Target) -> dict[str, float]:
+    """The superfluous buffers whose values are not the model's own, with the largest difference of each.
+
+    Compared to a few units of the coarser dtype, and no closer than 1e-3: the cosine of a large angle depends on the
+    device that worked it out.
+    """
+    comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
+    nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
+    if not comparable or context.statistics is None or target.initial is None or nbytes > _AFFORDABLE:
+        return {}
+    import torch
+
+    try:
+        initial = target.initial()
+    except TargetError:  # the factory works on the meta device only: there is nothing to compare with
+        return {}
+    different = {}
+    for key in comparable:
+        stored, own = context.checkpoint.read(key).detach().cpu(), initial.get(key)
+        if own is None or own.shape != stored.shape or not own.is_floating_point() or not own.numel():
+            continue
+        tolerance = max(1e-3, 4 * torch.finfo(stored.dtype).eps, 4 * torch.finfo(own.dtype).eps)
+        if not torch.allclose(stored.double(), own.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+            different[key] = float((stored.double() - own.double()).abs().max())
+    return different
+
+
+def _is_computed(key: str, spec: TensorSpec) -> bool:
+    """Whether the values of a buffer follow from the configuration and matter: floats, but no mask or counter."""
+    leaf = split_key(key)[1]
+    is_dense_float = DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1 and spec.storage is not None
+    return is_dense_float and "mask" not in leaf and (leaf in _ROTARY or not is_transient(key, spec.shape))
 
 
 def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:

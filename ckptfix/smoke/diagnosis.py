@@ -77,12 +77,12 @@ def diagnose(
 
 
 def holds_for_any_input(failure: Failure) -> bool:
-    """Whether another input could not have helped: the environment gave way, the weights are broken, or names of the
-    code are missing.
+    """Whether another input could not have helped: the environment gave way, the weights are broken, names of the code
+    are missing, or the code leaves the process.
     """
     if failure.blame in (ENVIRONMENT, CHECKPOINT):
         return True
-    return failure.error.startswith(("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError"))
+    return failure.error.startswith(("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "SystemExit"))
 
 
 def _blame(stage: str, error: BaseException, depth: int, origin: Origin | None) -> str:

@@ -5,17 +5,20 @@ Everything here may be called in-process too; what needs a process of its own is
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.smoke.derive import derive_inputs
 from ckptfix.smoke.device import choose_device, place
 from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input
 from ckptfix.smoke.inputs import Arguments, Input, make_arguments, parse_inputs
-from ckptfix.smoke.outcome import ENVIRONMENT, Failure, Outcome
+from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, Failure, Outcome
 from ckptfix.smoke.outputs import describe, figures_of, tensors_in
 from ckptfix.smoke.proof import load_strictly
 from ckptfix.smoke.trace import Trace
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-NO_INPUT = "no input could be derived; give one with --input"
+NO_GUESS = "no input could be derived from the model's layers"
+NO_FIT = "no derived input suits the model"
+CONTRAST = "with its own initial weights the model runs on the same input"
+
+Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_fa
     try:
         return _examine(job, progress)
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
+        if progress.stage == "control":  # what the control does says nothing of the checkpoint
+            return progress.so_far
         return replace(progress.so_far, failure=diagnose(progress.stage, error))
 
 
@@ -88,7 +97,20 @@ def _examine(job: Job, progress: Progress) -> Outcome:
     progress.enter("input")
     guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(model)
     with torch.no_grad():
-        return run_first_that_fits(model, guesses, dtype, device, job.seed, progress)
+        tried = try_in_turn(model, guesses, dtype, device, job.seed, progress)
+        settled = settling(tried)
+        if settled is not None:
+            return settled
+        progress.so_far = replace(progress.so_far, undecided=_undecided(tried))
+        if tried:
+            progress.enter("control")
+            first, anatomy = weakref.ref(model), _anatomy(model)
+            del model
+            gc.collect()  # two large models need not be in memory at once
+            control = _control(job, first, anatomy)
+            if control is not None:
+                return _compare(control, guesses, tried, device, job.seed, progress.so_far)
+        return progress.so_far
 
 
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
@@ -118,40 +140,84 @@ def _refusal(error: Exception) -> str:
     return cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
 
 
-def run_first_that_fits(
+def try_in_turn(
     model: nn.Module,
     guesses: list[tuple[Input, ...]],
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
     progress: Progress,
-) -> Outcome:
-    """The outcome of the first input that the model takes.
-
-    Where none was given and none of the guesses ran, only a failure that no input could have helped counts; otherwise
-    the outcome is undecided.
-    """
-    failed: list[Outcome] = []
+) -> list[Outcome]:
+    """The outcomes of these inputs, up to the first that the model takes or that shows that no other can help."""
+    tried: list[Outcome] = []
     for guess in guesses:
         progress.enter("input")
         arguments = make_arguments(guess, dtype, device, seed)
         progress.enter("forward")
         outcome = _forward(model, arguments, device, seed, progress.so_far)
-        if outcome.failure is None or not outcome.derived:
-            return outcome
-        failed.append(outcome)
+        tried.append(outcome)
+        if outcome.failure is None:
+            break
         if holds_for_any_input(outcome.failure) and outcome.failure.blame != ENVIRONMENT:
             break  # a smaller guess may still find the memory, or an operator that exists
-    certain = [outcome for outcome in failed if outcome.failure is not None and holds_for_any_input(outcome.failure)]
-    if certain:
-        return certain[0]
-    return replace(progress.so_far, undecided=_undecided(failed))
+    return tried
+
+
+def settling(tried: list[Outcome]) -> Outcome | None:
+    """The outcome that counts: the model ran, or failed on the input that was given, or as it would on any input.
+
+    None where all that failed are guesses.
+    """
+    if tried and (tried[-1].failure is None or not tried[-1].derived):
+        return tried[-1]
+    return next((outcome for outcome in tried if outcome.failure and holds_for_any_input(outcome.failure)), None)
 
 
 def _undecided(failed: list[Outcome]) -> str:
     if not failed or failed[0].failure is None:
-        return NO_INPUT
-    return f"{NO_INPUT} ({' and '.join(failed[0].inputs)} gave {failed[0].failure.error}{failed[0].failure.place})"
+        return NO_GUESS
+    return f"{NO_FIT} ({' and '.join(failed[0].inputs)} gave {failed[0].failure.error}{failed[0].failure.place})"
+
+
+def _control(job: Job, first: weakref.ref[nn.Module], anatomy: Anatomy) -> nn.Module | None:
+    """A second model of the factory, with its own initial weights.
+
+    None where the factory gives the first again, or one of other shapes (lazy layers take any input), or does not run
+    twice: then nothing can be compared.
+    """
+    from ckptfix.factory import build_module
+
+    try:
+        control = build_module(job.factory, job.factory_args, job.seed)
+    except TargetError:
+        return None
+    return control if control is not first() and _anatomy(control) == anatomy else None
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    """The shapes of the model's tensors; a lazy one has none yet."""
+    from torch.nn.parameter import is_lazy
+
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors}
+
+
+def _compare(
+    control: nn.Module,
+    guesses: list[tuple[Input, ...]],
+    tried: list[Outcome],
+    device: torch.device,
+    seed: int,
+    undecided: Outcome,
+) -> Outcome:
+    """Convicts the checkpoint where the control takes an input on which the loaded model failed."""
+    dtype, _ = place(control, device)
+    control.eval()
+    for guess, outcome in zip(guesses, tried, strict=True):
+        runs = _forward(control, make_arguments(guess, dtype, device, seed), device, seed, undecided).failure is None
+        if runs and outcome.failure is not None:
+            return replace(outcome, failure=replace(outcome.failure, blame=CHECKPOINT, contrast=CONTRAST))
+    return undecided
 
 
 def _forward(model: nn.Module, arguments: Arguments, device: torch.device, seed: int, base: Outcome) -> Outcome:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STAGES = ("start", "device", "build", "read", "load", "move", "input", "forward")
+STAGES = ("start", "device", "build", "read", "load", "move", "input", "forward", "control")
 """What the child does, in order; the last stage that it named is where a crash or a time-out happened."""
 
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"
@@ -63,7 +63,7 @@ class Failure:
 
     ``error`` is one line; ``module`` and ``kind`` name the innermost module that was running, ``where`` the line of the
     user's code, ``keys`` the entries of the state_dict that it is about, ``origin`` the module that had made NaN
-    before.
+    before, ``contrast`` says what ran where this did not.
     """
 
     stage: str
@@ -75,6 +75,7 @@ class Failure:
     keys: tuple[str, ...] = ()
     origin: Origin | None = None
     traceback: str = ""
+    contrast: str = ""
 
     @property
     def place(self) -> str:

@@ -36,6 +36,9 @@ _REMEDY = {
     CHECKPOINT: "see the findings above for what the file lacks; --fill supplies missing values",
 }
 
+_REMEDY_OF_CONTRAST = "look at the values that the named line reads from the file, or try a real input with --input"
+_REMEDY_OF_UNDECIDED = "give an input that the model takes with --input, or leave the test out with --no-smoke"
+
 _NO_ANSWER = "no answer"
 
 _STAGE = {
@@ -66,13 +69,20 @@ def run_smoke(
 
 
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
-    """What the ending of the child comes to. An answer counts even where the process crashed on its way out."""
-    outcome = ending.outcome if ending.answered else replace(ending.outcome, failure=_death(ending, timeout))
-    findings = [] if outcome.undecided else _findings(outcome, ending.printed)
+    """What the ending of the child comes to. An answer counts even where the process crashed on its way out.
+
+    A control that crashed or took too long leaves the test undecided, as it was before.
+    """
+    is_told = ending.answered or ending.stage == "control"
+    outcome = ending.outcome if is_told else replace(ending.outcome, failure=_death(ending, timeout))
+    findings = _findings(outcome, ending.printed)
+    note = "; ".join(outcome.notes)
+    if outcome.undecided:  # in two sentences: the state of the device is not the reason
+        note = ". ".join(filter(None, (outcome.undecided, note[:1].upper() + note[1:])))
     result = SmokeResult(
         passed=None if outcome.undecided else not findings,
         device=outcome.device,
-        note="; ".join(filter(None, (*outcome.notes, outcome.undecided))),
+        note=note,
         inputs=outcome.inputs,
         outputs=outcome.outputs,
         seconds=outcome.seconds,
@@ -81,9 +91,19 @@ def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
 
 
 def _findings(outcome: Outcome, printed: str) -> list[Finding]:
+    if outcome.undecided:
+        return [_not_run(outcome)]
     if outcome.failure is not None:
         return [_failing(outcome.failure, outcome, printed)]
     return [_non_finite(outcome)] if outcome.non_finite else []
+
+
+def _not_run(outcome: Outcome) -> Finding:
+    """A warning and no error: the strict load was proven, and a guess that fails says nothing against the file."""
+    message = f"the forward test could not be run: {outcome.undecided}"
+    return forward_fails.finding(
+        Level.WARNING, message, evidence={"device": outcome.device}, remedy=_REMEDY_OF_UNDECIDED
+    )
 
 
 def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
@@ -103,6 +123,9 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
     if failure.origin is not None:
         evidence |= _origin(failure.origin)
         why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
+    if failure.contrast:
+        evidence["contrast"] = failure.contrast
+        why += f" ({failure.contrast})"
     message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
     told = {name: value for name, value in evidence.items() if value not in (None, "", [])}
     return forward_fails.finding(Level.ERROR, message, keys=failure.keys, evidence=told, remedy=_remedy(failure))
@@ -113,7 +136,7 @@ def _remedy(failure: Failure) -> str:
         return "give a smaller input with --input, or run on the CPU with --device cpu"
     if failure.error.startswith(_NO_ANSWER):
         return "give the model more time with --timeout SECONDS, or a smaller input with --input"
-    return _REMEDY[failure.blame]
+    return _REMEDY_OF_CONTRAST if failure.contrast else _REMEDY[failure.blame]
 
 
 def _non_finite(outcome: Outcome) -> Finding:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptfix.checkpoint import Checkpoint, Storage
+from ckptfix.formats.checksums import is_sound
 from ckptfix.formats.sources import stream
 
 WORD = 8
@@ -26,7 +26,6 @@ class Integrity:
 
     def __init__(self) -> None:
         # The storage is kept beside what is known of it, or its id could be that of another one.
-        self._sound: dict[int, tuple[Storage, bool]] = {}
         self._holes: dict[int, tuple[Storage, Hole]] = {}
 
     def is_sound(self, storage: Storage) -> bool:
@@ -34,14 +33,7 @@ class Integrity:
 
         Raises ``UnreadableError`` where the bytes are not in the file.
         """
-        if storage.crc32 is None:
-            return True
-        if id(storage) not in self._sound:
-            crc = 0
-            for block in stream(storage.source, 0, storage.nbytes):
-                crc = zlib.crc32(block, crc)
-            self._sound[id(storage)] = (storage, crc == storage.crc32)
-        return self._sound[id(storage)][1]
+        return is_sound(storage)
 
     def hole(self, storage: Storage) -> Hole:
         """The longest run of zeros in a storage. Raises ``UnreadableError`` where the bytes are not in the file."""

@@ -81,7 +81,7 @@ def test_a_result_that_does_not_fit_is_not_written(folder):
         (["-o", "a.pth", "--in-place"], "--output and --in-place exclude each other"),
         (["--backup"], "--backup goes with --in-place"),
         (["--plan", "a", "--apply", "b"], "--plan and --apply exclude each other"),
-        (["--apply", "nowhere.json"], "wrapped.pth: nowhere.json: No such file or directory"),
+        (["--apply", "nowhere.json"], "wrapped.pth: nowhere.json: the plan cannot be read: No such file or directory"),
         (["--apply", "zoo.py"], "zoo.py: this is no plan of ckptfix"),
         (["--device", "abacus", "--model", "zoo:tiny"], "--device"),
         (["-q", "-v"], "--quiet and --verbose exclude each other"),
@@ -105,3 +105,71 @@ def test_json(folder):
 def test_quiet_says_nothing_of_a_success(folder):
     done = run("repair", "wrapped.pth", "-q", cwd=folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["written", "dry run"])
+@pytest.mark.parametrize("plan", ["good.pth", "link.pth", "out.pth"])
+def test_a_plan_never_replaces_a_checkpoint(folder, plan, options):
+    (folder / "link.pth").symlink_to("good.pth")
+    (folder / "out.pth").write_bytes(b"something of the user's")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = run("repair", "good.pth", "-o", "out.pth", "--plan", plan, *options, cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ckptfix: error: ")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_plan_replaces_an_older_plan(folder):
+    for _ in range(2):
+        assert run("repair", "good.pth", "--dry-run", "--plan", "plan.json", cwd=folder).returncode == 0
+    assert json.loads((folder / "plan.json").read_bytes())["ckptfix-plan"] == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--plan", "new", "-o", "new"], id="the output, which is not there yet"),
+        pytest.param(["--plan", "good.pth", "--like", "good.pth"], id="the reference"),
+        pytest.param(["--plan", "link.pth", "--fill", "good.pth", "--salvage"], id="a link to the donor"),
+        pytest.param(["--plan", "zoo.py"], id="any other file"),
+        pytest.param(["--plan", "nowhere/plan.json"], id="a folder that is not there"),
+        pytest.param(["-o", "plan.json", "--apply", "plan.json"], id="the output is the plan"),
+        pytest.param(["-o", "link.pth", "--like", "good.pth"], id="the output is the reference"),
+        pytest.param(["--timeout", "-1", "--model", "zoo:tiny"], id="no time"),
+        pytest.param(["--timeout", "nan", "--model", "zoo:tiny"], id="no number"),
+        pytest.param(["--input", "2x3"], id="an input without a model"),
+        pytest.param(["--device", "cpu"], id="a device without a model"),
+        pytest.param(["--smoke"], id="a forward test without a model"),
+        pytest.param(["--fill", "target"], id="a fill without a target"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_anything_is_done(folder, words):
+    (folder / "link.pth").symlink_to("good.pth")
+    run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    done = run("repair", "wrapped.pth", *words, cwd=folder)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_what_a_saved_plan_does_stands_at_the_top(folder):
+    run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    done = run("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
+    assert done.stdout.startswith("wrapped.pth: a saved plan: rename 2 keys: module.{…} → {…}")
+
+
+def test_a_result_that_does_not_load_is_never_said_to_need_no_repair(folder):
+    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", "--select", "VAL", cwd=folder)
+    assert done.returncode == 1
+    assert "written: nothing\n" in done.stdout
+    assert "nothing to repair" not in done.stdout
+
+
+def test_the_forward_test_is_left_to_the_torch_that_the_result_is_for(folder):
+    (folder / "norm.py").write_text(
+        "import torch\n\n\ndef norm():\n    return torch.nn.Sequential(torch.nn.BatchNorm1d(2))\n"
+    )
+    torch.save(torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(), folder / "norm.pth")
+    done = run("repair", "norm.pth", "--model", "norm:norm", "--for-torch", "0.4.0", "-o", "old.pth", cwd=folder)
+    assert "forward test: no verdict: the result is for torch 0.4.0, which is not this one\n" in done.stdout
+    assert (done.returncode, (folder / "old.pth").exists()) == (0, True)

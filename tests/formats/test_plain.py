@@ -58,8 +58,12 @@ NAMESPACE = argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1))
         (uuid.UUID(int=255), f"{255:032x}"),
         (fractions.Fraction(1, 3), "1/3"),
         (decimal.Decimal("1.50"), "1.50"),
-        (range(1, 5, 2), [1, 5, 2]),
-        (slice(1, 2, None), [1, 2, None]),
+        (range(2, 9), [2, 3, 4, 5, 6, 7, 8]),
+        (range(5, 1, -2), [5, 3]),
+        (range(10_000), list(range(10_000))),
+        (range(10_001), {"class": "range", "args": [0, 10_001, 1]}),
+        (range(2**70), {"class": "range", "args": [0, 2**70, 1]}),
+        (slice(1, 2, None), {"class": "slice", "args": [1, 2, None]}),
         (frozenset({1}), {1}),
     ],
     ids=lambda value: type(value).__name__,
@@ -81,6 +85,30 @@ def crafted(folder: pathlib.Path, **extras: bytes) -> Any:
     path = folder / "crafted.pth"
     path.write_bytes(torch_zip(around(**extras)))
     return plain_root(opened(path))[0]
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+@pytest.mark.parametrize(
+    ("kind", "args", "expected"),
+    [
+        pytest.param("slice", b"K\x01K\x02N\x87", {"class": "slice", "args": [1, 2, None]}, id="slice"),
+        pytest.param("range", b"K\x01K\x05K\x02\x87", [1, 3], id="range"),
+        pytest.param("xrange", b"K\x01K\x05K\x02\x87", [1, 3], id="xrange"),
+        pytest.param("range", b"K\x01K\x05K\x00\x87", {"class": "range", "args": [1, 5, 0]}, id="a step of 0"),
+        pytest.param("range", b"N\x85", {"class": "range", "args": [None]}, id="no number"),
+        pytest.param("range", b")", {"class": "range", "args": []}, id="no argument"),
+        pytest.param("object", b")", {}, id="object"),
+    ],
+)
+def test_python_2_and_3_name_the_same_classes(module, kind, args, expected, tmp_path):
+    assert crafted(tmp_path, x=name(f"{module}.{kind}") + args + b"R")["x"] == expected
+
+
+def test_a_bare_name_becomes_text_and_says_so(tmp_path):
+    assert plain(..., tmp_path) == (
+        "__builtin__.Ellipsis",
+        [("x", "__builtin__.Ellipsis", "the text '__builtin__.Ellipsis'")],
+    )
 
 
 def test_an_unknown_class_becomes_what_it_held(tmp_path):

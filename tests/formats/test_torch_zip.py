@@ -5,7 +5,8 @@ import zipfile
 import pytest
 import torch
 
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
+from ckptfix.formats import open_file
 from ckptfix.formats.sources import FileBytes
 from tests.attacks.crafted import STORAGE, around, state_dict, torch_zip
 from tests.formats.files import opened, saved
@@ -81,8 +82,8 @@ def test_a_pickle_that_torch_never_reads_is_remarked(tmp_path):
 @pytest.mark.parametrize(
     ("members", "error", "message"),
     [
-        ({"data/1": STORAGE}, UnreadableError, "storage 0 is used but not in the archive"),
-        ({"data/0": STORAGE[:60]}, HostileError, "declares 64 bytes and its member has 60"),
+        ({"data/1": STORAGE}, UnreadableError, "lacks its storage data/0"),
+        ({"data/0": STORAGE[:60]}, UnreadableError, "has 60 of the 64 bytes of its storage data/0"),
     ],
     ids=["missing", "too short"],
 )
@@ -91,3 +92,56 @@ def test_a_storage_that_does_not_fit_is_named(members, error, message, tmp_path)
     path.write_bytes(torch_zip(state_dict(), members))
     with pytest.raises(error, match=message):
         opened(path).state_dict()
+
+
+def repacked(path, change):
+    """The file again, each member as ``change(name, bytes)`` gives it; None leaves it out."""
+    again = path.with_name("again.pth")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(again, "w") as goal:
+        for name in source.namelist():
+            data = change(name, source.read(name))
+            if data is not None:
+                goal.writestr(name, data)
+    return again
+
+
+@pytest.mark.parametrize("left", [None, 5], ids=["missing", "too short"])
+def test_the_other_tensors_of_a_file_that_lacks_a_storage_are_salvaged(left, tmp_path):
+    path = repacked(
+        saved(WEIGHTS, tmp_path), lambda name, data: data if not name.endswith("data/1") else left and data[:left]
+    )
+    with pytest.raises(UnreadableError, match=r"storage \S*data/1.*1 of 2 tensors .*--salvage"):
+        open_file(str(path))
+    checkpoint = open_file(str(path), salvage=True)
+    same(dict(checkpoint.state_dict()), {"w": WEIGHTS["w"]})
+    assert list(checkpoint.lost) == ["b"]
+
+
+def test_a_pickle_that_fails_its_checksum_is_damage(tmp_path):
+    path = saved({"first": torch.ones(2)}, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"first", b"fisrt"))
+    with pytest.raises(UnreadableError, match=r"data.pkl fails its checksum.*--salvage"):
+        open_file(str(path))
+    assert list(open_file(str(path), salvage=True).specs) == ["fisrt"]
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_file_of_pickle_protocol_0_is_read(zipped, tmp_path):
+    path = saved(WEIGHTS, tmp_path, pickle_protocol=0, _use_new_zipfile_serialization=zipped)
+    same(dict(opened(path).state_dict()), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "('storage', torch.FloatStorage, '0', 'cpu', 4)",
+        "('storage', <class 'torch.FloatStorage'>, '0', 'cpu', __import__('os'))",
+        "('storage', <class 'torch.FloatStorage'>, '0', 'cpu', -4)",
+        "('storage', <class 'torch.FloatStorage'>, '0', 'cpu', 4), 5",
+    ],
+)
+def test_any_other_text_is_no_persistent_id(text, tmp_path):
+    path = tmp_path / "file.pth"
+    path.write_bytes(torch_zip(b"P" + text.encode() + b"\n.", {"data/0": STORAGE}))
+    with pytest.raises(UnreadableError, match="persistent id"):
+        opened(path)

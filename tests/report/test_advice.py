@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from ckptfix.finding import Applicability, Fix, Rename
 from ckptfix.report.advice import advice_lines, next_command, remedy_flags
 from ckptfix.report.style import Paper
 from ckptfix.report.telling import Mode, Telling
@@ -74,3 +77,11 @@ def test_what_to_do_about_each_finding():
         "  FIT103 shape-mismatch: no automatic repair; see ckptfix rule FIT103",
         "  run: ckptfix repair resnet.pth --unsafe-fixes --fill target",
     ]
+
+
+def test_a_rename_is_no_change_of_values():
+    fix = Fix((Rename("a.weight", "b.weight"),), Applicability.UNSAFE)
+    assert told(report(replace(PREFIX, fix=fix)))[1] == (
+        f"  {PREFIX.code} {PREFIX.name}: --unsafe-fixes applies the fix, which gives keys other names, and nothing "
+        "confirms that these are the right ones"
+    )

@@ -29,6 +29,17 @@ def without_counters(module: nn.Module, version: int | None = None) -> OrderedDi
     return state
 
 
+def frozen(module: nn.Module, version: int | None = 1) -> dict[str, torch.Tensor]:
+    """The state_dict of a model whose first norm is torchvision's FrozenBatchNorm2d: no counter, and version 1."""
+    state = module.state_dict()
+    del state["1.num_batches_tracked"]
+    state._metadata["1"] = {} if version is None else {"version": version}  # type: ignore[attr-defined]  # torch hangs it there
+    return state
+
+
+STATISTICS = {"obs.running_mean": torch.zeros(3), "obs.running_var": torch.ones(3)}
+
+
 @pytest.mark.parametrize(
     ("state", "model", "settings"),
     [
@@ -37,6 +48,16 @@ def without_counters(module: nn.Module, version: int | None = None) -> OrderedDi
         pytest.param(without_counters(net()), None, {"for_torch": "0.4.0"}, id="for a torch that has no counters"),
         pytest.param(without_counters(net()), net(), {"for_torch": "0.3.1"}, id="the same with a target"),
         pytest.param(without_counters(net(), 3), None, {}, id="version 3: the frozen BatchNorm of detectron2"),
+        pytest.param(without_counters(net(), 1), None, {}, id="version 1: torchvision's frozen BatchNorm, or supplied"),
+        pytest.param(frozen(net()), None, {}, id="a frozen BatchNorm of version 1 beside a head that counts"),
+        pytest.param(frozen(net(), None), None, {}, id="the same where its row has no version"),
+        pytest.param(STATISTICS, None, {}, id="statistics of observations, and no norm with a weight"),
+        pytest.param(
+            {**STATISTICS, "obs.weight": torch.ones(3), "obs.count": torch.tensor(9.0)},
+            None,
+            {},
+            id="a count of its own",
+        ),
         pytest.param(without_counters(net()), nn.Conv1d(2, 3, 1), {}, id="the target wants none"),
         pytest.param({"running_mean": torch.zeros(3)}, None, {}, id="a mean alone is no BatchNorm"),
         pytest.param(
@@ -52,8 +73,16 @@ def test_noop(state, model, settings):
     assert propose(missing_num_batches_tracked, state, model, **settings) == []
 
 
-@pytest.mark.parametrize("version", [None, 1, 2], ids=["no metadata", "before 0.4.1", "after 0.4.1"])
-@pytest.mark.parametrize("has_target", [False, True], ids=["alone", "with a target"])
+@pytest.mark.parametrize(
+    ("version", "has_target"),
+    [
+        pytest.param(None, False, id="no metadata, alone"),
+        pytest.param(2, False, id="after 0.4.1, alone"),
+        pytest.param(None, True, id="no metadata, with a target"),
+        pytest.param(1, True, id="before 0.4.1, with a target"),
+        pytest.param(2, True, id="after 0.4.1, with a target"),
+    ],
+)
 def test_supplied(version, has_target):
     model = net()
     state = repaired(missing_num_batches_tracked, without_counters(model, version), model if has_target else None)
@@ -72,9 +101,17 @@ def test_a_stored_count_is_kept():
     assert repaired(missing_num_batches_tracked, state, model)["1.num_batches_tracked"].item() == 7
 
 
+@pytest.mark.parametrize("version", [None, 1, 2], ids=["no metadata", "version 1", "version 2"])
+def test_one_of_several_of_a_version_without_its_counter(version):
+    state = without_counters(net(), version)
+    state["2.num_batches_tracked"] = torch.tensor(7)
+    (finding,) = propose(missing_num_batches_tracked, state)
+    assert finding.keys == ("1.num_batches_tracked",)
+
+
 @pytest.mark.parametrize(
     ("version", "level"),
-    [pytest.param(1, Level.WARNING, id="torch supplies it"), pytest.param(2, Level.ERROR, id="a strict load fails")],
+    [pytest.param(None, Level.WARNING, id="torch supplies it"), pytest.param(2, Level.ERROR, id="a strict load fails")],
 )
 def test_level_follows_the_metadata(version, level):
     model = net()

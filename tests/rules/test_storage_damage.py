@@ -61,8 +61,16 @@ def test_all_tensors_of_the_storage_are_named_and_nothing_is_changed(tmp_path: P
 
 def test_a_copy_keeps_the_checksum_so_that_the_damage_stays_visible(tmp_path: Path) -> None:
     whole, state_dict = _saved(tmp_path)
-    ckptfix.repair(_flipped(whole, state_dict["a.weight"]), output=tmp_path / "copy.pth")
+    ckptfix.repair(_flipped(whole, state_dict["a.weight"]), output=tmp_path / "copy.pth", values=False)
     assert "FIL201" in _codes(ckptfix.check(tmp_path / "copy.pth"))
+
+
+def test_nothing_is_written_while_it_is_known(tmp_path: Path) -> None:
+    whole, state_dict = _saved(tmp_path)
+    for name in ("copy.pth", "copy.safetensors"):
+        report = ckptfix.repair(_flipped(whole, state_dict["a.weight"]), output=tmp_path / name).report
+        assert (report.output, report.exit_code) == (None, 1)
+        assert not (tmp_path / name).exists()
 
 
 def test_salvage_leaves_them_out_and_says_that_they_are_gone(tmp_path: Path) -> None:

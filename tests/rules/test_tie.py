@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability, Tie
+import ckptfix
+from ckptfix.finding import Applicability, Level, Tie
+from ckptfix.formats.sources import BLOCK
 from ckptfix.rules.tie import tie
 from tests.rules.proposals import propose, repaired
 
@@ -29,7 +31,14 @@ EMBED, HEAD, OTHER = torch.randn(5, 4), torch.randn(5, 4), torch.randn(6, 4)
         pytest.param({"embed.weight": EMBED}, None, id="no target"),
         pytest.param({"embed.weight": EMBED}, Language(tied=False), id="the target does not tie"),
         pytest.param(Language().state_dict(), Language(), id="both are there"),
-        pytest.param({"embed.weight": EMBED, "head.weight": HEAD}, Language(), id="unequal ones are never tied anew"),
+        pytest.param({"embed.weight": EMBED, "head.weight": EMBED.clone()}, Language(), id="two equal copies"),
+        pytest.param({"embed.weight": EMBED, "head.weight": EMBED.t().clone().t()}, Language(), id="equal, transposed"),
+        pytest.param(
+            {"embed.weight": EMBED, "head.weight": EMBED.half()}, Language(), id="a rounded copy is a matter of dtypes"
+        ),
+        pytest.param(
+            {"embed.weight": EMBED, "head.weight": HEAD}, Language(tied=False), id="different, and not tied there"
+        ),
         pytest.param({}, Language(), id="neither is there"),
         pytest.param({"embed.weight": OTHER}, Language(), id="the twin has another shape"),
     ],
@@ -50,3 +59,35 @@ def test_supplied_from_its_twin(stored, missing):
     model.load_state_dict(after, strict=True)
     assert torch.equal(model.head.weight, EMBED)
     assert after[missing].untyped_storage().data_ptr() == after[stored].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("order", [["embed.weight", "head.weight"], ["head.weight", "embed.weight"]])
+def test_two_values_for_one_tensor(order):
+    model = Language()
+    state = {key: {"embed.weight": EMBED, "head.weight": HEAD}[key] for key in order}
+    (finding,) = propose(tie, state, model)
+    assert (finding.level, finding.fix) == (Level.ERROR, None)
+    assert finding.keys == ("embed.weight", "head.weight")
+    model.load_state_dict(state, strict=True)
+    assert torch.equal(model.embed.weight, HEAD)
+    assert finding.evidence == {"overwritten_by": {"head.weight": ["embed.weight"]}}
+    assert "a load keeps head.weight" in finding.remedy
+
+
+def test_one_element_in_a_late_block_is_enough():
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.zeros(BLOCK // 4 + 1))
+
+    state = {"a": torch.zeros(BLOCK // 4 + 1), "b": torch.zeros(BLOCK // 4 + 1)}
+    assert propose(tie, state, Large()) == []
+    state["b"][-1] = 1
+    assert [finding.keys for finding in propose(tie, state, Large())] == [("a", "b")]
+
+
+def test_values_are_not_read_without_leave():
+    _, report = ckptfix.repair_state_dict(
+        {"embed.weight": EMBED, "head.weight": HEAD}, Language(), select=("FIT105",), values=False
+    )
+    assert report.findings == ()

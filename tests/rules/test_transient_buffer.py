@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability
+import ckptfix
+from ckptfix.errors import TargetError
+from ckptfix.finding import Applicability, Level
 from ckptfix.live import open_state_dict
 from ckptfix.rules.transient_buffer import transient_buffer
-from ckptfix.target import target_from_checkpoint
+from ckptfix.target import target_from_checkpoint, target_from_module
 from tests.rules.proposals import propose, repaired
 
 IDS = torch.arange(8)[None]
@@ -92,6 +96,68 @@ def test_dropped(state, model):
     after = repaired(transient_buffer, state, model)
     model.load_state_dict(after, strict=True)
     assert torch.equal(after["weight"], state["weight"])
+
+
+FREQUENCIES = 10_000 ** -(torch.arange(8) / 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "own"),
+    [
+        pytest.param("inv_freq", FREQUENCIES, FREQUENCIES, id="the same"),
+        pytest.param("inv_freq", FREQUENCIES.half(), FREQUENCIES, id="saved in half precision"),
+        pytest.param("inv_freq", FREQUENCIES * (1 + 1e-7), FREQUENCIES, id="worked out on another device"),
+        pytest.param("sin_cached", torch.ones(16), torch.zeros(8), id="another length"),
+        pytest.param("masked_bias", torch.tensor(-1e9), torch.tensor(-1e4), id="a mask's value"),
+        pytest.param("attn_mask", torch.ones(8), torch.zeros(8), id="a mask of floats"),
+        pytest.param("window_mask", torch.ones(8), torch.zeros(8), id="a mask of an unknown name"),
+        pytest.param("position_ids", torch.arange(8), torch.zeros(8, dtype=torch.int64), id="indices"),
+        pytest.param("total", torch.tensor(99.0), torch.tensor(0.0), id="the state of a metric"),
+    ],
+)
+def test_dropped_as_the_model_has_its_own(name, stored, own):
+    model = Embeddings(name, own, persistent=False)
+    (finding,) = propose(transient_buffer, state_of(name, stored), model)
+    assert finding.fix is not None
+    assert (finding.level, finding.fix.applicability) == (Level.ERROR, Applicability.SAFE)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(2 * FREQUENCIES, id="another scaling"),
+        pytest.param((500_000 ** -(torch.arange(8) / 8)).half(), id="another base, in half precision"),
+        pytest.param(torch.full((8,), float("nan")), id="no numbers"),
+    ],
+)
+def test_other_values_than_the_model_s_are_not_dropped_unasked(stored):
+    model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
+    state = {**state_of("inv_freq", stored), "position_ids": IDS}
+    different, plain = propose(transient_buffer, state, model)
+    assert (different.keys, plain.keys) == (("inv_freq",), ("position_ids",))
+    assert different.fix is not None
+    assert (different.level, different.fix.applicability) == (Level.WARNING, Applicability.UNSAFE)
+    after, _ = ckptfix.repair_state_dict(state, model, select=("BUF104",))
+    assert list(after) == ["weight", "inv_freq"]
+    model.load_state_dict(repaired(transient_buffer, state, model), strict=True)
+
+
+def test_values_are_not_compared_without_leave():
+    model = Embeddings("inv_freq", FREQUENCIES, persistent=False)
+    _, report = ckptfix.repair_state_dict(state_of("inv_freq", IDS[0].float()), model, values=False)
+    assert [finding.code for finding in report.fixed] == ["BUF104"]
+
+
+@pytest.mark.parametrize("initial", ["none", "failing"])
+def test_no_values_to_compare_with(initial):
+    def fail() -> Mapping[str, torch.Tensor]:
+        raise TargetError("built on the meta device only")
+
+    target = target_from_module(Embeddings("inv_freq", FREQUENCIES, persistent=False))
+    target = replace(target, initial=fail if initial == "failing" else None)
+    (finding,) = propose(transient_buffer, state_of("inv_freq", 2 * FREQUENCIES), target)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
 
 
 def test_filled_from_the_model():

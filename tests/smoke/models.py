@@ -62,6 +62,52 @@ class Refuses(Net):
         raise ValueError("I never run")
 
 
+class Leaves(Net):
+    """Ends its process as if all were well."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        sys.exit(0)
+
+
+class Guards(Net):
+    """Raises where a stored number is not the one that it was built with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if self.index.item() != 0:
+            raise ValueError("the index is corrupt")
+        return super().forward(x)
+
+
+class GuardsLazily(Guards):
+    """The same with a layer that takes any width until it has seen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.LazyLinear(2)
+
+
+class GuardsOnce(Guards):
+    """The same, and cannot be built twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ.get("BUILT"):
+            raise RuntimeError("there is a model already")
+        os.environ["BUILT"] = "1"
+
+
+class GuardsThenAborts(Guards):
+    """The same, and its process dies by a signal where the index is whole."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        super().forward(x)
+        os.abort()
+
+
 class Unfinished(Net):
     """Uses a name that does not exist, whatever the input."""
 
@@ -113,6 +159,9 @@ class Hider(Net):
         self.hidden = nn.Parameter(torch.ones(3))
         self.register_state_dict_post_hook(lambda module, state, prefix, local: state.__delitem__(f"{prefix}hidden"))
         self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.remove("hidden"))
+
+
+guards = Guards()
 
 
 def half() -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.smoke.exam import NO_INPUT, Job, examine
+from ckptfix.smoke.exam import NO_FIT, NO_GUESS, Job, examine
 from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, Outcome
 from tests.smoke import models
 from tests.smoke.conftest import Save
@@ -88,6 +88,7 @@ def test_a_model_that_raises_at_nan_convicts_the_checkpoint(save: Save) -> None:
         pytest.param("Tower", ("2x5:int:0:10",), INPUT, "missing 1 required", id="an argument is missing"),
         pytest.param("Refuses", ("2x3x8x8",), MODEL, "ValueError: I never run", id="the model raises, input given"),
         pytest.param("Unfinished", (), MODEL, "NameError", id="the model lacks a name, whatever the input"),
+        pytest.param("Leaves", (), MODEL, "SystemExit: 0", id="the model leaves"),
         pytest.param("quits", (), MODEL, "no licence", id="the factory leaves"),
         pytest.param("broken", (), MODEL, "no layer of width 3", id="the factory raises"),
         pytest.param("absent", (), MODEL, "has no absent", id="no such factory"),
@@ -111,11 +112,53 @@ def test_the_innermost_module_and_line_are_named(save: Save) -> None:
     assert "models.py" in failure.traceback
 
 
-def test_a_guess_that_fails_is_no_verdict(save: Save) -> None:
+def test_a_guess_that_fails_without_the_file_too_is_no_verdict(save: Save) -> None:
     outcome = run(save(models.Refuses()), "Refuses")
     assert outcome.failure is None
-    assert outcome.undecided.startswith(NO_INPUT)
-    assert "I never run" in outcome.undecided
+    assert outcome.undecided.startswith(f"{NO_FIT} (float32[2, 3, 64, 64] gave ValueError: I never run")
+
+
+def test_no_guess_at_all_is_no_verdict(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "w.pth")
+    outcome = examine(Job(str(tmp_path / "w.pth"), "torch.nn:PReLU", {"num_parameters": 3}, device="cpu"))
+    assert (outcome.failure, outcome.undecided) == (None, NO_GUESS)
+
+
+CORRUPT = {"index": torch.full((1,), 3.0)}
+
+
+def test_a_model_that_runs_without_the_file_alone_convicts_the_checkpoint(save: Save) -> None:
+    outcome = run(save(models.Guards(), CORRUPT), "Guards")
+    assert outcome.failure is not None
+    assert outcome.failure.blame == CHECKPOINT
+    assert outcome.failure.contrast
+    assert outcome.failure.error == "ValueError: the index is corrupt"
+    assert outcome.inputs == ("float32[2, 3, 64, 64]",)
+    assert outcome.undecided == ""
+
+
+def test_a_model_that_runs_is_built_once(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUILT", "")
+    sound = save(models.Guards())
+    told: list[str] = []
+    outcome = examine(Job(sound, "tests.smoke.models:GuardsOnce", device="cpu"), lambda stage, _: told.append(stage))
+    assert (outcome.failure, outcome.undecided) == (None, "")
+    assert "control" not in told
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        pytest.param("guards", id="the factory gives the same model again"),
+        pytest.param("GuardsLazily", id="the control has lazy layers and takes any input"),
+        pytest.param("GuardsOnce", id="the factory does not run twice"),
+    ],
+)
+def test_without_a_control_there_is_no_verdict(save: Save, factory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUILT", "")
+    outcome = run(save(models.Guards(), CORRUPT), factory)
+    assert outcome.failure is None
+    assert "the index is corrupt" in outcome.undecided
 
 
 def test_the_arguments_of_the_factory_arrive(save: Save) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptfix.errors import UsageError
 from ckptfix.smoke.exam import Job
@@ -40,6 +41,14 @@ def test_what_the_model_prints_is_no_answer(
     assert '"from the factory"' in ending.printed
     assert '"from forward"' in ending.printed
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are of POSIX")
+def test_a_control_that_crashes_leaves_the_test_undecided(save: Save) -> None:
+    ending = start(save(models.Guards(), {"index": torch.ones(1)}), "GuardsThenAborts")
+    assert not ending.answered
+    assert ending.stage == "control"
+    assert "the index is corrupt" in ending.outcome.undecided
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are of POSIX")

@@ -81,11 +81,36 @@ def test_an_answer_stands_though_the_process_crashes_on_its_way_out() -> None:
     assert judge(answer(RAN, returncode=-11), 5)[0].passed is True
 
 
-def test_no_verdict_is_neither_passed_nor_a_finding() -> None:
-    result, findings = judge(answer(Outcome("cpu", undecided="no input could be derived; give one with --input")), 5)
+UNDECIDED = Outcome("cpu", ("there is no CUDA device",), derived=True, undecided="no derived input suits the model")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(answer(UNDECIDED), id="the control did not run either"),
+        pytest.param(replace(answer(UNDECIDED, -6), stage="control", answered=False), id="the control crashed"),
+    ],
+)
+def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
+    result, findings = judge(ending, 5)
     assert result.passed is None
-    assert result.note == "no input could be derived; give one with --input"
-    assert findings == []
+    assert result.note == "no derived input suits the model. There is no CUDA device"
+    [finding] = findings
+    assert (finding.code, finding.level) == ("RUN101", Level.WARNING)
+    assert finding.message == "the forward test could not be run: no derived input suits the model"
+    assert "--input" in finding.remedy
+    assert "--no-smoke" in finding.remedy
+
+
+def test_a_failure_by_contrast_says_so() -> None:
+    failure = Failure("forward", "checkpoint", "ValueError: corrupt", contrast="with its own initial weights it runs")
+    finding = only(answer(replace(RAN, failure=failure)))
+    assert finding.message == (
+        "the forward test failed in the forward pass, the file is at fault (with its own initial weights it runs):"
+        " ValueError: corrupt"
+    )
+    assert finding.evidence["contrast"]
+    assert "--input" in finding.remedy
 
 
 @pytest.mark.parametrize(
