@@ -92,19 +92,3 @@ BY_NUMPY: dict[str, DType] = {
     **{f"u{size}": DTYPES[f"uint{8 * size}"] for size in (1, 2, 4, 8)},
 }
 """Every element type by numpy's type string without the byte order (``f4``)."""
-
-ALIASES: dict[str, str] = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "cfloat": "complex64",
-    "cdouble": "complex128",
-    "chalf": "complex32",
-    "fp16": "float16",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-}
-"""Names that torch or people use beside the official one."""

@@ -192,8 +192,11 @@ class Finding:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, for messages: ``1 key``, ``3 keys``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """A number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``."""
+    if number == 1:
+        return f"1 {noun}"
+    many = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+    return f"{number} {many}"
 
 
 @dataclass(frozen=True)

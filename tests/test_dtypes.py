@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptfix.dtypes import ALIASES, BY_NUMPY, BY_SAFETENSORS, BY_STORAGE, DTYPES
+from ckptfix.dtypes import BY_NUMPY, BY_SAFETENSORS, BY_STORAGE, DTYPES
 
 EVERY = sorted({str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
@@ -44,11 +44,3 @@ def test_a_numpy_type_has_the_dtype_that_torch_gives_it(code):
     import numpy as np
 
     assert torch.from_numpy(np.zeros(1, code)).dtype == known(BY_NUMPY[code].name)
-
-
-@pytest.mark.parametrize("alias", ALIASES)
-def test_an_alias_is_no_official_name_and_leads_to_one(alias):
-    assert alias not in DTYPES
-    assert ALIASES[alias] in DTYPES
-    if known(alias) is not None:
-        assert known(alias) == known(ALIASES[alias])

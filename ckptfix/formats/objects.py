@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(eq=False, frozen=True)
@@ -45,9 +45,3 @@ class Opaque:
         if isinstance(self.state, tuple) and len(self.state) == 2:
             return {str(k): v for part in self.state if isinstance(part, dict) for k, v in part.items()}
         return {}
-
-
-class StandIn(Protocol):
-    """An inert value that takes a state by the BUILD opcode."""
-
-    def build(self, state: Any) -> None: ...

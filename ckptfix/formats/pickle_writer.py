@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ckptfix.checkpoint import Quantizer, TensorSpec
@@ -46,10 +46,6 @@ class PickleWriter:
         self._save(root)
         self._out.append(b".")
         return b"".join(self._out)
-
-    def dump_each(self, values: Sequence[Any]) -> bytes:
-        """One pickle behind the other, without a shared memo."""
-        return b"".join(PickleWriter(self.path, self.place).dump(value) for value in values)
 
     # Opcodes
     # -----------------------------------------------------------------------------------------------------------------

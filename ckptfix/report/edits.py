@@ -6,8 +6,22 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckptfix.finding import Cast, Disarm, Drop, Edit, Fill, Plain, Rename, RenameModule, Reshape, Retag, Rewrite, Tie
-from ckptfix.report.figures import elements, plural, tensor_text
+from ckptfix.finding import (
+    Cast,
+    Disarm,
+    Drop,
+    Edit,
+    Fill,
+    Plain,
+    Rename,
+    RenameModule,
+    Reshape,
+    Retag,
+    Rewrite,
+    Tie,
+    counted,
+)
+from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 
 _ANY = "{…}"
@@ -24,11 +38,11 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     """
     lines: list[str] = []
     for change, renames in _grouped(_of(edits, Rename), lambda edit: rename_pattern(edit.key, edit.to)):
-        lines.append(f"rename {plural(len(renames), 'key')}: {change[0]} → {change[1]}")
+        lines.append(f"rename {counted(len(renames), 'key')}: {change[0]} → {change[1]}")
         if limit is None:
             lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
     for change, modules in _grouped(_of(edits, RenameModule), lambda edit: rename_pattern(edit.module, edit.to)):
-        lines.append(f"rename {plural(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
+        lines.append(f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
     lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
     for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
         lines += _fill_lines(origin, fills, limit)
@@ -119,7 +133,7 @@ def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[s
     keys = list(keys)
     if not keys:
         return []
-    text = head.format(plural(len(keys), "key"))
+    text = head.format(counted(len(keys), "key"))
     folded = folded_lines(keys, limit, spec)
     if len(folded) == 1:
         return [f"{text}: {folded[0].removesuffix(f'  ({len(keys)})')}"]

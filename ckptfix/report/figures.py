@@ -6,14 +6,6 @@ import math
 from collections.abc import Sequence
 
 
-def plural(number: int, noun: str) -> str:
-    """``1 key``, ``20 keys``, ``2 entries``."""
-    if number == 1:
-        return f"1 {noun}"
-    plural_noun = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
-    return f"{number} {plural_noun}"
-
-
 def quantity(number: int) -> str:
     """A count in three figures: ``999``, ``11.7 M``, ``1.24 G``."""
     return _scaled(number, ("", " k", " M", " G", " T", " P"))

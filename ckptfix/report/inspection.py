@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
+from ckptfix.finding import counted
 from ckptfix.formats.objects import Global, Opaque
-from ckptfix.report.figures import elements, plural, size, tensor_text
+from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
 from ckptfix.report.model import REPORT_VERSION
@@ -78,7 +79,7 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
     limit = None if verbose else _SHOWN
     yield (
         Span(f"{facts['source']}: ", "strong"),
-        f"{facts['format']}, {plural(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
+        f"{facts['format']}, {counted(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
     )
     if facts["producer"]:
         yield f"written by: {facts['producer']}"
@@ -86,17 +87,19 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
     others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
     for candidate in others:
         yield (
-            f"  also: {candidate['name']} ({plural(candidate['tensors'], 'tensor')},"
+            f"  also: {candidate['name']} ({counted(candidate['tensors'], 'tensor')},"
             f" {elements(candidate['numel'])}; --weights {candidate['name']})"
         )
     yield "dtypes: " + _listed(
-        f"{name} {plural(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
+        f"{name} {counted(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
         for name, entry in facts["dtypes"].items()
     )
-    yield "saved on: " + _listed(f"{device} ({plural(count, 'storage')})" for device, count in facts["devices"].items())
+    yield "saved on: " + _listed(
+        f"{device} ({counted(count, 'storage')})" for device, count in facts["devices"].items()
+    )
     yield from _size_lines(facts)
     metadata = facts["metadata"]
-    yield "_metadata: " + ("none" if metadata is None else plural(metadata, "module"))
+    yield "_metadata: " + ("none" if metadata is None else counted(metadata, "module"))
     yield from _section("ties", [" = ".join(group) for group in facts["ties"]], limit, "none")
     yield from _section(
         "entries that are no tensors", [f"{key}: {text}" for key, text in facts["entries"].items()], limit
@@ -198,7 +201,7 @@ def describe(value: object) -> str:
         return text if len(text) <= _VALUE_LENGTH else text[: _VALUE_LENGTH - 1] + "…"
     if isinstance(value, Mapping):
         tensors = sum(isinstance(item, TensorSpec) for item in value.values())
-        return f"dict of {len(value)}" + (f", {plural(tensors, 'tensor')}" if tensors else "")
+        return f"dict of {len(value)}" + (f", {counted(tensors, 'tensor')}" if tensors else "")
     if isinstance(value, list | tuple | set | frozenset):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, bytes | bytearray):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfix.finding import Applicability, Finding
-from ckptfix.report.figures import plural
+from ckptfix.finding import Applicability, Finding, counted
 from ckptfix.report.model import Report
 
 
@@ -41,7 +40,7 @@ def message_with_count(finding: Finding) -> str:
     number = len(finding.keys)
     if not number or str(number) in finding.message.replace("`", " ").split():
         return finding.message
-    return f"{finding.message} ({plural(number, 'key')})"
+    return f"{finding.message} ({counted(number, 'key')})"
 
 
 def is_fixable(finding: Finding) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.finding import Finding, Level
+from ckptfix.finding import Finding, Level, counted
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.figures import elements, percent, plural, quantity
+from ckptfix.report.figures import elements, percent, quantity
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
 from ckptfix.report.model import Coverage, Report
@@ -73,7 +73,7 @@ def headline(report: Report) -> Line:
         return (
             Span(f"{report.source}: ", "strong"),
             Span(clean, "good" if report.exit_code == 0 else "error"),
-            f", {plural(notes, 'note')}" if notes else "",
+            f", {counted(notes, 'note')}" if notes else "",
         )
     # The first clause says what is wrong; the rest of the message stands below.
     named = [
@@ -85,7 +85,7 @@ def headline(report: Report) -> Line:
     worst = max(finding.level for finding in defects)
     return (
         Span(f"{report.source}: ", "strong"),
-        Span(plural(len(defects), "defect"), worst.name.lower()),
+        Span(counted(len(defects), "defect"), worst.name.lower()),
         f": {'; '.join(named)}",
     )
 
@@ -93,7 +93,7 @@ def headline(report: Report) -> Line:
 def _what_it_is(report: Report) -> str:
     place = "" if report.container == "." else f", state_dict at {report.container}"
     target = f"target {report.target}" if report.target else "no target to compare with (--model or --like)"
-    return f"{report.format}{place}: {plural(report.tensors, 'tensor')}, {elements(report.numel)}; {target}"
+    return f"{report.format}{place}: {counted(report.tensors, 'tensor')}, {elements(report.numel)}; {target}"
 
 
 def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterator[Line]:

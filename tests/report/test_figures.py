@@ -1,6 +1,7 @@
 import pytest
 
-from ckptfix.report.figures import percent, plural, quantity, size, tensor_text
+from ckptfix.finding import counted
+from ckptfix.report.figures import percent, quantity, size, tensor_text
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_percent(part, whole, text):
 
 
 def test_plural():
-    assert [plural(1, "key"), plural(2, "key"), plural(0, "entry")] == ["1 key", "2 keys", "0 entries"]
+    assert [counted(1, "key"), counted(2, "key"), counted(0, "entry")] == ["1 key", "2 keys", "0 entries"]
 
 
 def test_tensor_text():
