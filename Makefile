@@ -8,11 +8,19 @@ SAMPLE := sample_checkpoints/imagenet_dataparallel_cuda3.pth
 MODEL := sample_checkpoints.models:resnet_tiny
 REPAIRED := build/demo.pth
 
-.PHONY: help install demo test lint types format samples clean
+# What is measured beside ckptfix is installed apart: nobody needs it for anything else.
+BENCH_BIN := .venv-bench/bin
+BENCH_INSTALLED := .venv-bench/.installed
+BENCH ?= --readme benchmarks/README.md
+JUDGED_INSTALLED := .venv-bench/.judged-installed
+
+.PHONY: help install demo test bench judgement lint types format samples clean
 
 help:
 	@echo "make demo     repair a sample checkpoint against a sample model"
 	@echo "make test     lint, types and tests"
+	@echo "make bench    measure speed and memory beside cp and peers (15 minutes, 20 GB of disk)"
+	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
 	@echo "make format   apply the formatter and the safe lint fixes"
 	@echo "make samples  rebuild sample_checkpoints/"
 	@echo "make clean    remove .venv and what was built"
@@ -36,6 +44,23 @@ demo: $(INSTALLED)
 test: lint types $(INSTALLED)
 	$(BIN)/pytest -n 2
 
+bench: $(BENCH_INSTALLED)
+	$(BENCH_BIN)/python -m benchmarks.speed $(BENCH)
+
+$(BENCH_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . timm==1.0.20 torchvision
+	@touch $@
+
+judgement: $(JUDGED_INSTALLED)
+	$(BENCH_BIN)/python -m benchmarks.judgement page
+
+# Built without their weights; the versions decide which models there are.
+$(JUDGED_INSTALLED): $(BENCH_INSTALLED)
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt timm==1.0.31 transformers==5.23.0 peft==0.21.2 \
+	diffusers==0.42.1
+	@touch $@
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -51,4 +76,4 @@ samples: $(INSTALLED)
 	$(BIN)/python -m sample_checkpoints.build
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

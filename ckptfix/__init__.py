@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptfix.checkpoint import Checkpoint, TensorSpec
+    from ckptfix.comparison import Difference, diff
     from ckptfix.errors import (
         CkptfixError,
         HostileError,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptfix.plan import Plan
+    from ckptfix.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, load, open_checkpoint, repair, repair_state_dict
     from ckptfix.report import Report
 
@@ -27,9 +29,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CkptfixError",
+    "Difference",
     "HostileError",
     "Plan",
     "PlanError",
+    "Recalibration",
     "Repair",
     "Report",
     "TargetError",
@@ -38,8 +42,10 @@ __all__ = [
     "UsageError",
     "WriteError",
     "check",
+    "diff",
     "load",
     "open_checkpoint",
+    "recalibrate",
     "repair",
     "repair_state_dict",
 ]
@@ -47,9 +53,13 @@ __all__ = [
 _HOMES = {
     **{name: "errors" for name in __all__ if name.endswith("Error")},
     "Checkpoint": "checkpoint",
+    "Difference": "comparison",
     "TensorSpec": "checkpoint",
     "Plan": "plan",
+    "Recalibration": "recalibration",
     "Report": "report",
+    "diff": "comparison",
+    "recalibrate": "recalibration",
 }
 
 

@@ -5,11 +5,10 @@ tensor is read but a donor's, whose checksums are proved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import Checkpoint, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.finding import (
     Cast,
@@ -20,21 +19,22 @@ from ckptfix.finding import (
     Plain,
     Rename,
     RenameModule,
+    Replace,
     Reshape,
     Retag,
     Rewrite,
     Tie,
+    Zero,
 )
+from ckptfix.formats.payload import GRAPH_CODE
 from ckptfix.formats.plain import plain_root
-from ckptfix.formats.sources import MemoryBytes
 from ckptfix.metadata import Metadata, rename_metadata, rename_rows
-from ckptfix.values.integrity import Integrity
-
-if TYPE_CHECKING:
-    import torch
+from ckptfix.supplies import Supplies, filled, replaced, with_measurements
+from ckptfix.values.zeroing import WHICH, can_be_zeroed, zeroed_spec
 
 CONVERTED_REMARKS = frozenset(
-    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-tar odd-metadata".split()
+    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-tar odd-metadata "
+    "uninitialized".split()
 )
 """What was noticed while reading and is cured by writing plain data."""
 
@@ -47,22 +47,14 @@ class Step:
     edits: tuple[Edit, ...]
 
 
-@dataclass(frozen=True)
-class Supplies:
-    """Where the values of a ``Fill`` come from: the model's own initialisation, and the donor of ``--fill FILE``."""
-
-    initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
-    donor: Checkpoint | None = None
-    integrity: Integrity = field(default_factory=Integrity)
-
-
 def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
     """The checkpoint after one step. Raises ``PlanError`` on a conflict: two sources for one key, an edit of a key that
     is not there.
     """
     renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
-    changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape))]
+    changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape, Replace, Zero))]
+    supplies = with_measurements(checkpoint, changes, supplies)
     additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
     for key in (*renames, *dropped, *(edit.key for edit in changes)):
         if key not in checkpoint.entries:
@@ -83,9 +75,15 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
                     f"{checkpoint.path}: {step.rule} gives {name} two sources; look at the keys with `ckptfix inspect`"
                 )
             entries[name] = entry
+    made: dict[tuple[object, ...], TensorSpec] = {}
     for change in changes:
         name = renames.get(change.key, change.key)
-        entries[name] = _changed(checkpoint, entries[name], change)
+        # The same change of two names of one tensor leaves them one tensor.
+        entry = entries[name]
+        view = (entry.view, replace(change, key="")) if isinstance(entry, TensorSpec) and entry.storage else (name,)
+        if view not in made:
+            made[view] = _changed(checkpoint, entry, change, supplies)
+        entries[name] = made[view]
     entries = _with_additions(checkpoint, step, entries, additions, supplies)
     kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
     metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
@@ -95,7 +93,12 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
         result = replace(result, damage=())
     if any(isinstance(edit, Disarm) for edit in step.edits):
         result = _disarmed(result)
-    if any(isinstance(edit, Plain) for edit in step.edits):
+    conversions = [edit for edit in step.edits if isinstance(edit, Plain)]
+    if conversions and all(edit.before == GRAPH_CODE for edit in conversions):
+        # What is written never holds code: only the word for it goes.
+        remarks = tuple(remark for remark in result.remarks if remark.kind != "stored-code")
+        result = replace(result, remarks=remarks)
+    elif conversions:
         root, _ = plain_root(result)
         state_dict: Any = root
         for part in result.container:
@@ -138,7 +141,9 @@ def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, 
     return renames
 
 
-def _changed(checkpoint: Checkpoint, spec: object, change: Cast | Reshape) -> TensorSpec:
+def _changed(
+    checkpoint: Checkpoint, spec: object, change: Cast | Reshape | Replace | Zero, supplies: Supplies
+) -> TensorSpec:
     if not isinstance(spec, TensorSpec):
         raise PlanError(
             f"{checkpoint.path}: {change.key} is no tensor and cannot be changed; the plan belongs to another file"
@@ -152,6 +157,20 @@ def _changed(checkpoint: Checkpoint, spec: object, change: Cast | Reshape) -> Te
         from ckptfix.tensors import cast_spec
 
         return cast_spec(spec, change.dtype, checkpoint.path)
+    if isinstance(change, Zero):
+        if spec.dtype != change.dtype or change.which not in WHICH or not can_be_zeroed(spec):
+            raise PlanError(
+                f"{checkpoint.path}: the {change.which} numbers of {change.key} cannot be set to zero, as it is "
+                f"{spec.dtype}; the plan belongs to another file"
+            )
+        return zeroed_spec(spec, change.which, checkpoint.path)
+    if isinstance(change, Replace):
+        if (spec.dtype, spec.shape) != (change.dtype, change.shape):
+            raise PlanError(
+                f"{checkpoint.path}: {change.key} is {spec.dtype} {spec.shape} and not {change.dtype} {change.shape}; "
+                "the plan belongs to another file"
+            )
+        return replaced(checkpoint, change, supplies)
     if (
         spec.shape != change.before
         or TensorSpec(spec.dtype, change.shape).numel != spec.numel
@@ -162,46 +181,6 @@ def _changed(checkpoint: Checkpoint, spec: object, change: Cast | Reshape) -> Te
             "another file"
         )
     return replace(spec, shape=change.shape, strides=contiguous_strides(change.shape))
-
-
-def _filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec:
-    if fill.origin == "zeros":
-        spec = TensorSpec(fill.dtype, fill.shape)
-        storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
-        return replace(spec, strides=contiguous_strides(fill.shape), storage=storage)
-    if fill.origin == "target":
-        if supplies.initial is None:
-            raise PlanError(
-                f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add --model"
-            )
-        from ckptfix.live import spec_of_tensor
-
-        values = supplies.initial()
-        if fill.key not in values:
-            raise PlanError(
-                f"{checkpoint.path}: the model has no {fill.key} to fill from; the plan belongs to another model"
-            )
-        spec = spec_of_tensor(values[fill.key].detach())
-        if spec.shape != fill.shape:
-            raise PlanError(
-                f"{checkpoint.path}: {fill.key} is {spec.shape} in the model and not {fill.shape}; the plan belongs to "
-                "another model"
-            )
-        return replace(spec, is_parameter=False)
-    donor_key = fill.donor_key or fill.key
-    donor = supplies.donor.entries.get(donor_key) if supplies.donor is not None else None
-    if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
-        raise PlanError(
-            f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; give it "
-            "with --fill FILE"
-        )
-    storages = (part.storage for part in donor.strided_parts())
-    if not all(storage is None or supplies.integrity.is_sound(storage) for storage in storages):
-        raise PlanError(
-            f"{checkpoint.path}: the donor's own {donor_key} fails the checksum of its archive; give another one with "
-            "--fill FILE"
-        )
-    return donor
 
 
 def _with_additions(
@@ -220,7 +199,7 @@ def _with_additions(
                 "overwritten"
             )
         if isinstance(addition, Fill):
-            value: object = _filled(checkpoint, addition, supplies)
+            value: object = filled(checkpoint, addition, supplies)
         else:
             value = entries.get(addition.to, added.get(addition.to))
         if not isinstance(value, TensorSpec):

@@ -35,18 +35,28 @@ class ByteSource(Protocol):
         ...
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING  # one for all: a file may have a hundred thousand tensors
+
+
 @dataclass(frozen=True, eq=False)
 class Storage:
     """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
 
     ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
-    ``crc32`` is the checksum that the container gives for the whole storage, where it has one.
+    ``crc32`` is the checksum that the container gives for the whole storage, where it has one. ``parts`` are the
+    storages of the file that its bytes are made of, where it is none of them itself (chunks that were put together,
+    elements that were turned round or converted): their checksums speak for it.
     """
 
     key: str
     source: ByteSource
     device: str = "cpu"
     crc32: int | None = None
+    parts: tuple[Storage, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +78,12 @@ class Quantizer:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal and hashable for quantizers of the same values: torch 1.3 pickled those of channels as lists."""
-        values = (tuple(part) if isinstance(part, list) else part for part in (self.scale, self.zero_point))
+        given: tuple[object, ...] = (self.scale, self.zero_point)
+        values = (tuple(part) if isinstance(part, list) else part for part in given)
         return (self.scheme, *values, self.axis)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor without its values.
 
@@ -87,14 +98,14 @@ class TensorSpec:
     storage: Storage | None = None
     offset: int = 0
     layout: str = "strided"
-    parts: Mapping[str, TensorSpec] = field(default_factory=dict, hash=False)
+    parts: Mapping[str, TensorSpec] = field(default_factory=_nothing, hash=False)
     quantizer: Quantizer | None = None
     requires_grad: bool = False
     is_parameter: bool = False
     is_coalesced: bool | None = None
-    math_bits: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    math_bits: Mapping[str, bool] = field(default_factory=_nothing, hash=False)
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """Number of elements (1 for a 0-d tensor)."""
         return math.prod(self.shape)
@@ -105,9 +116,14 @@ class TensorSpec:
         return DTYPES[self.dtype].itemsize
 
     @property
+    def per_byte(self) -> int:
+        """Elements that share a byte, 1 but for the quantised dtypes of 2 and 4 bits."""
+        return DTYPES[self.dtype].per_byte
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
-        return self.numel * self.itemsize
+        return -(-self.numel * self.itemsize // self.per_byte)
 
     @property
     def has_data(self) -> bool:
@@ -126,9 +142,9 @@ class TensorSpec:
     def extent(self) -> tuple[int, int]:
         """The first and one past the last byte of the storage that the tensor touches."""
         if self.numel == 0:
-            return (self.offset * self.itemsize, self.offset * self.itemsize)
+            return (self.offset * self.itemsize // self.per_byte,) * 2
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (self.offset * self.itemsize, (last + 1) * self.itemsize)
+        return (self.offset * self.itemsize // self.per_byte, -(-(last + 1) * self.itemsize // self.per_byte))
 
     @property
     def view(self) -> tuple[object, ...]:
@@ -143,6 +159,11 @@ class TensorSpec:
             bits,
             self.quantizer and self.quantizer.key,
         )
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages that hold this tensor's bytes, in order."""
+        return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
 
     def strided_parts(self) -> Iterator[TensorSpec]:
         """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
@@ -240,18 +261,20 @@ class Checkpoint:
         """The tensor of a key, on CPU, with the dtype, shape and strides of the file.
 
         Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
-        in the file.
+        in the file. Where they are not those that were saved, a ``DamageWarning`` says so: the checksum of a storage is
+        proved at the first read of it.
         """
-        from ckptfix.tensors import build_tensor
+        from ckptfix.tensors import read_tensor
 
         if key not in self.specs:
             raise UnknownKeyError(self._no_tensor(key))
-        return build_tensor(self.specs[key], self.path)
+        return read_tensor(self, key)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
 
         The entries that are no tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
+        Raises ``UnreadableError`` where a storage is not whole or fails its checksum.
         """
         from ckptfix.tensors import build_state_dict
 

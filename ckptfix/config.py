@@ -49,6 +49,12 @@ _KEYS = {
     "no-values": _FLAG,
     "fill": _TEXT,
     "drop-mismatched": _FLAG,
+    "replace": _TEXTS,
+    "reset-running-stats": _FLAG,
+    "recalibrate": _TEXT,
+    "zero-non-finite": _FLAG,
+    "flush-subnormals": _FLAG,
+    "dtype": _TEXT,
     "seed": _WHOLE,
     "output-format": _TEXT,
     "quiet": _FLAG,
@@ -59,9 +65,13 @@ _KEYS = {
     "input": _TEXTS,
     "device": _TEXT,
     "timeout": _NUMBER,
+    "train-mode": _FLAG,
+    "backward": _FLAG,
+    "compare": _TEXT,
 }
 _CHOICES = {"output-format": OUTPUT_FORMATS, "format": FORMATS}
-_FILES = ("like", "fill")
+_FILES = ("like", "fill", "compare")
+_WORDS = {"fill": ("target", "twin"), "compare": ("source",)}
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,8 @@ class Configuration:
 def load_configuration(start: Path | None = None) -> Configuration:
     """The configuration for a working directory, the current one by default; empty where no file is found.
 
-    Paths in it (``like``, ``fill``) are relative to the file that names them. Raises ``UsageError`` that names the
-    file and the key.
+    Paths in it (``like``, ``fill``, ``compare``) are relative to the file that names them. Raises ``UsageError`` that
+    names the file and the key.
     """
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
@@ -127,6 +137,6 @@ def _checked(path: Path, key: str, value: Any) -> Any:
     choices = _CHOICES.get(key)
     if choices and value not in choices:
         raise UsageError(f"{path}: {key} is to be one of {', '.join(choices)} and not {value!r:.60}")
-    if key in _FILES and not (key == "fill" and value == "target"):
+    if key in _FILES and value not in _WORDS.get(key, ()):
         return str(path.parent / value)
     return value

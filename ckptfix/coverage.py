@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Fill
+from ckptfix.finding import Fill, Replace
 from ckptfix.report import Coverage
 from ckptfix.target import PARAMETER, Target
 
 
-def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fill]) -> Coverage:
+def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace]) -> Coverage:
     """The share of the target's parameters and buffers, by number of elements, that came from the file. A tie counts
     once.
     """

@@ -13,12 +13,13 @@ from typing import Any, BinaryIO
 from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.finding import Finding, counted
+from ckptfix.finding import Finding, Level, counted
 from ckptfix.formats import sharded
 from ckptfix.formats.output import (
     PTH,
     SAFETENSORS,
     deliver_file,
+    flushing,
     output_format,
     temporary_beside,
     verify,
@@ -142,6 +143,10 @@ def deliver(
         return Delivery(
             remarks=("nothing is written while a storage fails its checksum; --salvage leaves its tensors out",)
         )
+    if any(finding.code == "FIL104" and finding.level == Level.ERROR for finding in report.remaining):
+        return Delivery(
+            remarks=("nothing is written: safetensors cannot hold all of the state_dict; --format pth does",)
+        )
     if report.obstacles:
         left = counted(len(report.obstacles), "key")
         return Delivery(remarks=(f"nothing is written: a strict load would still fail on {left}",))
@@ -161,7 +166,8 @@ def deliver(
         return _deliver_in_shards(result, destination, write, settings, factory, settings.shard_bytes)
     with temporary_beside(destination.output, destination.source) as temporary:
         write_to(temporary, result, write, destination.output)
-        verify(temporary, result, destination.output)
+        with flushing([temporary], destination.output):
+            verify(temporary, result, destination.output)
         smoke, findings = _smoke(temporary, result, settings, factory)
         if smoke is not None and smoke.passed is False:
             return Delivery(None, smoke, tuple(findings))
@@ -203,10 +209,12 @@ def _smoke(
     if settings.is_for_torch_before(COUNTED_SINCE) and _lacks_counters(result):
         note = f"the result is for torch {settings.for_torch}, which is not this one"
         return SmokeResult(passed=None, device="", note=note), []
+    from ckptfix.smoke.reference import Reference
     from ckptfix.smoke.run import run_smoke
 
     model, arguments = factory
-    return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container))
+    reference = Reference.of(settings, result.path)
+    return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container), reference)
 
 
 def _lacks_counters(result: Checkpoint) -> bool:

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptfix.applying import Step, Supplies, apply_step
+from ckptfix.applying import Step, apply_step
 from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Applicability, Context, Edit, Fill, Finding, Fix
+from ckptfix.finding import (
+    Applicability,
+    Context,
+    Disarm,
+    Edit,
+    Fill,
+    Finding,
+    Fix,
+    Plain,
+    Rename,
+    RenameModule,
+    Replace,
+    Retag,
+    Rewrite,
+    Rule,
+)
 from ckptfix.plan import Plan
 from ckptfix.rules import RULES
 from ckptfix.settings import Settings
+from ckptfix.supplies import Measure, Supplies
 from ckptfix.target import Target
 from ckptfix.values import Statistics
+from ckptfix.values.narrowing import narrowing_to
+
+KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
+"""Edits after which every tensor is there as it was."""
 
 
 @dataclass(frozen=True)
@@ -25,27 +45,34 @@ class Diagnosis:
     result: Checkpoint
 
     @property
-    def filled(self) -> Mapping[str, Fill]:
+    def filled(self) -> Mapping[str, Fill | Replace]:
         """The keys whose values do not come from the file."""
-        return {edit.key: edit for edit in self.plan.edits if isinstance(edit, Fill)}
+        edits = (edit for edit in self.plan.edits if isinstance(edit, (Fill, Replace)))
+        return {edit.key: edit for edit in edits if edit.origin != "twin"}
 
 
 def diagnose(
-    checkpoint: Checkpoint, target: Target | None, settings: Settings, donor: Checkpoint | None = None
+    checkpoint: Checkpoint,
+    target: Target | None,
+    settings: Settings,
+    donor: Checkpoint | None = None,
+    measure: Measure | None = None,
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
     Raises ``AssertionError`` where a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
-    supplies = Supplies(target.initial if target is not None else None, donor)
+    supplies = Supplies(target.initial if target is not None else None, donor, measure)
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view = Plan(), checkpoint
-    context = Context(view, target, Statistics(view) if settings.values else None, settings, donor)
+    narrowing = narrowing_to(settings.cast_dtype) if settings.cast_dtype else None
+    statistics = Statistics(view, narrowing) if settings.values else None
+    context = Context(view, target, statistics, settings, donor)
     for rule in RULES:
         if not settings.selects(rule.code):
             continue
-        found = tuple(rule.propose(context))
+        found = tuple(_propose(rule, context))
         findings += found
         cured = [finding for finding in found if finding.fix is not None and is_enabled(finding.fix, settings)]
         edits: tuple[Edit, ...] = tuple(
@@ -56,8 +83,20 @@ def diagnose(
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
             context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
-    _assert_stable(context, settings)
+    _assert_stable(context, settings, plan)
     return Diagnosis(tuple(findings), tuple(fixed), plan, view)
+
+
+def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
+    """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
+    safe: what is missing under its name may be there under another.
+    """
+    is_doubtful = any(remark.kind == "doubtful-names" for remark in context.checkpoint.remarks)
+    for finding in rule.propose(context):
+        if is_doubtful and finding.fix is not None and not all(isinstance(edit, KEEPING) for edit in finding.fix.edits):
+            doubted = min(finding.fix.applicability, Applicability.UNSAFE)
+            finding = replace(finding, fix=replace(finding.fix, applicability=doubted))
+        yield finding
 
 
 def is_enabled(fix: Fix, settings: Settings) -> bool:
@@ -67,13 +106,15 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
 
 
-def _assert_stable(context: Context, settings: Settings) -> None:
+def _assert_stable(context: Context, settings: Settings, plan: Plan) -> None:
+    applied = {step.rule for step in plan.steps}
     for rule in RULES:
-        # The value rules have no fixes, and a second scan of every byte to learn that again would be dear.
-        if settings.selects(rule.code) and not rule.code.startswith("VAL"):
+        # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
+        # the value rules only those that changed something are asked again.
+        if settings.selects(rule.code) and (rule.code in applied or not rule.code.startswith("VAL")):
             again = [
                 finding
-                for finding in rule.propose(context)
+                for finding in _propose(rule, context)
                 if finding.fix is not None and is_enabled(finding.fix, settings)
             ]
             assert not again, f"{rule.code} proposes another fix on its own result: {again[0].message}"

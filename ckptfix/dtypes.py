@@ -24,6 +24,11 @@ class DType:
         return 2 if self.name.endswith("_x2") else 1
 
     @property
+    def per_byte(self) -> int:
+        """How many elements share a byte: torch counts the single numbers of ``quint4x2`` and ``quint2x4``."""
+        return {"quint4x2": 2, "quint2x4": 4}.get(self.name, 1)
+
+    @property
     def is_float(self) -> bool:
         """Whether the elements are real floating-point numbers (fp64 down to fp8)."""
         return self.name.startswith(("float", "bfloat"))

@@ -30,6 +30,10 @@ class UnreadableError(CkptfixError):
     """
 
 
+class DamageWarning(UserWarning):
+    """A tensor that was read by itself has other bytes than were saved: its storage fails the checksum of the file."""
+
+
 class UnknownKeyError(CkptfixError, KeyError):
     """The checkpoint has no tensor under this key."""
 

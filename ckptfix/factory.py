@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.errors import TargetError
+from ckptfix.errors import CkptfixError, TargetError
 from ckptfix.target import Target, target_from_module
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _resolve(spec: str, seed: int) -> Any:
         raise TargetError(
             f"--model {spec}: write it as pkg.mod:factory, the module and the name in it with a colon between"
         )
-    with _user_code(spec, seed):
+    with user_code(spec, seed):
         module = _import(path, spec)
     made: Any = module
     for attribute in name.split("."):
@@ -118,7 +118,7 @@ def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: i
         if arguments:
             raise TargetError(f"--model {spec}: this is a model already and takes no arguments; leave out --model-args")
         return factory
-    with _user_code(spec, seed):
+    with user_code(spec, seed):
         model = factory(**arguments) if isinstance(arguments, Mapping) else factory(*arguments)
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
@@ -129,7 +129,7 @@ def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: i
 
 
 @contextlib.contextmanager
-def _user_code(spec: str, seed: int) -> Iterator[None]:
+def user_code(spec: str, seed: int) -> Iterator[None]:
     """Run code of the user.
 
     The working directory can be imported from, random numbers come from ``seed``, and what is printed goes to stderr,
@@ -144,7 +144,7 @@ def _user_code(spec: str, seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
             torch.default_generator.manual_seed(seed)
             yield
-    except TargetError:
+    except CkptfixError:
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise _error_of_user(spec, error) from error
@@ -173,4 +173,5 @@ def _from_user_on(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leads_to_user(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or filename in {__file__, importlib.__file__, contextlib.__file__}
+    own = filename.startswith((str(Path(__file__).parent), "<frozen importlib"))
+    return own or filename in {importlib.__file__, contextlib.__file__}

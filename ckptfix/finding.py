@@ -88,6 +88,33 @@ class Fill(Edit):
 
 
 @dataclass(frozen=True)
+class Replace(Edit):
+    """Put other values in the place of a tensor's. Its key, dtype and shape stay.
+
+    ``origin`` says where they come from: ``zeros`` and ``ones`` (the statistics of a fresh norm), ``data`` (statistics
+    measured on the file ``source``), ``target`` and ``donor`` as in a fill, or ``twin``: the key ``source`` of another
+    set of weights of the same file, which ``place`` names; without a place, of the same state_dict."""
+
+    kind: ClassVar[str] = "replace"
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    origin: str
+    source: str | None = None
+    place: str | None = None
+
+
+@dataclass(frozen=True)
+class Zero(Edit):
+    """Set numbers of a tensor to zero, all ``non-finite`` or all ``subnormal`` ones; the others stay as they are."""
+
+    kind: ClassVar[str] = "zero"
+    key: str
+    dtype: str
+    which: str
+
+
+@dataclass(frozen=True)
 class Tie(Edit):
     """Supply a key from another one of the same checkpoint; the two share their storage."""
 
@@ -157,7 +184,8 @@ class Disarm(Edit):
 
 
 EDITS: Mapping[str, type[Edit]] = {
-    edit.kind: edit for edit in (Rename, RenameModule, Drop, Fill, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
+    edit.kind: edit
+    for edit in (Rename, RenameModule, Drop, Fill, Replace, Zero, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
 }
 """Every edit by its name in JSON."""
 

@@ -78,6 +78,11 @@ def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = N
     )
 
 
+def spec_of_ones(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """The spec of a new tensor of ones."""
+    return spec_of_tensor(torch.ones(shape, dtype=getattr(torch, dtype)))
+
+
 def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if tensor.layout == torch.sparse_coo:
         return {"indices": tensor._indices(), "values": tensor._values()}

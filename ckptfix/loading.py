@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.errors import TargetError, UsageError
+from ckptfix.errors import HostileError, TargetError, UsageError
+from ckptfix.finding import counted
+from ckptfix.report import Report
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,28 @@ def _check_device(map_location: object) -> None:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"map_location={str(map_location)!r} does not work here ({reason}); leave it out") from error
+
+
+def refuse_misfit(report: Report) -> None:
+    """Raises ``TargetError`` where a strict load would fail, and ``HostileError`` for a file that would run code."""
+    if any(finding.code == "FIL901" for finding in report.remaining):
+        raise HostileError(
+            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
+        )
+    if left := report.obstacles:
+        reasons = "; ".join(
+            f"{finding.code} {finding.message}"
+            for finding in report.remaining
+            if finding.code[:3] in ("KEY", "FIT", "BUF")
+        )
+        hint = next(
+            (finding.remedy for finding in report.remaining if finding.remedy and finding.code.startswith("FIT")),
+            "see ckptfix.check",
+        )
+        raise TargetError(
+            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
+            f"{reasons or 'the rules that say more were not selected'}; {hint}"
+        )
 
 
 def load_strictly(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ckptfix.applying import Step, Supplies, apply_step
+from ckptfix.applying import Step, apply_step
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import PlanError
 from ckptfix.finding import EDITS, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.supplies import Supplies
 
 PLAN_VERSION = 1
 """The version of a plan's JSON form."""

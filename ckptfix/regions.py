@@ -50,7 +50,8 @@ class Regions:
         start, _ = spec.extent
         regions = self._regions[id(spec.storage)]
         region = regions[_last_at(regions, start)]
-        return region, (start - region.start) // spec.itemsize
+        # An offset that is no whole number of bytes keeps its remainder.
+        return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
 
 
 def _last_at(regions: list[Region], start: int) -> int:

@@ -14,23 +14,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.applying import Supplies
 from ckptfix.buffers import COUNTED_SINCE
 from ckptfix.checkpoint import Checkpoint, path_name
 from ckptfix.coverage import measure_coverage, obstacles
 from ckptfix.delivery import Delivery, Destination, deliver, refuse_inputs
 from ckptfix.diagnosis import Diagnosis, diagnose
-from ckptfix.errors import HostileError, TargetError, UsageError
+from ckptfix.errors import UsageError
 from ckptfix.factory import Arguments, target_from_factory
-from ckptfix.finding import Finding, counted
+from ckptfix.finding import Finding
 from ckptfix.formats import open_file
-from ckptfix.loading import check_loadable, load_strictly
+from ckptfix.loading import check_loadable, load_strictly, refuse_misfit
+from ckptfix.measuring import measure_with
 from ckptfix.plan import Plan
 from ckptfix.report import Report
 from ckptfix.rules import RULES
 from ckptfix.settings import Settings
+from ckptfix.supplies import Measure, Supplies
 from ckptfix.target import Target, target_from_checkpoint, target_from_module
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def check(
     checked = _settings(settings)
     checkpoint = _open(source, checked)
     target = _target(model, like, model_args, checked)
-    diagnosis = diagnose(checkpoint, target, checked, _donor(target, checked))
+    diagnosis = diagnose(checkpoint, target, checked, _donor(target, checked), _measure(model, model_args, checked))
     return replace(_report(checkpoint, target, diagnosis, checked), fixed=(), edits=())
 
 
@@ -111,19 +113,25 @@ def repair(
     if checked.smoke and not isinstance(model, str):
         raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
     checkpoint = _open(source, checked)
+    compared = None
+    if checked.smoke_settings.compare is not None:
+        from ckptfix.smoke.reference import reference_file  # the whole forward test comes with it
+
+        compared = reference_file(checked, checkpoint, isinstance(model, str))
     if output is not None:
-        refuse_inputs(output, {"--like": like, "--fill": None if checked.fill == "target" else checked.fill})
+        refuse_inputs(output, {"--like": like, "--fill": checked.fill_file, "--compare": compared})
     destination = Destination.of(checkpoint, output, beside, in_place, backup, checked.format)
     if destination is not None:
         checked = replace(checked, format=destination.form)
     target = _target(model, like, model_args, checked)
-    donor = _donor(target, checked)
+    donor, measure = _donor(target, checked), _measure(model, model_args, checked)
     if plan is None:
-        diagnosis = diagnose(checkpoint, target, checked, donor)
+        diagnosis = diagnose(checkpoint, target, checked, donor, measure)
     else:
-        diagnosis = _carry_out(plan, checkpoint, target, checked, donor)
+        supplies = Supplies(target.initial if target is not None else None, donor, measure)
+        diagnosis = _carry_out(plan, checkpoint, target, checked, supplies)
     report = _report(checkpoint, target, diagnosis, checked)
-    if destination is not None and destination.only_changes and not diagnosis.plan:
+    if destination is not None and destination.only_changes and not diagnosis.plan and checked.shard_bytes is None:
         destination = None
     if not dry_run:
         factory = (model, model_args) if isinstance(model, str) else None
@@ -146,7 +154,8 @@ def load(
     setting for it."""
     check_loadable(model, map_location)
     repaired = repair(source, model, **settings)
-    load_strictly(model, _fitting(repaired), map_location, repaired.report.source)
+    refuse_misfit(repaired.report)
+    load_strictly(model, repaired.state_dict(), map_location, repaired.report.source)
     return repaired.report
 
 
@@ -164,6 +173,12 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     except TypeError as error:
         raise UsageError(f"a setting is not known ({error}); see ckptfix.settings.Settings") from error
     settings = replace(settings, select=_codes(settings.select), ignore=_codes(settings.ignore))
+    names: object = settings.replace
+    settings = replace(settings, replace=(names,) if isinstance(names, str) else tuple(settings.replace))
+    if settings.replace and settings.fill is None:
+        raise UsageError("--replace says which values to replace, and --fill by which: add --fill twin, target or FILE")
+    if settings.cast_dtype and not settings.values:
+        raise UsageError("--dtype looks at the values before it casts them; leave --no-values out")
     if settings.fill is not None:
         settings = replace(settings, fill=os.fspath(settings.fill))
     if settings.format not in (None, "pth", "safetensors"):
@@ -215,22 +230,35 @@ def _donor(target: Target | None, settings: Settings) -> Checkpoint | None:
     """The checkpoint of ``--fill FILE``, under the names of the target."""
     if settings.fill == "target" and target is None:
         raise UsageError("--fill target takes values from a model or a reference; add --model or --like")
-    if settings.fill is None or settings.fill == "target":
+    if settings.fill_file is None:
         return None
     if target is None and settings.salvage:
-        return open_file(settings.fill)
-    if target is None:
-        raise UsageError(f"--fill {settings.fill}: what is missing shows only against a target; add --model or --like")
-    return diagnose(open_file(settings.fill), target, Settings(select=("KEY", "FIL102"), values=False)).result
+        return open_file(settings.fill_file)
+    if target is None and not settings.replace:
+        raise UsageError(
+            f"--fill {settings.fill_file}: what is missing shows only against a target; add --model or --like, or say "
+            "with --replace which values it replaces"
+        )
+    return diagnose(open_file(settings.fill_file), target, Settings(select=("KEY", "FIL102"), values=False)).result
+
+
+def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> Measure | None:
+    """What measures running statistics for ``--recalibrate``, with the user's model."""
+    if model is None:
+        if settings.recalibrate is not None:
+            raise UsageError("--recalibrate runs data through the model; add --model pkg.mod:factory")
+        return None
+    if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
+        raise UsageError(f"--recalibrate {settings.recalibrate}: there is no such file; check the path")
+    return measure_with(model, model_args, settings.seed)
 
 
 def _carry_out(
-    plan: Plan, checkpoint: Checkpoint, target: Target | None, settings: Settings, donor: Checkpoint | None
+    plan: Plan, checkpoint: Checkpoint, target: Target | None, settings: Settings, supplies: Supplies
 ) -> Diagnosis:
     """The result of a saved plan, and what the rules say of it; they change nothing more."""
-    supplies = Supplies(target.initial if target is not None else None, donor)
     result = plan.apply(checkpoint, supplies)
-    left = diagnose(result, target, replace(settings, unsafe_fixes=False), donor)
+    left = diagnose(result, target, replace(settings, unsafe_fixes=False), supplies.donor)
     return Diagnosis(left.findings, (), plan, result)
 
 
@@ -261,27 +289,3 @@ def _with_delivery(report: Report, delivery: Delivery) -> Report:
         output=delivery.output,
         remarks=(*report.remarks, *delivery.remarks),
     )
-
-
-def _fitting(repaired: Repair) -> dict[str, Any]:
-    """The repaired state_dict, once it is known that a strict load will take it."""
-    report = repaired.report
-    if any(finding.code == "FIL901" for finding in report.remaining):
-        raise HostileError(
-            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
-        )
-    if left := report.obstacles:
-        reasons = "; ".join(
-            f"{finding.code} {finding.message}"
-            for finding in report.remaining
-            if finding.code[:3] in ("KEY", "FIT", "BUF")
-        )
-        hint = next(
-            (finding.remedy for finding in report.remaining if finding.remedy and finding.code.startswith("FIT")),
-            "see ckptfix.check",
-        )
-        raise TargetError(
-            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
-            f"{reasons or 'the rules that say more were not selected'}; {hint}"
-        )
-    return repaired.state_dict()

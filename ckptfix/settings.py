@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from ckptfix.errors import UsageError
 
@@ -21,18 +22,38 @@ _UNITS = {
 }
 
 
+CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""What ``--dtype`` takes, by torch's names."""
+
+_SHORT_DTYPES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+}
+
+_OF_TWINS = "VAL301"
+"""The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
+
+
 @dataclass(frozen=True)
 class SmokeSettings:
     """How the forward test runs.
 
     ``inputs`` are the texts given with ``--input``, one for each argument of ``forward``: a shape (``2x3x224x224``), a
     shape with an integer range (``2x16:int:0:1000``), a name before either (``input_ids=2x16:int:0:1000``), or a file
-    (``.npy``, ``.pt``, ``.safetensors``). Empty: an input is derived from the model. ``timeout`` is in seconds."""
+    (``.npy``, ``.pt``, ``.safetensors``). Empty: an input is derived from the model. ``timeout`` is in seconds.
+    ``train_mode`` adds a forward pass in training mode, and ``backward`` such a pass with a backward pass after it.
+    ``compare`` is a checkpoint with whose outputs those of the result are compared: a file, or ``source``."""
 
     inputs: tuple[str, ...] = ()
     device: str = "auto"
     timeout: float = 300.0
     seed: int = 0
+    train_mode: bool = False
+    backward: bool = False
+    compare: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,10 +62,13 @@ class Settings:
 
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
     whole of a damaged file, and ``disarm`` the weights alone of one that is built to run code. ``select`` and
-    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target`` or the path of a donor
-    file. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given. ``format`` is
-    ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of at most so many
-    bytes with an index, and None one file."""
+    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target``, ``twin`` (the other
+    set of weights of the file) or the path of a donor file. ``replace`` names the broken tensors that ``fill``
+    replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``). ``dtype`` is what the
+    floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given.
+    ``recalibrate`` is a file of data on which the statistics of broken norms are measured anew.
+    ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of
+    at most so many bytes with an index, and None one file."""
 
     weights: str | None = None
     member: str | None = None
@@ -55,6 +79,12 @@ class Settings:
     unsafe_fixes: bool = False
     fill: str | None = None
     drop_mismatched: bool = False
+    replace: tuple[str, ...] = ()
+    reset_running_stats: bool = False
+    recalibrate: str | None = None
+    zero_non_finite: bool = False
+    flush_subnormals: bool = False
+    dtype: str | None = None
     for_torch: str | None = None
     values: bool = True
     seed: int = 0
@@ -67,6 +97,26 @@ class Settings:
         """Whether the rule of this code is to run."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
         return chosen and not any(code.startswith(start) for start in self.ignore)
+
+    def replaces(self, code: str, key: str) -> bool:
+        """Whether the values of this key, which the rule of this code found broken, are to be replaced."""
+        codes = (code, _OF_TWINS) if self.fill == "twin" else (code,)
+        return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in self.replace)
+
+    @property
+    def fill_file(self) -> str | None:
+        """The donor file, None where ``fill`` names none."""
+        return None if self.fill in ("target", "twin") else self.fill
+
+    @property
+    def cast_dtype(self) -> str | None:
+        """What floats are cast to, by torch's name. Raises ``UsageError`` where ``dtype`` is no float that is known."""
+        if self.dtype is None:
+            return None
+        name = _SHORT_DTYPES.get(self.dtype, self.dtype)
+        if name not in CAST_DTYPES:
+            raise UsageError(f"--dtype {self.dtype!r} is not known; give one of {', '.join(CAST_DTYPES)}")
+        return name
 
     @property
     def shard_bytes(self) -> int | None:

@@ -16,6 +16,7 @@ from ckptfix.checkpoint import (
 )
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError, WriteError
+from ckptfix.formats.checksums import Alarm, proved_stream, refusal, warning
 from ckptfix.formats.claims import sizes
 from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.sources import stream
@@ -24,14 +25,16 @@ from ckptfix.live import LiveBytes, bytes_of
 from ckptfix.regions import Region, Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class Builder:
-    """Builds tensors so that those which share bytes in the file share memory too."""
+    """Builds tensors so that those which share bytes in the file share memory too.
 
-    def __init__(self, specs: Iterable[TensorSpec], path: str) -> None:
-        self.path = path
+    With an ``alarm``, the checksum of every storage is proved, and the alarm given for a damaged one."""
+
+    def __init__(self, specs: Iterable[TensorSpec], path: str, alarm: Alarm | None = None) -> None:
+        self.path, self.alarm = path, alarm
         self._regions = Regions(part for spec in specs for part in spec.strided_parts())
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
@@ -71,11 +74,16 @@ class Builder:
         if id(region) not in self._loaded:
             buffer = torch.empty(region.nbytes, dtype=torch.uint8)
             view, position = bytes_of(buffer), 0
-            for block in stream(region.storage.source, region.start, region.stop):
+            for block in self._blocks(region):
                 view[position : position + block.nbytes] = block
                 position += block.nbytes
             self._loaded[id(region)] = buffer.untyped_storage()
         return self._loaded[id(region)]
+
+    def _blocks(self, region: Region) -> Iterator[memoryview]:
+        if self.alarm is None:
+            return stream(region.storage.source, region.start, region.stop)
+        return proved_stream(region.storage, region.start, region.stop, self.alarm)
 
     def _quantized(
         self, spec: TensorSpec, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype
@@ -108,14 +116,19 @@ class Builder:
         )
 
 
-def build_tensor(spec: TensorSpec, path: str = "checkpoint") -> torch.Tensor:
-    """The tensor of one spec; only the bytes that it covers are read."""
-    return Builder([spec], path).build(spec)
+def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None = None) -> torch.Tensor:
+    """The tensor of one spec; only the bytes that it covers are read, but for a proof of its storage."""
+    return Builder([spec], path, alarm).build(spec)
+
+
+def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
+    """The tensor of a key; with a ``DamageWarning`` where its storage fails its checksum."""
+    return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
 
 def build_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute."""
-    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path)
+    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint))
     made: dict[int, Any] = {}
     try:
         state_dict: OrderedDict[str, Any] = OrderedDict(
@@ -157,7 +170,7 @@ def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
     if (
         isinstance(value, Global)
         and value.module == "torch"
-        and isinstance(found := getattr(torch, value.name, None), torch.dtype | torch.qscheme)
+        and isinstance(found := getattr(torch, value.name, None), torch.dtype | torch.qscheme | torch.layout)
     ):
         return found
     if isinstance(value, Opaque) and str(value.cls) == "torch.Size":
@@ -241,5 +254,5 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """The spec of a tensor converted to another dtype; the values are converted when they are read."""
-    storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path))
+    storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path), parts=spec.storages)
     return replace(spec, dtype=dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})

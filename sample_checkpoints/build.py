@@ -135,7 +135,8 @@ def decayed_aux_head(path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         optimizer.step()
-    torch.save({"epoch": 60, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    progress = {"epoch": 60, "global_step": 6000}
+    torch.save({**progress, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
 
 @contextmanager

@@ -16,18 +16,20 @@ import ckptfix
 PACKAGE = Path(ckptfix.__file__).parent
 
 LAYERS = (
-    "errors dtypes buffers",
+    "errors dtypes buffers progress",
     "checkpoint config settings finding metadata",
     "target",
-    "regions factory",
+    "regions factory recalibration",
     "live",
     "formats tensors",
     "values",
+    "supplies",
     "rules applying",
     "plan",
-    "diagnosis smoke",
+    "diagnosis",
+    "smoke",
     "report coverage",
-    "delivery loading",
+    "delivery loading comparison explain measuring",
     "repairing",
     "cli",
 )

@@ -63,13 +63,14 @@ def test_the_own_file_wins_in_one_folder(tmp_path):
 def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     inner = tmp_path / "runs"
     inner.mkdir()
-    (tmp_path / "ckptfix.toml").write_text('like = "good.pth"\nfill = "/abs/donor.pth"\n')
-    assert load_configuration(inner).values == {"like": str(tmp_path / "good.pth"), "fill": "/abs/donor.pth"}
+    (tmp_path / "ckptfix.toml").write_text('like = "good.pth"\nfill = "/abs/donor.pth"\ncompare = "good.pth"\n')
+    good = str(tmp_path / "good.pth")
+    assert load_configuration(inner).values == {"like": good, "fill": "/abs/donor.pth", "compare": good}
 
 
-def test_fill_from_the_target_is_no_path(tmp_path):
-    (tmp_path / "ckptfix.toml").write_text('fill = "target"\n')
-    assert load_configuration(tmp_path).values == {"fill": "target"}
+def test_words_that_stand_for_a_file_are_no_paths(tmp_path):
+    (tmp_path / "ckptfix.toml").write_text('fill = "target"\ncompare = "source"\n')
+    assert load_configuration(tmp_path).values == {"fill": "target", "compare": "source"}
 
 
 @pytest.mark.parametrize(

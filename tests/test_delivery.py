@@ -194,6 +194,65 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tm
     assert (digest(source), names(tmp_path)) == (before, ["here"])
 
 
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+@pytest.mark.parametrize("step", ["copy_file_range", "fsync"])
+def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step, name, source, tmp_path, monkeypatch):
+    """What the kernel copies has no block of its own yet: the room may be gone when the file is flushed."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if step == "copy_file_range":
+        for call in ("copy_file_range", "sendfile"):
+            monkeypatch.setattr(f"os.{call}", refuse)
+        monkeypatch.setattr("ckptfix.formats.copying.SMALL", 0)
+        monkeypatch.setattr("ckptfix.formats.copying.stream", refuse)
+    else:
+        monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(WriteError, match="cannot be written: No space left on device; nothing was left behind"):
+        ckptfix.repair(source, output=tmp_path / name)
+    assert names(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+def test_a_source_that_is_cut_meanwhile_ends_in_one_line_and_leaves_nothing(name, source, tmp_path, monkeypatch):
+    large = source.with_name("large.pth")
+    torch.save({"module.w": torch.randn(1 << 18)}, large)
+    real = output.writer_for
+
+    def cutting(form: str, for_torch: str | None):
+        def write(checkpoint, file):
+            os.truncate(large, 1 << 17)
+            real(form, for_torch)(checkpoint, file)
+
+        return write
+
+    monkeypatch.setattr("ckptfix.delivery.writer_for", cutting)
+    with pytest.raises(UnreadableError, match=r"large\.pth: the file ends inside a storage"):
+        ckptfix.repair(large, output=tmp_path / name, values=False)
+    assert names(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_writing_ends_in_one_line_and_leaves_nothing(number, source, tmp_path):
+    script = (
+        "import os, sys\n"
+        "from ckptfix.cli import main\n"
+        "from ckptfix.formats import output\n"
+        "def hang(checkpoint, file):\n"
+        f"    file.write(b'half'); file.flush(); os.kill(os.getpid(), {int(number)}); raise AssertionError\n"
+        "output.torch_write.write_zip = hang\n"
+        f"sys.argv = ['ckptfix', 'repair', {str(source)!r}, '-o', {str(tmp_path / 'out.pth')!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + number
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "no unfinished file is left" in done.stderr
+    assert names(tmp_path) == ["here"]
+
+
 def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(source, tmp_path):
     large = source.with_name("large.pth")
     torch.save({"module.w": torch.zeros(1 << 20)}, large)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import ckptfix.diagnosis
+from ckptfix.checkpoint import Remark
 from ckptfix.diagnosis import diagnose, is_enabled
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rename, Rule
 from ckptfix.live import open_state_dict
@@ -115,3 +117,24 @@ def test_a_fix_that_is_not_allowed_stays_a_finding(monkeypatch):
     kept, dropped = (diagnose(CHECKPOINT, None, Settings(unsafe_fixes=unsafe)) for unsafe in (False, True))
     assert (len(kept.findings), kept.fixed, len(kept.result.entries)) == (1, (), 1)
     assert (len(dropped.fixed), len(dropped.result.entries)) == (1, 0)
+
+
+def doubtful(state: dict[str, torch.Tensor]):
+    checkpoint = open_state_dict(state)
+    return replace(checkpoint, remarks=(Remark("doubtful-names", ".", "has a data.pkl that fails its checksum"),))
+
+
+NORM = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key != "num_batches_tracked"}
+
+
+@pytest.mark.parametrize("unsafe_fixes", [False, True])
+def test_nothing_is_filled_in_unasked_where_names_are_doubtful(unsafe_fixes):
+    assert [finding.code for finding in diagnose(open_state_dict(NORM), None, Settings()).fixed] == ["BUF101"]
+    diagnosis = diagnose(doubtful(NORM), None, Settings(unsafe_fixes=unsafe_fixes, values=False))
+    assert [finding.code for finding in diagnosis.findings] == ["FIL203", "BUF101"]
+    assert [finding.code for finding in diagnosis.fixed] == (["BUF101"] if unsafe_fixes else [])
+
+
+def test_a_rename_of_doubtful_names_keeps_every_tensor():
+    diagnosis = diagnose(doubtful({"module.weight": torch.ones(2, 2)}), None, Settings())
+    assert [finding.code for finding in diagnosis.fixed] == ["KEY102"]

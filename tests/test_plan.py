@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckptfix
-from ckptfix.applying import Step, Supplies
+from ckptfix.applying import Step
 from ckptfix.errors import PlanError
 from ckptfix.finding import (
     EDITS,
@@ -26,14 +26,17 @@ from ckptfix.finding import (
     Plain,
     Rename,
     RenameModule,
+    Replace,
     Reshape,
     Retag,
     Rewrite,
     Tie,
+    Zero,
 )
 from ckptfix.live import open_state_dict
 from ckptfix.plan import Plan
 from ckptfix.rules.wrappers import bare
+from ckptfix.supplies import Supplies
 from ckptfix.target import target_from_module
 from tests.checks import assert_same
 
@@ -168,6 +171,8 @@ EXAMPLES: dict[str, Edit] = {
     "rename-module": RenameModule("a", ""),
     "drop": Drop("a"),
     "fill": Fill("a", "float32", (2, 0), "donor", "b"),
+    "replace": Replace("a", "float32", (2,), "twin", "b", "ema"),
+    "zero": Zero("a", "float32", "non-finite"),
     "tie": Tie("a", "b"),
     "cast": Cast("a", "float32", "bfloat16"),
     "reshape": Reshape("a", (), (1,)),

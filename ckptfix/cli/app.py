@@ -8,7 +8,9 @@ import typer
 
 from ckptfix.cli.check import check
 from ckptfix.cli.command import Command
-from ckptfix.cli.console import write_output
+from ckptfix.cli.console import heed_signals, write_output
+from ckptfix.cli.diff import diff
+from ckptfix.cli.explain import explain
 from ckptfix.cli.inspect import inspect
 from ckptfix.cli.repair import repair
 from ckptfix.cli.rule import rule
@@ -24,7 +26,9 @@ app = typer.Typer(
 app.command(cls=Command)(check)
 app.command(cls=Command)(repair)
 app.command(cls=Command)(inspect)
+app.command(cls=Command)(diff)
 app.command(cls=Command)(rule)
+app.command(cls=Command)(explain)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,4 +57,5 @@ def ckptfix(
 
 def main() -> None:
     """Run the program and exit."""
+    heed_signals()
     app()

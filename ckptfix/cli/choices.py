@@ -16,6 +16,11 @@ _PASSED_ON = (
     "unsafe_fixes",
     "fill",
     "drop_mismatched",
+    "reset_running_stats",
+    "recalibrate",
+    "zero_non_finite",
+    "flush_subnormals",
+    "dtype",
     "seed",
     "format",
     "smoke",
@@ -24,7 +29,21 @@ _PASSED_ON = (
     "disarm",
     "shard_size",
 )
-_SMOKE = ("device", "timeout", "seed")
+_SWITCHES = (
+    "unsafe_fixes",
+    "no_values",
+    "drop_mismatched",
+    "reset_running_stats",
+    "zero_non_finite",
+    "flush_subnormals",
+    "in_place",
+    "backup",
+    "salvage",
+    "disarm",
+    "train_mode",
+    "backward",
+)
+_SMOKE = ("device", "timeout", "seed", "train_mode", "backward", "compare")
 
 # Options that answer one question: one of them on the command line replaces all of them in the configuration.
 _QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
@@ -42,6 +61,8 @@ def choose(parameters: Mapping[str, Any], configuration: Configuration) -> dict[
             known = {name: value for name, value in known.items() if name not in question}
     if known.get("fill") == "target" and not {"model", "like"} & (known.keys() | given.keys()):
         del known["fill"]  # the configuration has it for the commands that have a target
+    if "compare" in known and (given.get("smoke") is False or "model" not in known | given):
+        del known["compare"]  # and this for those that run the model
     return {**known, **given}
 
 
@@ -55,6 +76,8 @@ def library_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("select", "ignore"):
         if name in choices:
             arguments[name] = _codes(name, choices[name])
+    if "replace" in choices:
+        arguments["replace"] = tuple(name for value in choices["replace"] for name in value.replace(",", " ").split())
     if "no_values" in choices:
         arguments["values"] = not choices["no_values"]
     smoke = {name: choices[name] for name in _SMOKE if name in choices}
@@ -76,20 +99,23 @@ def repair_command(source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
         "member",
         "for_torch",
         "fill",
+        "recalibrate",
+        "dtype",
         "shard_size",
         "output",
         "format",
         "device",
         "timeout",
+        "compare",
         "seed",
     ):
         if name in choices:
             value = choices[name]
             words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    for name in ("select", "ignore", "input"):
+    for name in ("select", "ignore", "replace", "input"):
         for value in choices.get(name, ()):
             words += [f"--{name}", value]
-    for name in ("unsafe_fixes", "no_values", "drop_mismatched", "in_place", "backup", "salvage", "disarm"):
+    for name in _SWITCHES:
         if choices.get(name):
             words.append(f"--{name.replace('_', '-')}")
     if "smoke" in choices:

@@ -6,6 +6,7 @@ The report goes to stdout, everything else to stderr. An error is one line there
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -17,14 +18,37 @@ from typing import Any
 import typer
 
 from ckptfix.cli.choices import choose
+from ckptfix.cli.meter import Meter
 from ckptfix.config import load_configuration
 from ckptfix.errors import CkptfixError, TargetError, UsageError
+from ckptfix.progress import watched_by
 from ckptfix.report.style import Line, Paper, Span
 
 FAILED = 2
 """The exit code of what could not be done at all: unreadable, hostile, usage, our bug."""
 
-_INTERRUPTED, _PIPE_CLOSED = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, what a shell makes of a signal
+_BY_SIGNAL, _PIPE_CLOSED = 128, 141  # 128 + the number of the signal is what a shell makes of it; SIGPIPE is 13
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody wants the program to end: what is half done is cleared away, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def heed_signals() -> None:
+    """Let a request to end, and a terminal that is closed, clear away what is half done; by default it would stay."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # What the parent ignores, as nohup does, stays ignored.
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, stop)
 
 
 @dataclass
@@ -65,6 +89,16 @@ class Console:
             sys.stderr.flush()
             self._shows_progress = True
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show how far the work is that is done meanwhile, and with ``-v`` say afterwards what took a slower way."""
+        meter = Meter(self.progress)
+        with watched_by(meter):
+            yield
+        if self.verbose:
+            for line in meter.lines():
+                self.note(line)
+
     def end_progress(self) -> None:
         """Take the line of ``progress`` away."""
         if self._shows_progress:
@@ -74,7 +108,7 @@ class Console:
 
     @contextmanager
     def surviving(self, source: str = "") -> Iterator[None]:
-        """Tell an error about ``source`` and go on. Ctrl-C and a closed pipe end the program without a word."""
+        """Tell an error about ``source`` and go on. A signal ends the program with one line, a closed pipe without."""
         try:
             try:
                 yield
@@ -99,8 +133,10 @@ class Console:
             self._fail(_naming(source, f"{place}{error.strerror or error}"))
         except (typer.Exit, typer.Abort):
             raise
-        except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
+        except KeyboardInterrupt as stop:
+            name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
+            self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and no source was changed"))
+            raise typer.Exit(_BY_SIGNAL + number) from None
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
             if self.verbose:
                 sys.stderr.write(traceback.format_exc())
@@ -120,8 +156,11 @@ class Console:
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
 
-def begin(context: typer.Context) -> tuple[Console, dict[str, Any]]:
-    """The console of a command and what the user chose, on the command line or in the configuration file."""
+def begin(context: typer.Context, runs_model: bool = True) -> tuple[Console, dict[str, Any]]:
+    """The console of a command and what the user chose, on the command line or in the configuration file.
+
+    ``runs_model`` False: the command only names the model, so there is nothing to warn of.
+    """
     console = Console(quiet=bool(context.params.get("quiet")), verbose=bool(context.params.get("verbose")))
     with console.guarding():
         configuration = load_configuration()
@@ -129,7 +168,7 @@ def begin(context: typer.Context) -> tuple[Console, dict[str, Any]]:
         if choices.get("quiet") and choices.get("verbose"):
             raise UsageError("--quiet and --verbose exclude each other")
         console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
-        if "model" in choices and context.params.get("model") is None:
+        if runs_model and "model" in choices and context.params.get("model") is None:
             # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.
             console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
     return console, choices

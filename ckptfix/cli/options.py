@@ -62,14 +62,51 @@ NoValues = Annotated[
 Fill = Annotated[
     str | None,
     typer.Option(
-        metavar="target|FILE",
-        help="Supply missing tensors from the model's initial values (untrained), or from another checkpoint.",
+        metavar="target|FILE|twin",
+        help="Supply missing tensors from the model's initial values (untrained), or from another checkpoint; with"
+        " --replace broken ones too, and those from the file's other set of weights (twin).",
     ),
 ]
 DropMismatched = Annotated[
     bool | None,
     typer.Option(
         "--drop-mismatched/--keep-mismatched", help="Treat tensors of another shape as missing, so that --fill fills."
+    ),
+]
+Replace = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CODES|KEYS",
+        help="Replace broken values by those of --fill: of the findings of these rules, or of these keys (layer4.*).",
+    ),
+]
+ResetRunningStats = Annotated[
+    bool | None,
+    typer.Option(
+        "--reset-running-stats/--keep-running-stats",
+        help="Set broken running statistics of norms to those of a fresh layer.",
+    ),
+]
+Recalibrate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measure broken running statistics anew on this data (.npy, .pt, .safetensors; samples first dimension).",
+    ),
+]
+ZeroNonFinite = Annotated[
+    bool | None,
+    typer.Option("--zero-non-finite/--keep-non-finite", help="Set NaN and infinite weights to zero: the last resort."),
+]
+FlushSubnormals = Annotated[
+    bool | None,
+    typer.Option("--flush-subnormals/--keep-subnormals", help="Set subnormal values, which are slow, to zero."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Cast floats to float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, but for tensors that overflow.",
     ),
 ]
 Seed = Annotated[

@@ -42,7 +42,8 @@ class ReportWriter:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
         told = len(self.console.failures)
         with self.console.surviving(source):
-            report = make()
+            with self.console.watching():
+                report = make()
             self.report(report, telling)
             self.exit_code = max(self.exit_code, report.exit_code)
         for message in self.console.failures[told:]:

@@ -59,10 +59,25 @@ Input = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="auto|cpu|cuda...", help="Where the forward test runs.  [default: auto]"),
+    typer.Option(metavar="auto|cpu|cuda|cuda:1|mps", help="Where the forward test runs.  [default: auto]"),
 ]
 Timeout = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Time limit of the forward test.  [default: 300]")
+]
+TrainMode = Annotated[
+    bool | None, typer.Option("--train-mode", help="Also run the model in training mode, with a batch of at least 2.")
+]
+Backward = Annotated[
+    bool | None,
+    typer.Option("--backward", help="Also run it in training mode with a backward pass, and look at the gradients."),
+]
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|source",
+        help="Also run it with the weights of another checkpoint, or with those of the file that is repaired, and say"
+        " how far the outputs are apart.",
+    ),
 ]
 
 Disarm = Annotated[
@@ -94,8 +109,17 @@ def repair(
     input: Input = None,
     device: Device = None,
     timeout: Timeout = None,
+    train_mode: TrainMode = None,
+    backward: Backward = None,
+    compare: Compare = None,
     fill: options.Fill = None,
     drop_mismatched: options.DropMismatched = None,
+    replace: options.Replace = None,
+    reset_running_stats: options.ResetRunningStats = None,
+    recalibrate: options.Recalibrate = None,
+    zero_non_finite: options.ZeroNonFinite = None,
+    flush_subnormals: options.FlushSubnormals = None,
+    dtype: options.Dtype = None,
     unsafe_fixes: options.UnsafeFixes = None,
     select: options.Select = None,
     ignore: options.Ignore = None,
@@ -117,7 +141,8 @@ def repair(
             raise UsageError("--backup goes with --in-place; without it the source stays as it is anyway")
         if "model" not in choices:
             # What the configuration file says is there for the commands that have a model.
-            _refuse_without_model({"model-args": model_args, "input": input, "device": device, "timeout": timeout})
+            given = {"model-args": model_args, "input": input, "device": device, "timeout": timeout}
+            _refuse_without_model({**given, "train-mode": train_mode, "backward": backward, "compare": compare})
         arguments = repair_arguments(choices)
         mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
         telling = Telling(mode, console.verbose, repair_command(path, choices))
@@ -196,11 +221,12 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
 
 def _read_files(choices: Mapping[str, Any]) -> dict[str, str | None]:
     """The files that are read beside the source, by the option that names them."""
-    fill = choices.get("fill")
+    fill, compare = choices.get("fill"), choices.get("compare")
     return {
         "--like": choices.get("like"),
-        "--fill": None if fill == "target" else fill,
+        "--fill": None if fill in ("target", "twin") else fill,
         "--apply": choices.get("apply"),
+        "--compare": None if compare == "source" else compare,
     }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import HostileError, UnreadableError
@@ -13,8 +13,11 @@ from ckptfix.formats.containers import open_document
 from ckptfix.formats.document import Document
 from ckptfix.formats.folders import read_folder
 from ckptfix.formats.mending import mend
+from ckptfix.formats.pages import READ, as_text
+from ckptfix.formats.payload import refusing_payload
 from ckptfix.formats.sources import Content
-from ckptfix.formats.strangers import name_stranger
+from ckptfix.formats.strangers import describe_unknown, name_mangled, name_stranger
+from ckptfix.formats.tree import tensors_in
 from ckptfix.formats.wrapped import unwrap
 
 
@@ -43,15 +46,30 @@ def open_file(path: str, weights: str | None = None, *, salvage: bool = False, m
     ``weights`` picks one of several state_dicts by its name in the container, ``member`` one of several files in an
     archive. ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises
     ``UnreadableError`` with the true cause where there is nothing."""
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
         return open_document(read_folder(path, salvage), weights, salvage=salvage)
-    content = unwrap(Content.of_file(path), member, salvage)
+    content = unwrap(Content.of_file(path), member)
     try:
-        document = sharded.read(content, salvage) if sharded.sniff(content) else read_content(content, salvage)
+        document = sharded.read(content, salvage) if sharded.sniff(content) else read_unwrapped(content, salvage)
         checkpoint = open_document(document, weights, salvage=salvage)
         return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
     finally:
         content.close()
+
+
+def read_unwrapped(content: Content, salvage: bool) -> Document:
+    """The document of what came out of a compressed file or archive, with the damage of that first."""
+    try:
+        document = read_content(content, salvage)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        if not content.damage:
+            raise
+        inner = str(error).removeprefix(f"{content.path}: ")
+        raise UnreadableError(f"{content.path}: {'; '.join(content.damage)}; what is in it {inner}") from error
+    document.damage[:0] = content.damage
+    return document
 
 
 def read_content(content: Content, salvage: bool) -> Document:
@@ -60,16 +78,33 @@ def read_content(content: Content, salvage: bool) -> Document:
     Where that does not work out, the checkpoint may begin behind something else, or have been transferred as text.
     """
     content.salvage = salvage
+    with refusing_payload(content.path, content.bounds.names):
+        return _read_or_mend(content)
+
+
+def _read_or_mend(content: Content) -> Document:
     try:
         document = _read(content)
     except HostileError:
         raise
-    except UnreadableError:
-        mended = _read_mended(content)
-        if mended is None:
-            raise
-        return mended
-    return (_read_mended(content) or document) if document.damage else document
+    except UnreadableError as error:
+        if (mended := _read_mended(content)) is not None:
+            return mended
+        if (stranger := name_stranger(content)) is not None:
+            raise UnreadableError(stranger) from error
+        raise
+    if not document.damage:
+        return document
+    mended = _read_mended(content)
+    if mended is not None and _tensors(mended) >= _tensors(document):
+        return mended  # less is what lies inside of a plain pickle: each of its tensors is a file of torch
+    if (mangled := name_mangled(content)) is not None:
+        raise UnreadableError(f"{content.path}: {mangled}")
+    return document
+
+
+def _tensors(document: Document) -> int:
+    return sum(1 for _ in tensors_in(document.root))
 
 
 def _read_mended(content: Content) -> Document | None:
@@ -79,12 +114,15 @@ def _read_mended(content: Content) -> Document | None:
         return None
     mended.content.salvage = content.salvage
     try:
-        document = _read(mended.content)
+        with refusing_payload(content.path, mended.content.bounds.names):
+            document = _read(mended.content)
     except HostileError:
         raise
     except UnreadableError:
         document = None
     if mended.exact and (document is None or document.damage):
+        if as_text(bytes(content.buffer[:READ])) is not None:
+            return None  # the lines of a text end in CR LF by right
         raise UnreadableError(
             f"{content.path}: {mended.cause} only where no byte is missing; transfer it again in binary mode"
         )
@@ -94,13 +132,7 @@ def _read_mended(content: Content) -> Document | None:
 
 
 def _read(content: Content) -> Document:
-    stranger = name_stranger(content)
-    if stranger is not None:
-        raise UnreadableError(stranger)
     for form in FORMATS:
         if form.sniff(content):
             return form.read(content)
-    raise UnreadableError(
-        f"{content.path}: neither a torch file nor safetensors (it starts with {bytes(content.buffer[:8])!r});"
-        " is it the right file, and is the download complete?"
-    )
+    raise UnreadableError(f"{content.path}: {describe_unknown(content)}")

@@ -13,7 +13,7 @@ from ckptfix.formats.objects import Opaque
 from ckptfix.formats.sources import MemoryBytes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class NumpyArray:
     """A numpy array that was never made: its state is kept as the pickle gives it."""
 
@@ -66,3 +66,42 @@ def numpy_type(dtype: Any) -> tuple[str, str]:
         return ("", "")
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
     return (dtype.args[0].lstrip("<>=|"), order if isinstance(order, str) else "<")
+
+
+def dtype_label(dtype: Any) -> Any:
+    """A pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with its
+    name, type and offset in bytes.
+    """
+    code, order = numpy_type(dtype)
+    state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
+    fields = state[4] if len(state) > 4 else None
+    if isinstance(fields, dict):
+        return [
+            [name, numpy_type(field[0])[0], field[1]]
+            for name, field in fields.items()
+            if isinstance(field, tuple) and len(field) > 1
+        ]
+    unit = state[8][1] if len(state) > 8 and isinstance(state[8], tuple) and len(state[8]) > 1 else None
+    if code[:1] in ("M", "m") and isinstance(unit, tuple) and len(unit) > 1:
+        name = unit[0].decode("latin-1") if isinstance(unit[0], bytes) else unit[0]
+        code += f"[{unit[1] if unit[1] != 1 else ''}{name}]"
+    return f">{code}" if order == ">" else code
+
+
+def array_fields(array: NumpyArray) -> dict[str, Any]:
+    """An array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where they are
+    no text.
+    """
+    code, order = numpy_type(array.dtype)
+    data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
+    if isinstance(data, str):
+        data = data.encode("latin-1", "replace")
+    if code[:1] in ("U", "S") and width and isinstance(data, bytes):
+        size = width * (4 if code[0] == "U" else 1)
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        encoding = "utf-32-be" if order == ">" else "utf-32-le"
+        data = [
+            part.decode(encoding, "replace").rstrip("\0") if code[0] == "U" else part.rstrip(b"\0") for part in parts
+        ]
+    layout = {"order": "F"} if array.fortran is True else {}
+    return {"dtype": dtype_label(array.dtype), "shape": array.shape, **layout, "data": data}

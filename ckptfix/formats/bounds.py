@@ -1,26 +1,61 @@
-"""What one pickle may spend: limits that no real checkpoint meets and that keep a crafted one in bounds.
+"""What reading one file may spend: limits that no real checkpoint meets and that keep a crafted one in bounds.
 
-A pickle of a few bytes can name one object many times over. Whatever copies an object, hashes it or shows it has to be
-bounded, or a small file takes all memory and time (memo bombs, colliding keys, calls that copy the same list again and
+A byte of a pickle can ask for 56 bytes of memory (an empty list), so what is made is counted by what Python says that
+it takes. It ends at four times the file, or at 64 MB where that is more. In between lies a trade-off. Honest data takes
+more than four times its bytes as well: a log of a row for each step takes 8 to 13 times as much, a legacy file of a
+hundred thousand small tensors 7 times, and to refuse one of these is worse than to spend 100 MB on a crafted file. So a
+file of 4 to 64 MB may take up to sixteen times its size, 256 MB at most; a file of empty lists still ends at a third of
+what it asks for. What a small file was packed from counts up to eight times the packed size.
+
+A pickle of a few bytes can also name one object many times over: whatever copies an object, hashes it or shows it has
+to be bounded, or a small file takes all time (memo bombs, colliding keys, calls that copy the same list again and
 again). Nothing here depends on what the objects mean.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from sys import getsizeof
 from typing import Any
 
 from ckptfix.errors import HostileError
 
-OBJECTS = 2_000_000
-"""Containers and objects that one pickle may make (a set takes 216 bytes); text and numbers are not counted."""
+MEMORY = 64 << 20
+"""Bytes that the parsed form of a small file may take."""
 
-HANDED = 1 << 20
-"""Items, beyond the size of the pickle, that the calls of a pickle may be handed to copy."""
+MEMORY_SHARE = 4
+"""How many times its size the parsed form of a large file may take."""
+
+DENSE, DENSE_SHARE = 256 << 20, 16
+"""The same for a file that is not large, and the bytes at which that ends: rows of numbers take more than tensors."""
+
+PACKING = 8
+"""How many times a packed file what is in it counts; it may expand to anything. Logs and names pack five to one."""
+
+STEPS = 3_000_000
+"""Opcodes, beyond half the size of the file, that its pickles may have: a few seconds of work. Opcodes that leave
+nothing behind cost no memory, and deflate packs a thousand of them into a byte."""
+
+SLOT = 9
+"""Bytes of a place in a list that grows by an eighth when it is full."""
+
+STORAGE = 320
+"""Bytes of what is kept of a storage beside itself: where its bytes lie, and its places in tables."""
+
+TEXT, NUMBER, LIST, DICT = 40, 32, 72, 200
+"""Bytes of the parts of parsed JSON."""
+
+HANDED, HANDED_SHARE = 1 << 20, 3
+"""Items that the calls of a pickle may be handed to copy, beyond this many times its size: protocol 2 hands the bytes
+of each tensor over twice, as text to ``_codecs.encode`` and as bytes to ``_load_from_bytes``."""
 
 KEY_NODES = 256
 """Parts of a key of a dict: a tuple is hashed through, and a shared nested one costs 2^depth."""
+
+KEY_STEPS = 5
+"""Opcodes that a look at such a key counts as."""
 
 KEY_BITS = 4096
 """Size of a number that is a key."""
@@ -28,24 +63,84 @@ KEY_BITS = 4096
 COLLISIONS = 64
 """Keys of one hash in one dict; each costs a look at all the others. Only numbers can be chosen to collide."""
 
+_PLACES = 1 << 16
+"""Counts of hashes that are kept, whatever the number of keys: those of many keys share one."""
+
 _PLAIN_HASH = (1 << 61) - 1  # a smaller int is its own hash
 
 
 class Bounds:
-    """The account of one pickle of ``size`` bytes. Every method raises ``HostileError`` where it is overdrawn."""
+    """The account of one file of ``size`` bytes. Every method raises ``HostileError`` where it is overdrawn.
+
+    ``names`` are the globals that its pickles named so far (``Document.names``): of a file that cannot be read there
+    is no document that would have them."""
 
     def __init__(self, path: str, size: int) -> None:
-        self.path = path
-        self._objects = OBJECTS
-        self._handed = size + HANDED
-        self._hashes: Counter[tuple[int, int]] = Counter()
+        self.path, self._size = path, size
+        self.names: set[str] = set()
+        self.limit = self._left = _memory(size)
+        self._steps = STEPS + size // 2
+        self._handed = HANDED_SHARE * size + HANDED
+        self._hashes: Counter[int] = Counter()
+        self._keys = self._sets = 0
+
+    def unpack(self, size: int) -> None:
+        """Allow for what is packed in the file: ``size`` bytes, as far as they are no bomb's."""
+        believed = Bounds(self.path, max(self._size, min(size, PACKING * self._size)))
+        self._left += max(0, believed.limit - self.limit)
+        self._steps, self._handed = max(self._steps, believed._steps), max(self._handed, believed._handed)
+        self.limit = max(self.limit, believed.limit)
+
+    def spend(self, nbytes: int) -> None:
+        """Count bytes of memory."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise HostileError(
+                f"{self.path}: reading what is in it, before any tensor, would take more than {self.limit >> 20} MB of "
+                "memory, which no checkpoint of its size needs; do not use this file, or, if you made it, save its "
+                "weights alone"
+            )
+
+    def step(self, count: int, waiting: int) -> None:
+        """Count opcodes that were run, and see that the values which wait on the stack find room."""
+        self._steps -= count
+        if self._steps < 0:
+            raise HostileError(f"{self.path}: its pickle goes on without end, and makes nothing; do not use this file")
+        if SLOT * waiting > self._left:
+            self.spend(SLOT * waiting)
 
     def make(self, made: Any) -> Any:
-        """The new object itself, counted."""
-        self._objects -= 1
-        if self._objects < 0:
-            raise HostileError(f"{self.path}: its pickle makes more than {OBJECTS} objects; do not use this file")
+        """The new value itself, counted."""
+        self.spend(getsizeof(made) + 8)
         return made
+
+    def fill(self, owner: Any, how: Callable[[Any], Any], values: Any) -> None:
+        """Put values into a container by one of its methods, and count what it grows by."""
+        before = getsizeof(owner)
+        how(values)
+        self.spend(getsizeof(owner) - before)
+
+    def expect_json(self, raw: str | bytes) -> None:
+        """Count what a JSON text will take, by its brackets, quotes and commas."""
+        costs = {'"': TEXT, ",": NUMBER, "[": LIST, "{": DICT}
+        counts = (
+            (raw.count(sign) if isinstance(raw, str) else raw.count(sign.encode())) * cost
+            for sign, cost in costs.items()
+        )
+        self.spend(sum(counts))
+
+    def parse_json(
+        self,
+        raw: str | bytes,
+        pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+        constant: Callable[[str], Any] | None = None,
+    ) -> Any:
+        """The value of a JSON text, once it is known to find room; ``pairs`` and ``constant`` are the hooks of
+        ``json.loads`` for objects and for NaN and infinity.
+
+        Raises ``ValueError`` and ``RecursionError`` as it does."""
+        self.expect_json(raw)
+        return json.loads(raw, object_pairs_hook=pairs, parse_constant=constant)
 
     def hand(self, *values: Any) -> None:
         """Count what a call is handed and may copy. Short arguments are shared by honest pickles too."""
@@ -58,20 +153,34 @@ class Bounds:
                 "this file"
             )
 
-    def key(self, key: Any, owner: object) -> Any:
-        """The key itself, once it is known that it can be put into the dict or set ``owner`` in bounded time."""
-        if type(key) is str:
+    def key(self, key: Any, owner: int) -> Any:
+        """The key itself, once it is known that it can be put in bounded time into the dict or set that ``owner``, a
+        number, stands for."""
+        if type(key) is str or key is None or (type(key) is int and -_PLAIN_HASH < key < _PLAIN_HASH):
             return key
         bounded_key(key, self.path)
-        if isinstance(key, (tuple, frozenset, complex)) or (type(key) is int and abs(key) >= _PLAIN_HASH):
-            place = (id(owner), hash(key))
+        if isinstance(key, (tuple, frozenset, complex, int)):
+            place = hash((owner, hash(key))) % _PLACES
+            self._keys += 1
+            self._steps -= KEY_STEPS
             self._hashes[place] += 1
-            if self._hashes[place] > COLLISIONS:
+            # An honest dict may have any number of keys: they lie evenly.
+            if self._hashes[place] > COLLISIONS + 4 * self._keys // _PLACES:
                 raise HostileError(
                     f"{self.path}: the keys of a dict are chosen to have one hash, so that it takes for ever to fill;"
                     " do not use this file"
                 )
         return key
+
+    def keys(self, keys: Iterable[Any]) -> list[Any]:
+        """The keys of one new dict or set, each of them bounded."""
+        self._sets += 1
+        return [self.key(key, -self._sets) for key in keys]
+
+
+def _memory(size: int) -> int:
+    """Bytes that the parsed form of a file may take."""
+    return max(MEMORY, min(DENSE, DENSE_SHARE * size), MEMORY_SHARE * size)
 
 
 def bounded_key(key: Any, path: str) -> Any:
@@ -93,8 +202,7 @@ def bounded_key(key: Any, path: str) -> Any:
 
 def bounded_keys(keys: Iterable[Any], path: str) -> list[Any]:
     """The keys of one new dict or set, each of them bounded."""
-    account, owner = Bounds(path, 0), object()
-    return [account.key(key, owner) for key in keys]
+    return Bounds(path, 0).keys(keys)
 
 
 def shown(value: Any) -> str:

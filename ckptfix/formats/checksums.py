@@ -1,32 +1,91 @@
-"""Whether a storage has the checksum that its file gives for it, worked out once for each storage."""
+"""Whether a storage has the checksum that its file gives for it, worked out once for each storage.
+
+A zip archive has one CRC-32 for a whole storage, so that a part of it cannot be proved alone. The first tensor that is
+read from a storage therefore costs one pass over all of it, at the speed of the disk and of the processor's CRC-32;
+what came out is remembered as long as the storage is, and every other view of it is read without a second look. A
+reader that proved nothing for a view would load flipped bits in silence from the very files in which many tensors share
+one large storage. A storage that is read from end to end is proved while it passes.
+"""
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-from ckptfix.checkpoint import Checkpoint, Storage
-from ckptfix.errors import WriteError
+from ckptfix.checkpoint import ByteSource, Checkpoint, Storage
+from ckptfix.errors import DamageWarning, UnreadableError, WriteError, one_line
+from ckptfix.formats.copying import background
 from ckptfix.formats.sources import stream
+from ckptfix.formats.tree import tensors_in
 
 _SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
-"""What is known: a rule asks, and after it the writer, who need not read the bytes again."""
+"""What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again."""
 
 
 def is_sound(storage: Storage) -> bool:
-    """Whether the storage has the checksum that its file gives, or none. Reads it in blocks.
+    """Whether the storage, and each that it is made of, has the checksum that its file gives, or none.
 
-    Raises ``UnreadableError`` where the bytes are not in the file.
+    Reads it in blocks. Raises ``UnreadableError`` where the bytes are not in the file.
     """
-    if storage.crc32 is None:
-        return True
-    if storage not in _SOUND:
-        crc = 0
-        for block in stream(storage.source, 0, storage.nbytes):
-            crc = zlib.crc32(block, crc)
-        _SOUND[storage] = crc == storage.crc32
-    return _SOUND[storage]
+    if storage.crc32 is not None and storage not in _SOUND:
+        for _ in _proving(storage):
+            pass
+    return _SOUND.get(storage, True) and all(map(is_sound, storage.parts))
+
+
+def _proving(storage: Storage) -> Iterator[memoryview]:
+    """The blocks of a whole storage; behind the last one it is known whether the storage has its checksum."""
+    crc = 0
+    for block in stream(storage.source, 0, storage.nbytes):
+        crc = zlib.crc32(block, crc)
+        yield block
+    _SOUND[storage] = crc == storage.crc32
+
+
+Alarm = Callable[[Storage], None]
+"""What is done about a damaged storage that is read."""
+
+
+def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
+    """Bytes ``start`` to ``stop`` of a storage in blocks; the alarm is given where it is damaged. Of a storage that is
+    read as a whole for the first time, that is behind its last block.
+    """
+    is_first = (start, stop) == (0, storage.nbytes) and storage.crc32 is not None and storage not in _SOUND
+    if is_first:
+        yield from _proving(storage)
+    if not is_sound(storage):
+        alarm(storage)
+    if not is_first:
+        yield from stream(storage.source, start, stop)
+
+
+def refusal(checkpoint: Checkpoint) -> Alarm:
+    """Raises ``UnreadableError``: a state_dict with damage in it goes into no model."""
+
+    def refuse(storage: Storage) -> None:
+        raise UnreadableError(
+            f"{_damage(checkpoint, storage)}; fetch the file again, or leave the damaged tensors out with --salvage"
+            " (salvage=True of ckptfix.repair and ckptfix.load)"
+        )
+
+    return refuse
+
+
+def warning(checkpoint: Checkpoint) -> Alarm:
+    """Warns, and lets the bytes through: reading a single tensor is also how one looks at the damage."""
+
+    def warn(storage: Storage) -> None:
+        warnings.warn(one_line(_damage(checkpoint, storage)), DamageWarning, stacklevel=2)
+
+    return warn
+
+
+def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
+    held = _held_by(checkpoint, storage)
+    return f"{checkpoint.path}: {held} fails its checksum: its values are not those that were saved"
 
 
 def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
@@ -41,9 +100,25 @@ def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
             )
 
 
+@contextmanager
+def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[None]:
+    """Prove the storages while the body writes; at its end the same error as that of ``prove``."""
+    with background() as pool:
+        proof = pool.submit(prove, checkpoint, list(storages))
+        yield
+        proof.result()
+
+
+def checksum(source: ByteSource, start: int, stop: int) -> int:
+    """The CRC-32 of bytes ``start`` to ``stop``."""
+    crc = 0
+    for block in stream(source, start, stop):
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
-    keys = [
-        key for key, spec in checkpoint.specs.items() if any(part.storage is storage for part in spec.strided_parts())
-    ]
+    entries = checkpoint.entries.items()
+    keys = [key for key, entry in entries if any(spec.storage is storage for spec in tensors_in(entry))]
     more = f" and of {len(keys) - 1} more" if len(keys) > 1 else ""
     return f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"

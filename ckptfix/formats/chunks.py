@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ckptfix.checkpoint import ByteSource, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.claims import checked
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ class ChunkedBytes:
             for place, inner, count in chunk.runs(start, stop):
                 out[place - start : place - start + count] = chunk.source.read(inner, inner + count)
         return memoryview(out)
+
+
+def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec], path: str) -> TensorSpec:
+    """The tensor ``spec`` with the bytes of its chunks, whose checksums speak for it."""
+    sources = [(box, RowMajorBytes(part, path)) for box, part in parts.items()]
+    storages = tuple(storage for part in parts.values() for storage in part.storages)
+    storage = Storage(name, ChunkedBytes(spec.shape, spec.itemsize, sources), parts=storages)
+    return checked(replace(spec, storage=storage), path)
 
 
 class _Placed:

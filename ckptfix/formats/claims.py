@@ -16,7 +16,7 @@ EXPANDED_LIMIT = 1 << 30
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TypedStorage:
     """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
 

@@ -12,11 +12,14 @@ from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.formats.arrays import NumpyArray
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
-from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.loose_tensors import loose_remarks
+from ckptfix.formats.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.formats.objects import Opaque
-from ckptfix.formats.rank_shards import is_zero_state, rank_shard
+from ckptfix.formats.payload import refusing_payload
+from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, is_packed
 from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.weightless import is_optimizer, why_weightless
 
 PREFERRED = tuple(
     "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
@@ -39,6 +42,11 @@ def open_document(document: Document, weights: str | None = None, *, salvage: bo
     Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
     ``UsageError`` where it has none of the name.
     """
+    with refusing_payload(document.path, {f"{mark.detail}()" for mark in document.remarks if mark.kind == "payload"}):
+        return _open(document, weights, salvage)
+
+
+def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     found = dict(_search(document))
     candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
     ranked = sorted(candidates, key=_rank)
@@ -50,7 +58,7 @@ def open_document(document: Document, weights: str | None = None, *, salvage: bo
     else:
         if document.damage:
             raise UnreadableError(f"{document.path}: {'; '.join(document.damage)}; fetch the file again")
-        raise UnreadableError(_why_none(document))
+        raise UnreadableError(why_weightless(document))
     entries, remarks = _entries(document, value, path)
     entries, lost = split_entries(document, entries, salvage)
     root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
@@ -80,7 +88,7 @@ def open_document(document: Document, weights: str | None = None, *, salvage: bo
             for candidate in _plausible(ranked)
             if not any(candidate.path[: len(gone)] == gone for gone in left_out)
         ),
-        remarks=(*document.remarks, *remarks),
+        remarks=(*document.remarks, *remarks, *loose_remarks(document.root, path, entries)),
         damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
         lost=lost,
     )
@@ -95,14 +103,18 @@ def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mappin
         if isinstance(module, str) and isinstance(row, dict):
             cleaned[module] = {}
             for name, value in row.items():
-                is_plain = value is None or isinstance(value, (bool, int, str))
-                is_plain = is_plain or (isinstance(value, float) and math.isfinite(value))
-                if isinstance(name, str) and is_plain:
-                    cleaned[module][name] = value
+                # The hook of spectral_norm keeps its versions in a dict of the row.
+                inner = value.values() if isinstance(value, dict) and all(isinstance(key, str) for key in value) else ()
+                if isinstance(name, str) and (_is_plain(value) or (inner and all(map(_is_plain, inner)))):
+                    cleaned[module][name] = dict(value) if isinstance(value, dict) else value
                 else:
                     cleaned[module][str(name)] = shown(value)
                     remarks.append(Remark("odd-metadata", "_metadata", shown(value)))
     return cleaned
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _mapping(value: Any) -> dict[Any, Any] | None:
@@ -128,7 +140,7 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
                 f"{document.path}: more than {NODE_LIMIT} objects lie around the weights; do not use this file"
             )
         mapping = module_state_dict(value, document.path) if is_module(value) else _mapping(value)
-        if mapping is not None and _is_optimizer(mapping):
+        if mapping is not None and is_optimizer(mapping):
             continue
         if mapping and _count_tensors(mapping):
             yield path, mapping
@@ -147,8 +159,16 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
     elif isinstance(value, Opaque):
         members = value.attributes.items()
     for name, child in members:
-        if isinstance(name, (str, int)) and isinstance(child, (dict, list, tuple, Opaque)):
+        if isinstance(name, (str, int)) and _holds_more(child):
             yield name, child
+
+
+def _holds_more(value: Any) -> bool:
+    """Whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them."""
+    if isinstance(value, Opaque):
+        return True
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
@@ -170,18 +190,21 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (TensorSpec, NumpyArray))
+    if isinstance(value, dict) and value.get("class") == SCRIPT_OBJECT:
+        return True  # packed weights as FIL102 writes them
+    return isinstance(value, (TensorSpec, NumpyArray)) or is_packed(value)
 
 
 def _count_tensors(mapping: Mapping[Any, Any]) -> int:
     return sum(
-        _is_tensor(value) or (isinstance(value, tuple) and any(map(_is_tensor, value[:LIST_LIMIT])))
+        _is_tensor(value) or (isinstance(value, tuple) and any(map(_packs_tensors, value[:LIST_LIMIT])))
         for value in mapping.values()
     )
 
 
-def _is_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    return ("param_groups" in mapping and "state" in mapping) or is_zero_state(mapping)
+def _packs_tensors(item: Any) -> bool:
+    """Whether an item of packed parameters is a tensor, or a list of such as quantised LSTMs and embeddings have."""
+    return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
 
 
 def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
@@ -232,6 +255,9 @@ def _entries(
         name = key if isinstance(key, str) else str(key)
         if name is not key:
             remarks.append(Remark("non-string-key", path_name(path), name))
+        if is_uninitialized(entry):
+            remarks.append(Remark("uninitialized", name, str(entry.cls)))
+            continue
         if name in entries:
             raise UnreadableError(
                 f"{document.path}: the state_dict has the key {name} twice, as text and as a number; keep one of them"
@@ -243,28 +269,3 @@ def _entries(
     if arrays_only and any(isinstance(entry, TensorSpec) for entry in entries.values()):
         remarks.append(Remark("numpy-weights", path_name(path), "numpy arrays"))
     return entries, remarks
-
-
-def _why_none(document: Document) -> str:
-    root = document.root
-    shard = rank_shard(root, {})
-    if shard is not None:
-        return f"{document.path}: the file {shard.what}; {shard.remedy}"
-    if document.path.endswith(".distcp"):
-        return (
-            f"{document.path}: a file of torch.distributed.checkpoint, one of several; name its folder instead, which"
-            " has to hold .metadata too"
-        )
-    mapping = _mapping(root) or {}
-    inner = [key for key, value in mapping.items() if isinstance(value, dict) and _is_optimizer(value)]
-    if _is_optimizer(mapping) or inner:
-        return (
-            f"{document.path}: the file holds an optimizer's state and no model weights;"
-            " look for the file that the same training saved beside it"
-        )
-    if isinstance(root, TensorSpec):
-        held = f"a single tensor of {root.dtype} {root.shape}, which has no name"
-    else:
-        kind = str(root.cls) if isinstance(root, Opaque) else type(root).__name__
-        held = f"a {'numpy array' if isinstance(root, NumpyArray) else kind} without tensors under names"
-    return f"{document.path}: no weights found in it: the file holds {held}; is it the right file?"

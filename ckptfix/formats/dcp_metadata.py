@@ -5,8 +5,8 @@ are read from inert objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfix.checkpoint import PathPart, Storage, TensorSpec, contiguous_strides
@@ -30,11 +30,19 @@ class Location:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and its chunks; the location of a chunk is None where the metadata does not give it."""
+    """A tensor and its chunks; the location of a chunk is None where the metadata does not give it.
+
+    A chunk that several ranks saved is there several times.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[Box, Location | None], ...]
+
+    @property
+    def files(self) -> set[str]:
+        """The files that hold its chunks."""
+        return {location.file for _, location in self.chunks if location is not None}
 
     @property
     def spec(self) -> TensorSpec:
@@ -48,6 +56,11 @@ class StoredObject:
 
     location: Location | None
 
+    @property
+    def files(self) -> set[str]:
+        """The file that holds it."""
+        return {self.location.file} if self.location is not None else set()
+
 
 @dataclass(frozen=True)
 class StoredMetadata:
@@ -60,13 +73,32 @@ class StoredMetadata:
     names: frozenset[str]
 
 
+def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
+    """The metadata that ranks wrote one by one (``use_collectives=False``), as one: each knows its own chunks.
+
+    What several ranks have saved whole, be it a tensor or another object, is that of the first; a tensor keeps the
+    locations of all, so that they can be compared."""
+    items: dict[str, StoredTensor | StoredObject] = {}
+    paths: dict[str, tuple[PathPart, ...]] = {}
+    for part in parts:
+        for name, item in part.items.items():
+            before = items.setdefault(name, item)
+            if before is item or not isinstance(before, StoredTensor):
+                continue
+            if not isinstance(item, StoredTensor) or (item.dtype, item.shape) != (before.dtype, before.shape):
+                raise ValueError(f"ranks saved different things under the name {name}")
+            items[name] = replace(before, chunks=before.chunks + item.chunks)
+        paths = {**part.paths, **paths}
+    return StoredMetadata(items, paths, frozenset().union(*(part.names for part in parts)))
+
+
 def parse_metadata(content: Content) -> StoredMetadata:
     """The parsed metadata. Raises ``UnreadableError`` where the file is no such pickle."""
 
     def no_storage(key: str, nbytes: int, device: str) -> Storage:
         raise HostileError(f"{content.path}: tensor data in a file that describes tensors; do not use this checkpoint")
 
-    pickles = StoragePickle(content.path, no_storage)
+    pickles = StoragePickle(content.path, no_storage, bounds=content.bounds)
     root, _ = pickles.run(content.buffer)
     try:
         described, stored = _fields(root)["state_dict_metadata"], _fields(root)["storage_data"]

@@ -16,7 +16,8 @@ class Document:
     """A parsed file.
 
     ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` where the format carries it outside the
-    tree. ``names`` holds the globals that the file's pickles name, ``remarks`` what was noticed on the way.
+    tree. ``names`` holds the globals that the file's pickles name, and once more with ``()`` behind it
+    those that they call to do more than to construct a value; ``remarks`` what was noticed on the way.
 
     A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong, each a clause that follows
     the file's name (``is cut short``); tensors whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that

@@ -13,7 +13,7 @@ from ckptfix.formats.objects import Global
 
 PACKAGES = frozenset(
     """torch numpy setuptools distutils pkg_resources pip yaml sklearn joblib pandas scipy fsspec tensorflow keras jax
-    transformers nltk cv2 PIL h5py matplotlib""".split()
+    transformers nltk cv2 PIL h5py matplotlib hydra""".split()
 )
 """Packages whose functions an attack may count on, beside the standard library."""
 

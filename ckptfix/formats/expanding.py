@@ -1,24 +1,25 @@
 """Where expanded bytes go: memory while they are few, a temporary file without a name when they are many.
 
-What a compressed file expands to is a claim like any other. Weights hardly compress, so a file that expands a
-hundredfold is taken for an attack, and the disk is never filled."""
+What a compressed file expands to is a claim like any other. Weights hardly compress, so a file that expands fiftyfold
+is taken for an attack, and the disk is never filled."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.sources import Content, OpenFile
 
-MEMORY_LIMIT = 64 << 20
-"""Bytes that are kept in memory."""
+MEMORY_LIMIT = 8 << 20
+"""Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
+is handed on."""
 
-RATIO_LIMIT = 100
-"""How much larger than its compressed form a file above ``MEMORY_LIMIT`` may be."""
+RATIO_LIMIT, RATIO_FLOOR = 50, 64 << 20
+"""How much larger than its compressed form a file may be, once it has so many bytes."""
 
 DISK_RESERVE = 1 << 30
 """Bytes of the temporary folder's disk that are left free."""
@@ -41,7 +42,7 @@ class Expansion:
         if self.nbytes <= MEMORY_LIMIT:
             self._memory += block
             return
-        if self.nbytes > RATIO_LIMIT * packed:
+        if self.nbytes > max(RATIO_FLOOR, RATIO_LIMIT * packed):
             raise HostileError(
                 f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} and on), which "
                 "weights do not; do not use this file, or unpack it yourself if you trust it"
@@ -77,9 +78,20 @@ class Expansion:
         return Content.of_open_file(OpenFile(self.path, descriptor), member)
 
 
-def expand(path: str, member: str, blocks: Iterable[tuple[bytes, int]]) -> Content:
-    """The content of a file that comes in blocks, each with the count of compressed bytes that were read so far."""
+Blocks = Callable[[list[str]], Iterator[tuple[bytes, int]]]
+"""Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
+
+The list is told what is wrong with the file, in clauses that follow its name; the blocks then end early."""
+
+
+def expand(path: str, member: str, blocks: Blocks) -> Content:
+    """The content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
     expansion = Expansion(path)
-    for block, packed in blocks:
+    damage: list[str] = []
+    for block, packed in blocks(damage):
         expansion.write(block, packed)
-    return expansion.content(member)
+    if damage and not expansion.nbytes:
+        raise UnreadableError(f"{path}: {'; '.join(damage)}: nothing of it is left; fetch it again")
+    content = expansion.content(member)
+    content.damage = damage
+    return content

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import torchscript
+from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
+from ckptfix.formats.payload import refusing_payload
 from ckptfix.formats.sources import FileBytes, OpenFile
 from ckptfix.formats.torch_archive import read_archive
 
@@ -25,11 +28,12 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     """The document of an unpacked torch file. Raises ``UnreadableError`` where a member is missing or cut short."""
     root = _root(folder)
     if root is None:
-        raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it")
+        raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it; name the folder that holds it")
     archive = FolderArchive(str(folder), _files(root))
-    if "constants.pkl" in archive.members:
-        return torchscript.read_archive(archive)
-    return read_archive(archive, NAME, left_of=lambda name, nbytes: None)
+    with refusing_payload(str(folder), archive.bounds.names):
+        if "constants.pkl" in archive.members:
+            return torchscript.read_archive(archive, lambda name, nbytes: None)
+        return read_archive(archive, NAME, left_of=lambda name, nbytes: None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +60,18 @@ class FolderArchive:
         """The size of all files."""
         return sum(file.stat().st_size for file in self.members.values())
 
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The account of what is parsed of the folder."""
+        return Bounds(self.path, self.nbytes)
+
     def source(self, name: str) -> ByteSource:
         """The bytes of a file."""
         return NamedBytes(str(self.members[name]), self.members[name].stat().st_size)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
+        return True
 
     def crc32(self, name: str) -> int | None:
         """None: the checksums were in the archive's directory."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import dcp, exploded, sharded
+from ckptfix.formats import dcp, dcp_safetensors, exploded, sharded
+from ckptfix.formats.bundles import FOREIGN, OF_RANKS, name_bundle
 from ckptfix.formats.document import Document
 
 
@@ -23,6 +24,7 @@ class FolderFormat:
 FOLDER_FORMATS = (
     FolderFormat(dcp.NAME, dcp.looks_like, dcp.read_folder),
     FolderFormat(exploded.NAME, exploded.looks_like, exploded.read_folder),
+    FolderFormat(dcp_safetensors.NAME, dcp_safetensors.looks_like, dcp_safetensors.read_folder),
     FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
 )
 """Every format that is a folder, in the order in which a folder is asked."""
@@ -42,7 +44,9 @@ def read_folder(path: str, salvage: bool) -> Document:
                 return form.read(folder, salvage)
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
-        raise UnreadableError(f"{path}: the folder cannot be listed: {error.strerror or error}") from error
+        raise UnreadableError(
+            f"{path}: the folder cannot be listed: {error.strerror or error}; ask its owner for the right"
+        ) from error
 
 
 def _contents(folder: Path) -> str:
@@ -50,6 +54,11 @@ def _contents(folder: Path) -> str:
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+    every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
+    if (of_ranks := name_bundle(every, OF_RANKS)) is not None:
+        return of_ranks
+    if not (likely or below) and (bundle := name_bundle(every, FOREIGN)) is not None:
+        return f"a folder without a checkpoint of PyTorch in it: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"
     if likely or below:

@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.checkpoint import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats import inert_values
 from ckptfix.formats.arrays import NumpyArray
-from ckptfix.formats.bounds import bounded_keys, shown
+from ckptfix.formats.bounds import shown
 from ckptfix.formats.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
 from ckptfix.formats.executors import is_union
+from ckptfix.formats.graph_code import is_graph_code
 from ckptfix.formats.objects import Global, Opaque
 from ckptfix.formats.rank_shards import local_part
 from ckptfix.formats.sources import MemoryBytes
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
-
-NAME_LIMIT = 1000
-"""Characters of a dotted name that getattr builds."""
 
 
 def _is_simple(part: Any) -> bool:
@@ -51,8 +49,8 @@ class InertTable:
     """Answers the calls of a pickle. ``nested`` reads the bytes of a whole file inside the pickle
     (``_load_from_bytes``).
 
-    ``foreign`` gathers the tensor subclasses that are named, ``derived`` the names that the pickle builds by
-    ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
+    ``foreign`` gathers the tensor subclasses that are named and objects in the place of hooks, ``derived`` the names
+    that the pickle builds by ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
 
     path: str
     nested: Callable[[bytes], Any]
@@ -82,6 +80,7 @@ class InertTable:
         """``_rebuild_tensor``, ``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
         if not isinstance(storage, TypedStorage):
             raise ValueError("a tensor without a storage")
+        self._note(*rest[1:3])
         return self._strided(
             storage, storage.dtype, offset, size, stride, rest[0] if rest else False, rest[2] if len(rest) > 2 else None
         )
@@ -98,7 +97,12 @@ class InertTable:
         metadata: Any = None,
     ) -> Any:
         """``_rebuild_tensor_v3``: an untyped storage, the dtype apart (uint16 and later, fp8)."""
+        self._note(hooks, metadata)
         return self._strided(storage, dtype_name(dtype), offset, size, stride, requires_grad, metadata)
+
+    def _note(self, *beside: Any) -> None:
+        """Hooks and metadata of a tensor are plain dicts; an object in their place is not kept: torch refuses it."""
+        self.foreign.update((str(value.cls), None) for value in beside if isinstance(value, Opaque))
 
     def _strided(
         self, typed: TypedStorage, dtype: str, offset: int, size: Any, stride: Any, requires_grad: Any, metadata: Any
@@ -219,6 +223,17 @@ class InertTable:
             data = data.encode("latin-1")
         return self.nested(bytes(data)) if isinstance(data, (bytes, bytearray)) else NotImplemented
 
+    def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:
+        """``torch.fx.graph_module.reduce_graph_module(instance dict, import block)``: the module, without its code."""
+        function = Global("torch.fx.graph_module", "reduce_graph_module")
+        if not is_graph_code(body, imports):
+            self.called.add(str(function))
+        return Opaque(Global("torch.fx.graph_module", "GraphModule"), (imports,), state=body)
+
+    def get_layout(self, name: Any) -> Any:
+        """``torch.serialization._get_layout("torch.sparse_coo")``."""
+        return Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
+
     # numpy ------------------------------------------------------------------------------------------------------------
     # ---------
 
@@ -229,86 +244,6 @@ class InertTable:
     def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:
         """``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
         return NumpyArray(sizes(shape), dtype, order == "F", data)
-
-    # The standard library
-    # --------------------------------------------------------------------------------------------------------
-
-    def ordered_dict(self, pairs: Any = ()) -> Any:
-        """``collections.OrderedDict``, with its pairs in the call as Python 2 writes it."""
-        pairs = list(pairs.items()) if isinstance(pairs, dict) else pairs
-        keys = bounded_keys([key for key, _ in pairs], self.path)
-        return OrderedDict((key, value) for key, (_, value) in zip(keys, pairs, strict=True))
-
-    def new_dict(self, *args: Any) -> Any:
-        """``dict()``."""
-        return NotImplemented if args else {}
-
-    def new_list(self, values: Any = ()) -> Any:
-        """``list()`` and ``list(values)``."""
-        return list(values) if isinstance(values, (list, tuple)) else NotImplemented
-
-    def new_set(self, values: Any = ()) -> Any:
-        """``set(values)``."""
-        return set(bounded_keys(values, self.path)) if isinstance(values, (list, tuple)) else NotImplemented
-
-    def new_frozenset(self, values: Any = ()) -> Any:
-        """``frozenset(values)``."""
-        made = self.new_set(values)
-        return made if made is NotImplemented else frozenset(made)
-
-    def new_complex(self, real: float = 0.0, imaginary: float = 0.0) -> Any:
-        """``complex(real, imaginary)``."""
-        return complex(real, imaginary)
-
-    def new_bytes(self, value: Any = b"", *_: Any) -> Any:
-        """``bytes(…)``: what protocol 2 writes for empty bytes."""
-        return bytes(value) if isinstance(value, (bytes, bytearray, list)) else NotImplemented
-
-    def new_bytearray(self, value: Any = b"", encoding: Any = None) -> Any:
-        """``bytearray(…)``; protocol 2 writes it as a latin-1 string with its encoding."""
-        if isinstance(value, str):
-            return bytearray(value, "latin-1")
-        return bytearray(value) if isinstance(value, (bytes, bytearray)) else NotImplemented
-
-    def encode(self, text: Any, encoding: Any = "latin1") -> Any:
-        """``_codecs.encode(text, "latin1")``: bytes as protocol 2 writes them."""
-        if isinstance(text, str) and encoding in ("latin1", "latin-1"):
-            return text.encode("latin-1")
-        return NotImplemented
-
-    def reconstruct(self, cls: Any, base: Any, state: Any) -> Any:
-        """``copyreg._reconstructor(cls, base, state)``: an object of protocol 0 or 1; ``state`` fills a list, dict or
-        number base.
-        """
-        if not isinstance(cls, Global):
-            return NotImplemented
-        made = self.call(cls, ())
-        if isinstance(made, Opaque):
-            if isinstance(state, dict):
-                made.pairs.update(state)
-            elif isinstance(state, (list, tuple)):
-                made.items.extend(state)
-        return made
-
-    def new_object(self, cls: Any, *args: Any) -> Any:
-        """``copyreg.__newobj__(cls, *args)``."""
-        return self.call(cls, args) if isinstance(cls, Global) else NotImplemented
-
-    def attribute(self, owner: Any, name: Any, *_: Any) -> Any:
-        """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide the name of a
-        function.
-        """
-        if not isinstance(owner, Global) or not isinstance(name, str):
-            return NotImplemented
-        if len(owner.name) + len(name) > NAME_LIMIT:
-            raise HostileError(f"{self.path}: getattr is called on its own result over and over; do not use this file")
-        member = Global(owner.module, f"{owner.name}.{name}")
-        self.derived.add(str(member))
-        return member
-
-    def get_layout(self, name: Any) -> Any:
-        """``torch.serialization._get_layout("torch.sparse_coo")``."""
-        return name if isinstance(name, str) else NotImplemented
 
 
 _TABLE: Mapping[str, Callable[..., Any]] = {
@@ -333,18 +268,19 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.tensor.Tensor": InertTable.variable,
     "torch.storage._load_from_bytes": InertTable.from_bytes,
     "torch.serialization._get_layout": InertTable.get_layout,
+    "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
-    "collections.OrderedDict": InertTable.ordered_dict,
-    "builtins.dict": InertTable.new_dict,
-    "builtins.list": InertTable.new_list,
-    "builtins.set": InertTable.new_set,
-    "builtins.frozenset": InertTable.new_frozenset,
-    "builtins.complex": InertTable.new_complex,
-    "builtins.bytes": InertTable.new_bytes,
-    "builtins.bytearray": InertTable.new_bytearray,
-    "builtins.getattr": InertTable.attribute,
-    "_codecs.encode": InertTable.encode,
-    "copyreg._reconstructor": InertTable.reconstruct,
-    "copyreg.__newobj__": InertTable.new_object,
+    "collections.OrderedDict": inert_values.ordered_dict,
+    "builtins.dict": inert_values.new_dict,
+    "builtins.list": inert_values.new_list,
+    "builtins.set": inert_values.new_set,
+    "builtins.frozenset": inert_values.new_frozenset,
+    "builtins.complex": inert_values.new_complex,
+    "builtins.bytes": inert_values.new_bytes,
+    "builtins.bytearray": inert_values.new_bytearray,
+    "builtins.getattr": inert_values.attribute,
+    "_codecs.encode": inert_values.encode,
+    "copyreg._reconstructor": inert_values.reconstruct,
+    "copyreg.__newobj__": inert_values.new_object,
 }

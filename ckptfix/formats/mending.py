@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptfix.formats.sources import BLOCK, Content
+from ckptfix.formats.transcoded import undo_base64, undo_encoding
 from ckptfix.formats.windows import WindowContent
 
 SEARCHED = 1 << 16
 """Bytes at the start of a file in which a checkpoint may begin behind something else."""
 
-_ZIP = re.compile(rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl)", re.DOTALL)
+_ZIP = re.compile(
+    rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl|data/\d|code/)", re.DOTALL
+)
 _LEGACY = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 _SAFETENSORS = re.compile(rb"(?=(.{6}\0\0)\{\s*\")", re.DOTALL)
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")
@@ -42,6 +45,12 @@ def mend(content: Content) -> Mended | None:
             "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone",
             exact=True,
         )
+    for undo, cause in (
+        (undo_base64, "is written as base64 text, which can be undone"),
+        (undo_encoding, "was saved as text: bytes from 0x80 on became letters of UTF-8, which can be undone"),
+    ):
+        if (undone := undo(content)) is not None:
+            return Mended(Content(content.path, undone, None, content.member), cause)
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
     start = min(_starts(content), default=None)

@@ -1,8 +1,8 @@
 """Writes the result so that whatever kills the process, either the old state or the whole new file is there.
 
-The bytes go to a temporary file beside the output, which is flushed to the disk, opened again and compared with the
-plan, and only then renamed over it. A rename within a folder is atomic (POSIX), and durable once the folder is flushed
-too."""
+The bytes go to a temporary file beside the output, which is opened again and compared with the plan while the disk
+takes it up, and only then renamed over it. A rename within a folder is atomic (POSIX), and durable once the folder is
+flushed too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,10 @@ from packaging.version import Version
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.formats import safetensors, safetensors_write, torch_write
+from ckptfix.formats.copying import background
 from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
+from ckptfix.formats.sources import stream
+from ckptfix.progress import Task
 
 PTH, SAFETENSORS = "pth", "safetensors"
 FIRST_ZIP = Version("1.6")
@@ -73,14 +76,42 @@ def _mode_of(like: Path | None) -> int:
 def write_to(
     temporary: Path, checkpoint: Checkpoint, write: Callable[[Checkpoint, BinaryIO], None], output: Path
 ) -> None:
-    """Write the checkpoint and flush it to the disk. Raises ``WriteError`` where the disk is full or refuses."""
+    """Write the checkpoint. Raises ``WriteError`` where the disk is full or refuses."""
     try:
-        with temporary.open("wb", buffering=1 << 20) as file:
+        # Without O_TRUNC: ext4 would start to write when the file is closed, and keep us waiting.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
+        with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
             write(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
-        raise WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind") from error
+        raise _unwritten(output, error) from error
+
+
+@contextlib.contextmanager
+def flushing(files: Iterable[Path], output: Path) -> Iterator[None]:
+    """Flush files to the disk while the body reads them. Raises ``WriteError`` at its end where the disk refuses.
+
+    An error of the disk that nobody was told yet is told to the next who opens the file and flushes it
+    (https://docs.kernel.org/filesystems/vfs.html#handling-errors-during-writeback)."""
+    with background() as pool:
+        flushed = [pool.submit(_flush, file) for file in files]
+        yield
+        try:
+            for file in flushed:
+                file.result()
+        except OSError as error:
+            raise _unwritten(output, error) from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritten(output: Path, error: OSError) -> WriteError:
+    return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind")
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path) -> None:
@@ -111,25 +142,27 @@ def _written_name(expected: Checkpoint) -> str:
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
+    is_safetensors = written.format.endswith(safetensors.NAME)  # in one file or in shards
     # What has no form in a format was said before; it is no tensor.
-    lost = set(lost_extras(expected)) - set(expected.specs) if written.format == safetensors.NAME else set()
+    lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
     if list(written.entries) != [key for key in expected.entries if key not in lost]:
         return "other keys, or in another order"
     if (written.metadata or {}) != (expected.metadata or {}):
         return "another _metadata"
+    task = Task(f"comparing {expected.path}", sum(spec.nbytes for spec in expected.specs.values()))
     for key, spec in expected.specs.items():
         other = written.specs.get(key)
         if other is None or (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
             return f"the tensor {key}"
         if (spec.quantizer is None) != (other.quantizer is None) or _scheme(spec) != _scheme(other):
             return f"the quantiser of {key}"
-        if (spec.requires_grad, spec.is_parameter) != (other.requires_grad, other.is_parameter) and written.format != (
-            safetensors.NAME
-        ):
+        trained = (spec.requires_grad, spec.is_parameter) != (other.requires_grad, other.is_parameter)
+        if trained and not is_safetensors:
             return f"requires_grad of {key}"
         pairs = zip(spec.strided_parts(), other.strided_parts(), strict=True)
         if any(not _same_bytes(before, after, expected.path) for before, after in pairs):
             return f"the bytes of {key}"
+        task.advance(spec.nbytes)
     if _tie_groups(written) != _tie_groups(expected):
         return "the ties"
     return ""
@@ -152,12 +185,11 @@ def _same_bytes(before: TensorSpec, after: TensorSpec, path: str) -> bool:
         and after.storage is not None
     ):
         # The same view on both sides: what it spans can be compared without putting it into row-major order.
-        from ckptfix.formats.sources import stream
-
         left, right = stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent)
     else:
         left, right = contiguous_blocks(before, path), contiguous_blocks(after, path)
-    return all(one == other for one, other in zip(left, right, strict=True))
+    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a block in the cache.
+    return all(bytearray(one) == other for one, other in zip(left, right, strict=True))
 
 
 def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
@@ -179,10 +211,6 @@ def deliver_file(temporary: Path, output: Path, backup_of: Path | None) -> None:
                 raise WriteError(f"{backup}: a backup is there already; move it away, or leave out --backup")
             os.link(backup_of, backup)
         temporary.replace(output)
-        folder = os.open(output.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush(output.parent)
     except OSError as error:
         raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error

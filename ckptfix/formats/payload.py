@@ -7,9 +7,11 @@ all. It protects those who load the file elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from ckptfix.checkpoint import Remark
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.executors import runs_code
 
 MODULES = frozenset(
@@ -42,6 +44,8 @@ FUNCTIONS = frozenset(
     numpy.fromfile numpy.genfromtxt numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils
     pandas.read_pickle pandas.io types.CodeType types.FunctionType operator.attrgetter operator.methodcaller
     operator.call _operator.attrgetter _operator.methodcaller _operator.call
+    copyreg.add_extension copy_reg.add_extension
+    sympy.sympify sympy.core.sympify.sympify sympy.parsing sympy.lambdify sympy.utilities.lambdify
     code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile
     trace.Trace weakref.finalize logging.config torch.jit.unsupported_tensor_ops torch.jit._serialization
     torch.fx.graph_module._forward_from_src torch.multiprocessing torch.utils.model_zoo torch._C.import_ir_module
@@ -53,9 +57,23 @@ otherwise.
 """
 
 
+COMPILER = ("convert_frame", "eval_frame", "hooks", "repro")
+"""Modules of ``torch._dynamo`` whose classes ``torch.save(torch.compile(model))`` writes."""
+
+STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
+"""What builds a ``torch.fx.GraphModule`` from code that the file holds as text."""
+
+GRAPH_CODE = "the code of a torch.fx graph"
+"""How an edit names that code."""
+
+_NAMED = 4
+
+
 def is_payload(name: str) -> bool:
     """Whether a global (``posix.system``) is there only to run code."""
     parts = name.split(".")
+    if parts[:2] == ["torch", "_dynamo"] and parts[2:3] and parts[2] in COMPILER and parts[-1][:1].isupper():
+        return False
     if parts[0] in MODULES or any(part in ANYWHERE for part in parts[1:-1]):
         return True
     if parts[0] in ("builtins", "__builtin__"):
@@ -69,6 +87,33 @@ def name_calls(called: Iterable[str]) -> set[str]:
 
 
 def payload_remarks(names: Iterable[str]) -> list[Remark]:
-    """One remark for each global that is there only to run code. A name that ends in ``()`` was called to do so."""
+    """One remark for each global that is there only to run code. A name that ends in ``()`` was called to do so.
+
+    A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``.
+    """
+    names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
-    return [Remark("payload", "pickle", name) for name in sorted(found)]
+    remarks = [Remark("payload", "pickle", name) for name in sorted(found)]
+    if STORED_CODE in names - found:
+        remarks.append(Remark("stored-code", "pickle", STORED_CODE))
+    return remarks
+
+
+@contextmanager
+def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
+    """What is read in the block may fail; where ``names``, the globals of its pickles, hold a payload, the error says
+    that first, as ``HostileError``: nobody should fetch such a file again.
+    """
+    try:
+        yield
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        payload = [remark.detail for remark in payload_remarks(names) if remark.kind == "payload"]
+        if not payload:
+            raise
+        cause = str(error).removeprefix(f"{path}: ")
+        raise HostileError(
+            f"{path}: the file is built to run code when it is loaded: it names {', '.join(payload[:_NAMED])} (FIL901);"
+            f" do not load it with anything, get it from a source that you trust (nor can it be read: {cause})"
+        ) from error

@@ -14,7 +14,7 @@ from ckptfix.checkpoint import Quantizer, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.objects import Global, Opaque
-from ckptfix.formats.plain import NATIVE, is_native_global
+from ckptfix.formats.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 
@@ -149,6 +149,8 @@ class PickleWriter:
         elif isinstance(value, bytes):
             self._call("_codecs", "encode", (value.decode("latin-1"), "latin1"))
             self._put(id(value))
+        elif isinstance(value, Global) and is_layout(value):
+            self._call("torch.serialization", "_get_layout", (f"torch.{value.name}",))
         elif isinstance(value, Global) and is_native_global(value):
             self._global(value.module, value.name)
         elif isinstance(value, Opaque) and str(value.cls) in NATIVE:

@@ -6,22 +6,21 @@ dict of what it held, under its name. Nothing is dropped, and every conversion i
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import Plain
-from ckptfix.formats.arrays import NumpyArray, numpy_type
-from ckptfix.formats.inert import MODULE_ALIASES
+from ckptfix.formats.arrays import NumpyArray, array_fields
+from ckptfix.formats.bounds import shown
+from ckptfix.formats.claims import TypedStorage
 from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.natural import known_form, natural_form, today
 from ckptfix.formats.objects import Global, Opaque
 
 DEPTH_LIMIT = 200
-_LONGEST_RANGE = 10_000
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
 """Classes beside the built-in ones that ``weights_only`` accepts as they are."""
 
@@ -33,10 +32,17 @@ _QSCHEMES = (
     "per_channel_affine_float_qparams",
 )
 
+_LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+
 
 def is_native_global(value: Global) -> bool:
-    """Whether a bare global is a dtype or quantisation scheme of torch, which ``weights_only`` accepts."""
-    return value.module == "torch" and (value.name in DTYPES or value.name in _QSCHEMES)
+    """Whether a global is a dtype, layout or quantisation scheme of torch, which ``weights_only`` accepts."""
+    return value.module == "torch" and (value.name in DTYPES or value.name in _QSCHEMES or is_layout(value))
+
+
+def is_layout(value: Global) -> bool:
+    """Whether a global is a layout of torch, which pickles as a call."""
+    return value.module == "torch" and value.name in _LAYOUTS
 
 
 def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
@@ -139,46 +145,52 @@ class _Plainer:
             except TypeError:
                 self._note(path, "set", "list")
                 return items
+        if isinstance(value, TypedStorage):
+            # A storage without a tensor: all of its elements in one dimension.
+            self._note(path, "a storage of torch", "torch.Tensor")
+            count = value.storage.nbytes // DTYPES[value.dtype].itemsize
+            return TensorSpec(value.dtype, (count,), (1,), value.storage)
         kind = type(value)
         self._note(path, f"{kind.__module__}.{kind.__qualname__}", "str")
         return str(value)
 
     def _key(self, key: Any, path: tuple[PathPart, ...]) -> Any:
-        if isinstance(key, Opaque) and (known := _known(key)) is not None:
-            key = known(key)
+        if isinstance(key, Opaque) and (known := known_form(key)) is not None:
+            before, key = _class_name(key), known(key)
+            self._note(path, f"key {before}", type(key).__name__)
         if key is None or isinstance(key, (bool, int, float, complex, str, bytes)):
             return key
         if isinstance(key, tuple):
             return tuple(self._key(part, path) for part in key)
         self._note(path, f"key {_class_name(key)}", "str")
         return (
-            str(key)
+            today(key)
             if isinstance(key, Global)
             else f"{_class_name(key)}{key.args}"
             if isinstance(key, Opaque)
-            else repr(key)
+            else f"<{_class_name(key)} {shown(key)}>"
         )
 
     def _object(self, value: Opaque | Global | NumpyArray, path: tuple[PathPart, ...], depth: int) -> Any:
         if isinstance(value, Global):
             if is_native_global(value):
                 return value
-            self._note(path, str(value), f"the text '{value}'")
-            return str(value)
+            name = today(value)
+            self._note(path, name, f"the text '{name}'")
+            return name
         if isinstance(value, NumpyArray):
             spec = value.spec(self.checkpoint.path)
             self._note(path, "numpy.ndarray", "dict" if spec is None else "torch.Tensor")
             if spec is not None:
                 return spec
-            fields = {"dtype": numpy_type(value.dtype)[0], "shape": value.shape, "data": value.data}
-            return self.convert({"class": "numpy.ndarray", **fields}, path, depth + 1)
+            return self.convert({"class": "numpy.ndarray", **array_fields(value)}, path, depth + 1)
         name = str(value.cls)
         if name in NATIVE:
             return Opaque(value.cls, self.convert(value.args, path, depth + 1))
         if is_module(value):
             self._note(path, name, "state_dict")
-            return module_state_dict(value, self.checkpoint.path)
-        made = _natural(value)
+            return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)
+        made = natural_form(value)
         self._note(path, name, type(made).__name__)
         return self.convert(made, path, depth + 1)
 
@@ -191,110 +203,3 @@ def _class_name(value: Any) -> str:
         if isinstance(value, Global)
         else type(value).__name__
     )
-
-
-def _known(value: Opaque) -> Callable[[Opaque], Any] | None:
-    """The natural form of a known class, whether Python 2 or 3 named it."""
-    return _KNOWN.get(f"{MODULE_ALIASES.get(value.cls.module, value.cls.module)}.{value.cls.name}")
-
-
-def _natural(value: Opaque) -> Any:
-    """What an object of a class held, in the form that comes nearest to it."""
-    name = str(value.cls)
-    if (known := _known(value)) is not None:
-        return known(value)
-    if name.startswith("pathlib."):
-        return "/".join(str(part) for part in value.args).replace("//", "/")
-    if name.startswith("omegaconf."):
-        attributes = value.attributes
-        return attributes.get("_content", attributes.get("_val", dict(attributes)))
-    held = [part for part in (value.args, value.kwargs, value.items, value.pairs, value.state) if part]
-    if value.pairs and not value.items and (not value.state or value.attributes):
-        return {**value.pairs, **value.attributes}
-    if value.items and not value.pairs and not value.state:
-        return list(value.items)
-    if value.attributes and len(held) == 1:
-        return dict(value.attributes)
-    if not held:
-        return name if not value.args else {}
-    fields = {
-        "args": value.args,
-        "kwargs": dict(value.kwargs),
-        "items": value.items,
-        "pairs": value.pairs,
-        "state": value.state,
-    }
-    return {"class": name, **{field: part for field, part in fields.items() if part}}
-
-
-def _numpy_scalar(value: Opaque) -> Any:
-    code, order = numpy_type(value.args[0]) if value.args else ("", "<")
-    data = value.args[1] if len(value.args) > 1 else None
-    if isinstance(data, str):
-        data = data.encode("latin-1")
-    formats = {
-        "f8": "d",
-        "f4": "f",
-        "f2": "e",
-        "i8": "q",
-        "i4": "i",
-        "i2": "h",
-        "i1": "b",
-        "u8": "Q",
-        "u4": "I",
-        "u2": "H",
-        "u1": "B",
-        "b1": "?",
-    }
-    if code in formats and isinstance(data, bytes) and len(data) == struct.calcsize(f"={formats[code]}"):
-        return struct.unpack(f"{'>' if order == '>' else '<'}{formats[code]}", data)[0]
-    return {"class": "numpy.generic", "dtype": code, "data": data}
-
-
-def _moment(value: Opaque) -> Any:
-    """``datetime.datetime`` and ``date`` from the bytes of their pickle, in ISO 8601."""
-    data = value.args[0] if value.args else b""
-    data = data.encode("latin-1") if isinstance(data, str) else data
-    if not isinstance(data, bytes) or len(data) not in (4, 10):
-        return {"class": str(value.cls), "args": list(value.args)}
-    text = f"{data[0] << 8 | data[1]:04}-{data[2] & 0x7F:02}-{data[3]:02}"
-    if len(data) == 10:
-        text += f"T{data[4]:02}:{data[5]:02}:{data[6]:02}"
-        microsecond = data[7] << 16 | data[8] << 8 | data[9]
-        text += f".{microsecond:06}" if microsecond else ""
-    return text
-
-
-def _range(value: Opaque) -> Any:
-    """The numbers of a range, or its arguments where they are too many."""
-    if 1 <= len(value.args) <= 3 and all(type(bound) is int for bound in value.args) and value.args[2:] != (0,):
-        numbers = range(*value.args)
-        if not numbers[_LONGEST_RANGE:]:
-            return list(numbers)
-    return {"class": "range", "args": list(value.args)}
-
-
-def _mapping(value: Opaque) -> Any:
-    return dict(value.pairs)
-
-
-_KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
-    "argparse.Namespace": lambda value: dict(value.attributes),
-    "types.SimpleNamespace": lambda value: dict(value.attributes),
-    "collections.defaultdict": _mapping,
-    "collections.deque": lambda value: (
-        list(value.args[0]) if value.args and isinstance(value.args[0], list) else list(value.items)
-    ),
-    "numpy.core.multiarray.scalar": _numpy_scalar,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
-    "numpy.dtype": lambda value: numpy_type(value)[0],
-    "datetime.datetime": _moment,
-    "datetime.date": _moment,
-    "uuid.UUID": lambda value: f"{value.attributes.get('int', 0):032x}",
-    "fractions.Fraction": lambda value: "/".join(map(str, value.args)) or "0",
-    "decimal.Decimal": lambda value: str(value.args[0]) if value.args else "0",
-    "builtins.slice": lambda value: {"class": "slice", "args": list(value.args)},
-    "builtins.range": _range,
-    "builtins.xrange": _range,
-    "builtins.object": lambda value: {},
-}

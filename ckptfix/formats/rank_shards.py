@@ -7,6 +7,7 @@ set of weights that a single process could load, and no renaming makes it one.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,16 @@ SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
+_MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
 _SEARCH_DEPTH = 3
 
 ZERO_REMEDY = (
     "run zero_to_fp32.py, which DeepSpeed puts beside the checkpoint's folder, and use the file that it writes"
+)
+MEGATRON_REMEDY = (
+    "merge the ranks with the training code's own tool (Megatron-LM: tools/checkpoint/convert.py, to tensor- and"
+    " pipeline-parallel size 1), and use the file that it writes"
 )
 FSDP_REMEDY = (
     "save the whole from the training run: get_model_state_dict with StateDictOptions(full_state_dict=True), or"
@@ -49,6 +55,12 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
     ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty where none was found.
     """
+    if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
+        what = "is the .metadata of torch.distributed.checkpoint, which says what lies in the .distcp files beside it"
+        return RankShard(what, "name its folder instead")
+    ranks = _tensor_parallel(root)
+    if ranks > 1:
+        return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", MEGATRON_REMEDY)
     flat = tuple(key for key in entries if key.rpartition(".")[2] in FLAT)
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
@@ -65,6 +77,20 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     return None
 
 
+def _tensor_parallel(root: Any) -> int:
+    """Over how many ranks a Megatron training spread the model, tensor by tensor or layer by layer; 1 for any other.
+
+    Megatron saves its arguments (``megatron/training/checkpointing.py``), DeepSpeed the size of the group
+    (``mp_world_size``, ``deepspeed/runtime/engine.py``)."""
+    if not isinstance(root, dict):
+        return 1
+    args = root.get("args")
+    named = args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+    megatron = [named.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+    sizes = [root.get("mp_world_size") if "ds_version" in root else None, *(megatron if "iteration" in root else ())]
+    return math.prod(size for size in sizes if type(size) is int and 1 < size <= _MOST_RANKS)
+
+
 def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
     """Whether a mapping is the state of a ZeRO optimizer."""
     return any(name in mapping for name in SLICES) or ("zero_stage" in mapping and "partition_count" in mapping)
@@ -77,6 +103,10 @@ def local_part(cls: Any, size: Any, state: Any) -> Any:
     if not isinstance(cls, Global):
         return NotImplemented
     made = Opaque(cls, state=state)
+    if _is_sharded(made) and isinstance(state, tuple) and state and isinstance(state[0], list):
+        # ShardedTensor: the shards of this rank come first, each with its tensor.
+        shards = [shard.attributes.get("tensor") for shard in state[0] if isinstance(shard, Opaque)]
+        return shards[0] if len(shards) == 1 and getattr(shards[0], "shape", None) == size else made
     local, spec = made.attributes.get("_local_tensor"), made.attributes.get("_spec")
     if not isinstance(local, TensorSpec):
         return NotImplemented

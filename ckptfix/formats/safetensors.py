@@ -12,28 +12,33 @@ from __future__ import annotations
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import BY_SAFETENSORS, DType
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.bounds import Bounds, shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.notes import restore_container
 from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import TornBytes, zero_tail
+from ckptfix.formats.torn import TornBytes
+from ckptfix.formats.unfilled import unfilled_from
 
 NAME = "safetensors"
 HEADER_LIMIT = 100_000_000
-_DOUBTFUL = 64
-"""Zeros at the end of a damaged file that were not computed where they begin in the middle of a tensor."""
+_SPACES = b" \t\r\n"
+_WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
 
 
 def sniff(content: Content) -> bool:
     """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
-    length.
+    length. White space in front of it is against the specification, and the library reads it all the same.
     """
-    return bytes(content.buffer[8:9]) == b"{"
+    head = bytes(content.buffer[8:64])
+    is_padded = int.from_bytes(content.buffer[:8], "little") <= HEADER_LIMIT and head.lstrip(_SPACES)[:1] == b"{"
+    return head[:1] == b"{" or is_padded
 
 
 def read(content: Content, nesting: int = 0) -> Document:
@@ -43,6 +48,8 @@ def read(content: Content, nesting: int = 0) -> Document:
     """
     header, start, damage = _header(content)
     notes = header.pop("__metadata__", {})
+    if notes is None:
+        notes = {}  # as the library takes it
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise UnreadableError(
             f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
@@ -57,35 +64,29 @@ def read(content: Content, nesting: int = 0) -> Document:
         damage.append(
             f"has {len(content) - end} bytes behind its last tensor (incomplete metadata, file not fully covered)"
         )
-    filled = _filled(content, header, start) if content.salvage and end == len(content) else end
-    if filled < end:
+    specs = {key: _spec(record) for key, record in header.items()}
+    placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
+    zeros = unfilled_from(content, placed)
+    if zeros is not None:
+        size = len(content)
         damage.append(
-            f"is not complete: of its {end} bytes the last {end - filled} are zeros that were reserved and never filled"
+            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and never "
+            "filled"
         )
     state_dict: OrderedDict[str, Any] = OrderedDict()
-    for key, record in header.items():
-        begin, stop = record["data_offsets"]
-        shape = _shape(BY_SAFETENSORS[record["dtype"]], record["shape"])
-        storage = Storage(key, _source(content, start + begin, stop - begin, filled))
-        state_dict[key] = TensorSpec(BY_SAFETENSORS[record["dtype"]].name, shape, contiguous_strides(shape), storage)
-    document = _restore(content.path, state_dict, notes)
+    for (begin, spec), key in zip(placed, specs, strict=True):
+        storage = Storage(key, _source(content, begin, spec.nbytes, end if zeros is None else zeros))
+        state_dict[key] = replace(spec, storage=storage)
+    document = _restore(content.path, content.bounds, state_dict, notes)
     document.damage += damage
     return document
 
 
-def _filled(content: Content, header: Mapping[str, Any], start: int) -> int:
-    """Where the tensors of a file that is known to be damaged end, and the space begins that was never filled.
-
-    Zeros at the end are believed to be tensors unless they begin in the middle of floating-point numbers, or a whole
-    matrix of such is in them."""
-    zeros = zero_tail(content)
-    for record in header.values():
-        begin, end = (start + offset for offset in record["data_offsets"])
-        is_matrix = begin >= zeros and len(record["shape"]) > 1
-        is_cut = begin < zeros and len(content) - zeros >= _DOUBTFUL
-        if begin < end and end > zeros and (is_matrix or is_cut) and "F" in record["dtype"]:
-            return zeros
-    return len(content)
+def _spec(record: Mapping[str, Any]) -> TensorSpec:
+    """What the header says of a tensor."""
+    dtype = BY_SAFETENSORS[record["dtype"]]
+    shape = _shape(dtype, record["shape"])
+    return TensorSpec(dtype.name, shape, contiguous_strides(shape))
 
 
 def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
@@ -102,7 +103,14 @@ def _header(content: Content) -> tuple[dict[str, Any], int, list[str]]:
     if size < 8 or length > HEADER_LIMIT or 8 + length > size:
         return _header_by_its_end(content, length)
     try:
-        header = json.loads(bytes(content.buffer[8 : 8 + length]), object_pairs_hook=_unique)
+        text = bytes(content.buffer[8 : 8 + length]).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(
+            f"{path}: the header is no UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
+        ) from error
+    try:
+        header = content.bounds.parse_json(text, _unique, _no_constant)
+        "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
             f"{path}: the header is no valid JSON ({error}): damaged, or no safetensors; fetch it again"
@@ -116,8 +124,10 @@ def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], i
     """The header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind it."""
     path, size = content.path, len(content)
     fault = f"the header declares {length} bytes and the file has {size}"
-    text = bytes(content.buffer[8 : 8 + HEADER_LIMIT]).decode("utf-8", "surrogateescape")
+    raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
     try:
+        content.bounds.expect_json(raw)
+        text = raw.decode("utf-8", "surrogateescape")
         header, end = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(text)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
@@ -139,12 +149,16 @@ def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], i
     return header, start, [f"is damaged: {fault} (HeaderTooLarge)"]
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        doubled, _ = Counter(keys).most_common(1)[0]
-        raise ValueError(f"the key {doubled!r:.60} stands twice in it")
-    return dict(pairs)
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} stands twice in it")
+    return made
 
 
 def _check_layout(content: Content, header: Mapping[str, Any]) -> int:
@@ -153,25 +167,51 @@ def _check_layout(content: Content, header: Mapping[str, Any]) -> int:
     position = 0
     for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
         begin, end = record["data_offsets"]
-        dtype = BY_SAFETENSORS.get(record["dtype"])
-        if dtype is None:
-            raise UnreadableError(
-                f"{path}: tensor {key} has the dtype {record['dtype']!r:.20}, which this version does not know"
-            )
-        spec = TensorSpec(dtype.name, _shape(dtype, record["shape"]))
-        if end - begin != spec.nbytes or (record["shape"] or [0])[-1] % dtype.packed:
-            raise UnreadableError(
-                f"{path}: tensor {key} of {record['dtype']} {record['shape']} needs {spec.nbytes} bytes and its "
-                f"data_offsets give {end - begin}; fetch the file again"
+        needed = _nbytes(path, key, record)
+        if end - begin != needed:
+            raise _violated(
+                path,
+                key,
+                "the size is that of dtype and shape",
+                f"{record['dtype']} {_shown_shape(record['shape'])} needs {needed} bytes and its data_offsets give "
+                f"{end - begin}",
             )
         if begin != position:
-            fault = "overlap" if begin < position else "leave a gap"
-            raise UnreadableError(
-                f"{path}: the data_offsets of {key} {fault} at byte {begin} (clause: no overlap, no holes); fetch the "
-                "file again"
-            )
+            fault = "overlap the tensor before" if begin < position else "leave a gap"
+            raise _violated(path, key, "no overlap, no holes", f"its data_offsets {fault} at byte {begin}")
         position = end
     return position
+
+
+def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
+    return UnreadableError(
+        f"{path}: tensor {key!r:.60} contradicts the specification of safetensors (clause: {clause}): {detail}; fetch "
+        "the file again"
+    )
+
+
+def _shown_shape(shape: list[int]) -> str:
+    """A shape in a message: a file may give a tensor any number of dimensions."""
+    return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
+
+
+def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
+    """The bytes of a tensor by its dtype and shape."""
+    name, shape = record["dtype"], record["shape"]
+    dtype = BY_SAFETENSORS.get(name)
+    if dtype is None:
+        known = "torch has no dtype for it" if name in _WITHOUT_TORCH else "the specification knows no such dtype"
+        raise _violated(path, key, "a known dtype", f"{name!r:.20}: {known}")
+    numel = 1
+    for size in shape:
+        numel *= size
+        if numel * 8 * dtype.itemsize >= 1 << 64:
+            raise _violated(path, key, "no overflow", f"{_shown_shape(shape)} has more elements than can be counted")
+    if (shape or [0])[-1] % dtype.packed:
+        raise _violated(
+            path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside of a byte"
+        )
+    return TensorSpec(dtype.name, _shape(dtype, shape)).nbytes
 
 
 def _shape(dtype: DType, shape: list[int]) -> tuple[int, ...]:
@@ -179,30 +219,38 @@ def _shape(dtype: DType, shape: list[int]) -> tuple[int, ...]:
     return (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
 def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
     """The offsets of a tensor, once its record has the form that the specification asks for."""
-    form = isinstance(record, dict) and isinstance(record.get("dtype"), str)
+    if not isinstance(record, dict):
+        raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it is a {type(record).__name__}")
+    for name in ("dtype", "shape", "data_offsets"):
+        if name not in record:
+            raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it has no {name}")
+    if not isinstance(record["dtype"], str):
+        raise _violated(path, key, "a known dtype", f"it is a {type(record['dtype']).__name__} and no text")
     for name in ("shape", "data_offsets"):
-        value = record.get(name) if form else None
-        form = isinstance(value, list) and len(value) <= 64 and all(_is_size(size) for size in value)
-    if not form or len(record["data_offsets"]) != 2 or record["data_offsets"][0] > record["data_offsets"][1]:
-        raise UnreadableError(
-            f"{path}: the header's record of {key!r:.60} is malformed; the file is damaged: fetch it again"
-        )
+        sizes = record[name]
+        if not isinstance(sizes, list):
+            raise _violated(path, key, f"{name} is a list", f"it is a {type(sizes).__name__}")
+        wrong = next((size for size in sizes if type(size) is not int or not 0 <= size < 1 << 63), None)
+        if wrong is not None or None in sizes:
+            raise _violated(path, key, f"{name} holds whole numbers from 0 to 2^63", f"it holds {shown(wrong)}")
+    if len(record["shape"]) > 64:
+        raise _violated(path, key, "a shape that torch can have", f"it has {len(record['shape'])} dimensions")
+    if len(record["data_offsets"]) != 2:
+        raise _violated(path, key, "two data_offsets", f"it has {len(record['data_offsets'])}")
     begin, end = record["data_offsets"]
+    if begin > end:
+        raise _violated(path, key, "data_offsets in order", f"it begins at {begin} and ends at {end}")
     return begin, end
 
 
-def _restore(path: str, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
+def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
     """Put ties, ``_metadata`` and the container back, where ckptfix wrote the file."""
 
     def note(name: str) -> Any:
         try:
-            value = json.loads(notes[name]) if name in notes else {}
+            value = bounds.parse_json(notes[name]) if name in notes else {}
         except (ValueError, RecursionError) as error:
             raise UnreadableError(
                 f"{path}: the note {name} in __metadata__ is no valid JSON ({error}); fetch the file again"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.formats.checksums import prove
+from ckptfix.formats.checksums import proving
+from ckptfix.formats.copying import blocks_of, copy_bytes
 from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
-from ckptfix.formats.sources import BLOCK, stream
+from ckptfix.formats.sources import stream
+from ckptfix.progress import Task, tell_slower
 
 ALIGNMENT = 8
 
@@ -24,7 +27,6 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
     """
     header, order = _header(checkpoint)
-    prove(checkpoint, (spec.storage for spec in order))
     try:
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -33,11 +35,18 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
             "cannot hold; write it with --format pth"
         ) from error
     raw += b" " * (-len(raw) % ALIGNMENT)
-    file.write(len(raw).to_bytes(8, "little"))
-    file.write(raw)
-    for spec in order:
-        for block in contiguous_blocks(spec, checkpoint.path):
-            file.write(block)
+    task = Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order))
+    with proving(checkpoint, (spec.storage for spec in order)):
+        file.write(len(raw).to_bytes(8, "little"))
+        file.write(raw)
+        for spec in order:
+            if spec.storage is not None and _is_range(spec):
+                copy_bytes(spec.storage.source, *spec.extent, file, task)
+                continue
+            tell_slower("put in row-major order", spec.nbytes)
+            for block in contiguous_blocks(spec, checkpoint.path):
+                file.write(block)
+                task.advance(block.nbytes)
 
 
 def lost_extras(checkpoint: Checkpoint) -> list[str]:
@@ -89,15 +98,18 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
     return {"__metadata__": notes, **records}, order
 
 
-def contiguous_blocks(spec: TensorSpec, path: str) -> Any:
+def _is_range(spec: TensorSpec) -> bool:
+    """Whether the values of a strided tensor are a range of its storage."""
+    return spec.is_contiguous and not spec.math_bits
+
+
+def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
     """The bytes of a strided tensor in row-major order, in blocks."""
     if spec.storage is None:
         raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
-    if spec.is_contiguous and not spec.math_bits:
+    if _is_range(spec):
         yield from stream(spec.storage.source, *spec.extent)
         return
     from ckptfix.tensors import row_major_bytes
 
-    data = row_major_bytes(spec, path)
-    for start in range(0, data.nbytes, BLOCK):
-        yield data[start : start + BLOCK]
+    yield from blocks_of(row_major_bytes(spec, path))

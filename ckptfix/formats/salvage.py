@@ -20,8 +20,10 @@ def split_entries(
     """The whole entries of a state_dict and the lost ones.
 
     Raises ``UnreadableError`` for a damaged file that is not to be salvaged, and where no tensor of it is whole."""
-    whole = {key: entry for key, entry in entries.items() if not is_torn(entry)}
-    lost = {key: entry for key, entry in entries.items() if key not in whole}
+    whole = {key: entry for key, entry in entries.items() if not _has_torn(entry)}
+    torn = {key: entry for key, entry in entries.items() if key not in whole}
+    # Of packed parameters, which hold several tensors, the name alone is left.
+    lost = {key: entry if isinstance(entry, TensorSpec) else None for key, entry in torn.items()}
     lost.update({key: spec for key, spec in document.lost.items() if key not in whole})
     if not document.damage and not lost:
         return whole, lost

@@ -6,7 +6,7 @@ that leads out of the folder is refused."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -16,8 +16,36 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.sources import Content
 
 WEIGHT_MAP = "weight_map"
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 INDEX_LIMIT = 256 << 20
 """Bytes of the largest index that is parsed; a million keys take a third of it."""
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``."""
+
+    stem: str
+    total: str
+    suffix: str
+
+    def __str__(self) -> str:
+        return f"{self.stem}-…-of-{self.total}{self.suffix}"
+
+    @property
+    def count(self) -> int:
+        """How many shards there are."""
+        return int(self.total)
+
+    @classmethod
+    def of(cls, name: str) -> Numbering | None:
+        """The numbering that a file name belongs to."""
+        match = _NUMBERED.fullmatch(name)
+        return cls(match[1], match[3], match[4]) if match else None
+
+    def names(self) -> list[str]:
+        """The name of every shard of the set."""
+        return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True)
@@ -48,11 +76,13 @@ def parse_index(content: Content) -> ShardIndex:
     """The index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
-        raise HostileError(f"{path}: an index of {len(content)} bytes; do not use this file")
+        raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
     try:
-        parsed = json.loads(bytes(content.buffer[:]), object_pairs_hook=_unique)
+        parsed = content.bounds.parse_json(bytes(content.buffer[:]), _unique)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: the index is no valid JSON ({error}); fetch the file again") from error
+    if not isinstance(parsed, dict):
+        raise UnreadableError(f"{path}: the index is no JSON object; fetch the file again")
     weight_map, metadata = parsed.get(WEIGHT_MAP), parsed.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")
@@ -86,7 +116,8 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     path = folder / name
     try:
         real, homes = path.resolve(), (folder.resolve(), Path(said_by).resolve().parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError is what a loop of links raises before Python 3.13
+    # RuntimeError is what a loop of links raises before Python 3.13, ValueError what a name that is no text does.
+    except (OSError, RuntimeError, ValueError) as error:
         raise HostileError(
             f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"
         ) from error

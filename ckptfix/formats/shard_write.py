@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.formats.output import verify, write_to
+from ckptfix.formats.output import flushing, verify, write_to
 from ckptfix.formats.shard_index import WEIGHT_MAP
 
 Write = Callable[[Checkpoint, BinaryIO], None]
@@ -96,7 +96,8 @@ def temporary_shards(
             write_to(folder / name, part, write, output)
         index = folder / names.index.name
         _write_index(index, names.shards, parts, checkpoint, output)
-        verify(index, checkpoint, output)
+        with flushing((folder / name for name in names.shards), output):
+            verify(index, checkpoint, output)
         yield index, names
     finally:
         shutil.rmtree(folder)

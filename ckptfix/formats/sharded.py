@@ -7,50 +7,26 @@ that two shards hold. Any of these is damage; loaders that look one way only fil
 
 from __future__ import annotations
 
-import re
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec, path_name
+from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats import safetensors
 from ckptfix.formats.containers import open_document
 from ckptfix.formats.document import Document
-from ckptfix.formats.shard_index import ShardIndex, file_inside, is_index, parse_index
+from ckptfix.formats.shard_index import Numbering, ShardIndex, file_inside, is_index, parse_index
 from ckptfix.formats.sources import Content
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Where a folder has several indexes, the one that transformers takes."""
 
-_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 _LISTED = 4
-
-
-@dataclass(frozen=True)
-class Numbering:
-    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``."""
-
-    stem: str
-    total: str
-    suffix: str
-
-    def __str__(self) -> str:
-        return f"{self.stem}-…-of-{self.total}{self.suffix}"
-
-    @classmethod
-    def of(cls, name: str) -> Numbering | None:
-        """The numbering that a file name belongs to."""
-        match = _NUMBERED.fullmatch(name)
-        return cls(match[1], match[3], match[4]) if match else None
-
-    def names(self) -> list[str]:
-        """The name of every shard of the set."""
-        return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, int(self.total) + 1)]
 
 
 def sniff(content: Content) -> bool:
@@ -61,7 +37,9 @@ def sniff(content: Content) -> bool:
 def read(content: Content, salvage: bool = False) -> Document:
     """The document of an index and the shards beside it."""
     if content.file is None:
-        raise UnreadableError(f"{content.path}: the index of a sharded checkpoint, without its shards; unpack it first")
+        raise UnreadableError(
+            f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
+        )
     index = parse_index(content)
     return _Merge(content.path, Path(content.path).parent, index, salvage).document()
 
@@ -105,6 +83,7 @@ class _Merge:
         self.entries: OrderedDict[str, Any] = OrderedDict()
         self.lost: dict[str, TensorSpec | None] = {}
         self.damage: list[str] = []
+        self.absent: list[str] = []
 
     def document(self) -> Document:
         """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
@@ -112,6 +91,7 @@ class _Merge:
         """
         for name in self._files():
             self._open(name)
+        self._note_absent()
         self._place()
         if not self.entries:
             raise UnreadableError(f"{self.path}: {'; '.join(self.damage)}; no tensor is whole: fetch it again")
@@ -123,7 +103,7 @@ class _Merge:
         return Document(
             self.path,
             NAME_SAFETENSORS if kinds == {safetensors.NAME} else NAME,
-            self.entries,
+            self._root(),
             metadata or None,
             remarks=list(remarks),
             damage=self.damage,
@@ -142,9 +122,8 @@ class _Merge:
 
     def _open(self, name: str) -> None:
         file = file_inside(self.folder, name, self.said_by)
-        if not file.is_file():
-            count = sum(home == name for home in self.weight_map.values())
-            self.damage.append(f"lacks the shard {name}" + (f" with {counted(count, 'key')}" if count else ""))
+        if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+            self.absent.append(name)
             return
         try:
             shard = self.opened[name] = _open_shard(str(file), self.salvage)
@@ -154,6 +133,39 @@ class _Merge:
             self.damage.append(f"has a shard that cannot be read ({error})")
             return
         self.damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+
+    def _note_absent(self) -> None:
+        """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
+        if not self.absent:
+            return
+        keys = sum(home in set(self.absent) for home in self.weight_map.values())
+        shards = "the shard" if len(self.absent) == 1 else f"{len(self.absent)} shards:"
+        clause = f"lacks {shards} {_listed(self.absent)}" + (f" with {counted(keys, 'key')}" if keys else "")
+        total = self.index.total_size if self.index is not None else None
+        specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
+        gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
+        if total is not None and gone > 0 and len(self.opened) + len(self.absent) == len(self._files()):
+            clause += f", {gone} of {total} bytes ({100 * gone / total:.3g} %)"
+        self.damage.insert(0, clause)
+
+    def _root(self) -> Any:
+        """The merged state_dict, in the container that every shard has around its part, where it is the same.
+
+        Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
+        first, *others = self.opened.values()
+        around = _surroundings(first)
+        if around is None or any(
+            (shard.container, _surroundings(shard)) != (first.container, around) for shard in others
+        ):
+            raise UnreadableError(
+                f"{self.path}: its shards hold more than a state_dict each, and not the same in all of them (weights at"
+                f" {path_name(first.container)} in the first); take the state_dict out of each with `ckptfix repair"
+                " SHARD --format safetensors`, or save the checkpoint again"
+            )
+        root: Any = self.entries
+        for part, level in zip(reversed(first.container), reversed(around), strict=True):
+            root = {name: root if name == part else value for name, value in level}
+        return root
 
     def _place(self) -> None:
         """Take every key from the shard that the index names, in the order of the index, and note where they differ."""
@@ -207,15 +219,26 @@ def _open_shard(path: str, salvage: bool) -> Checkpoint:
 
     content = Content.of_file(path)
     try:
-        shard = open_document(read_content(content, salvage), salvage=True)
+        return open_document(read_content(content, salvage), salvage=True)
     finally:
         content.close()
-    if shard.container:
-        raise UnreadableError(
-            f"{path}: a shard with more than a state_dict in it (the weights are at {path_name(shard.container)});"
-            " repair it by itself"
-        )
-    return shard
+
+
+def _surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
+    """What a shard has around its state_dict, level by level, with None in the place of the next one.
+
+    None where that is more than numbers and texts."""
+    levels = []
+    value = shard.root
+    for part in shard.container:
+        if not isinstance(value, dict):
+            return None
+        level = [(name, None if name == part else member) for name, member in value.items()]
+        if not all(member is None or isinstance(member, (bool, int, float, str)) for _, member in level):
+            return None
+        levels.append(level)
+        value = value[part]
+    return levels
 
 
 def _same(one: Any, other: Any, path: str) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
 import weakref
-import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.decoders import FAULTS, Decoder, deflate
 
-BLOCK = 4 << 20
-"""Bytes read at a time when a storage is streamed."""
+BLOCK = 1 << 20
+"""Bytes read at a time when a storage is streamed: so few that they are still in the processor's cache when they are
+looked at."""
 
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
@@ -31,9 +35,7 @@ class OpenFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            hint = "; check the path" if isinstance(error, FileNotFoundError) else ""
-            raise UnreadableError(f"{path}: cannot be opened: {reason}{hint}") from error
+            raise UnreadableError(f"{path}: {_why_closed(path, error)}") from error
         weakref.finalize(self, os.close, self.descriptor)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             raise UnreadableError(f"{path}: is no regular file; save what it gives to one first")
@@ -57,8 +59,40 @@ class OpenFile:
             start, count = start + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Read from ``start`` on as much as the buffer holds. Raises ``UnreadableError`` where the file ends before."""
+        done = 0
+        while done < buffer.nbytes:
+            try:
+                count = os.preadv(self.descriptor, [buffer[done:]], start + done)
+            except OSError as error:
+                raise UnreadableError(
+                    f"{self.path}: cannot be read at offset {start + done}: {error.strerror}"
+                ) from error
+            if not count:
+                raise self.ends_early(start, buffer.nbytes, done)
+            done += count
 
-@dataclass(frozen=True, eq=False)
+    def ends_early(self, start: int, expected: int, found: int) -> UnreadableError:
+        """The error of a file that is shorter than it was, or than it says."""
+        return UnreadableError(
+            f"{self.path}: the file ends inside a storage: {expected} bytes were expected at offset {start}, {found} "
+            "are there; fetch the file again"
+        )
+
+
+def _why_closed(path: str, error: OSError | ValueError) -> str:
+    """Why a file does not open, and what to do, as a clause behind its path."""
+    if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
+        return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"
+    if isinstance(error, OSError) and error.errno == errno.ENXIO:
+        return "is no regular file; save what it gives to one first"  # a socket
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    is_closed = isinstance(error, PermissionError)
+    return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class FileBytes:
     """A range of a file."""
 
@@ -70,14 +104,11 @@ class FileBytes:
         """Bytes ``start`` to ``stop`` of the range."""
         data = self.file.read(self.offset + start, stop - start)
         if len(data) != stop - start:
-            raise UnreadableError(
-                f"{self.file.path}: the file ends inside a storage: {stop - start} bytes were expected at offset "
-                f"{self.offset + start}, {len(data)} are there; fetch the file again"
-            )
+            raise self.file.ends_early(self.offset + start, stop - start, len(data))
         return memoryview(data)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class MemoryBytes:
     """Bytes in memory."""
 
@@ -95,33 +126,34 @@ class MemoryBytes:
 
 @dataclass(eq=False)
 class DeflatedBytes:
-    """A deflated member of a zip archive, inflated on first use and never beyond the size that was declared."""
+    """A packed member of a zip archive, expanded on first use and never beyond the size that was declared."""
 
     packed: ByteSource
     path: str
     nbytes: int
+    make_decoder: Decoder = deflate
     _data: memoryview | None = field(default=None, repr=False)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop`` of the inflated member."""
-        if self._data is None:
+        whole = self._data
+        if whole is None:
             try:
                 packed = self.packed.read(0, self.packed.nbytes)
-                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, self.nbytes + 1)
-            except zlib.error as error:
+                data = self.make_decoder().decompress(packed, self.nbytes + 1)
+            except FAULTS as error:
                 raise UnreadableError(
                     f"{self.path}: a compressed member is damaged ({error}); fetch the file again"
                 ) from error
             if len(data) != self.nbytes:
                 raise UnreadableError(
-                    f"{self.path}: a compressed member does not inflate to its declared {self.nbytes} bytes; "
+                    f"{self.path}: a compressed member does not expand to its declared {self.nbytes} bytes; "
                     "fetch the file again"
                 )
-            self._data = memoryview(data)
-        part = self._data[start:stop]
-        if stop >= self.nbytes:
-            self._data = None  # read to its end: a large archive must not pile up in memory
-        return part
+            whole = memoryview(data)
+        # Read to its end it is let go: a large archive must not pile up in memory.
+        self._data = whole if stop < self.nbytes else None
+        return whole[start:stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +181,61 @@ _UNSIGNED = {2: "H", 4: "I", 8: "Q"}
 """The type code of ``array`` for an unsigned number of so many bytes."""
 
 
+@dataclass(frozen=True, eq=False)
+class WindowBytes:
+    """A range of another source."""
+
+    source: ByteSource
+    offset: int
+    nbytes: int
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop`` of the range."""
+        return self.source.read(self.offset + start, self.offset + stop)
+
+
+class LateBytes:
+    """The bytes of a storage whose place in the file is known only after the pickle has been read."""
+
+    __slots__ = ("inner", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.inner: ByteSource | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``, once the place is known."""
+        assert self.inner is not None, "a storage was read before its file"
+        return self.inner.read(start, stop)
+
+
+def located(source: ByteSource) -> FileBytes | None:
+    """The range of a file that a source is; None where its bytes have to be made first."""
+    if isinstance(source, FileBytes):
+        return source
+    if isinstance(source, LateBytes):
+        return None if source.inner is None else located(source.inner)
+    if isinstance(source, WindowBytes) and (outer := located(source.source)) is not None:
+        return FileBytes(outer.file, outer.offset + source.offset, source.nbytes)
+    return None
+
+
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``."""
+    """Bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
+
+    What lies in a file is read into one buffer again and again: fresh memory for each block would take longer than the
+    reading.
+    """
+    place = located(source)
+    if place is None:
+        for position in range(start, stop, BLOCK):
+            yield source.read(position, min(position + BLOCK, stop))
+        return
+    buffer = memoryview(bytearray(max(0, min(BLOCK, stop - start))))
     for position in range(start, stop, BLOCK):
-        yield source.read(position, min(position + BLOCK, stop))
+        block = buffer[: min(BLOCK, stop - position)]
+        place.file.fill(block, place.offset + position)
+        yield block
 
 
 @dataclass(eq=False)
@@ -160,13 +243,17 @@ class Content:
     """The bytes of one input, whole: a file that is mapped while it is parsed, or a buffer in memory.
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
-    ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds."""
+    ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
+    what is wrong with the files that it was inside of, in clauses that follow the file's name. ``account`` is what
+    reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
 
     path: str
     buffer: mmap.mmap | bytes
     file: OpenFile | None = None
     member: str = ""
     salvage: bool = False
+    damage: list[str] = field(default_factory=list)
+    account: Bounds | None = None
 
     @classmethod
     def of_file(cls, path: str) -> Content:
@@ -186,6 +273,13 @@ class Content:
     def __len__(self) -> int:
         return len(self.buffer)
 
+    @property
+    def bounds(self) -> Bounds:
+        """The account of all that is parsed of the file."""
+        if self.account is None:
+            self.account = Bounds(self.path, len(self))
+        return self.account
+
     def source(self, offset: int, nbytes: int) -> ByteSource:
         """A range of the content, which outlives the mapping."""
         if self.file is not None:
@@ -196,16 +290,3 @@ class Content:
         """End the mapping; sources stay valid."""
         if isinstance(self.buffer, mmap.mmap):
             self.buffer.close()
-
-
-@dataclass(frozen=True, eq=False)
-class WindowBytes:
-    """A range of another source."""
-
-    source: ByteSource
-    offset: int
-    nbytes: int
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the range."""
-        return self.source.read(self.offset + start, self.offset + stop)

@@ -12,8 +12,10 @@ from typing import Protocol
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
 from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.sources import DeflatedBytes
 from ckptfix.formats.torch_pickle import StoragePickle
 from ckptfix.formats.torn import TornBytes
 
@@ -32,10 +34,16 @@ class TorchArchive(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
+    def bounds(self) -> Bounds: ...
+    @property
     def members(self) -> Collection[str]: ...
 
     def source(self, name: str) -> ByteSource:
         """The bytes of a member."""
+        ...
+
+    def is_whole(self, name: str) -> bool:
+        """Whether all of a member is there."""
         ...
 
     def crc32(self, name: str) -> int | None:
@@ -50,6 +58,8 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
         raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
+    if isinstance(source, DeflatedBytes):
+        archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
     return bytes(source.read(0, source.nbytes))
 
 
@@ -62,38 +72,49 @@ LeftOf = Callable[[str | None, int], ByteSource | None]
 """What is left of a storage, by its member (None where that is gone) and size; None where it is whole."""
 
 
-def storage_pickle(
-    archive: TorchArchive, folders: tuple[str, ...], nesting: int = 0, left_of: LeftOf | None = None
-) -> StoragePickle:
-    """What runs the pickles of an archive whose storages lie in one of the folders.
-
-    ``left_of`` knows what is left of a damaged archive; without it a storage that is not whole is an error.
-    """
-    return _storage_pickle(archive, _Finder(archive, folders, left_of), nesting)
-
-
-def _storage_pickle(archive: TorchArchive, finder: _Finder, nesting: int) -> StoragePickle:
-    return StoragePickle(archive.path, finder.find, nesting, is_big_endian(archive))
-
-
 @dataclass
-class _Finder:
-    """Finds the storages of an archive. Those that are not whole are torn, where ``left_of`` is known, and counted."""
+class Reading:
+    """One reading of an archive, and the damage that it meets.
+
+    Storages that are not whole are torn where ``left_of`` knows what is left of a damaged archive; without it they are
+    an error."""
 
     archive: TorchArchive
-    folders: tuple[str, ...]
-    left_of: LeftOf | None
-    damage: list[str] = field(default_factory=list)
+    left_of: LeftOf | None = None
+    faults: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
 
-    def find(self, key: str, nbytes: int, device: str) -> Storage:
-        """The storage of a key."""
+    def member(self, name: str, limit: int | None = None) -> bytes:
+        """The whole of a member that says what the tensors are. That it fails its checksum is damage."""
+        data = read_member(self.archive, name, limit)
+        crc32 = self.archive.crc32(name)
+        if crc32 is not None and zlib.crc32(data) != crc32:
+            self.faults.append(f"has a {name} that fails its checksum")
+        return data
+
+    @property
+    def whole(self) -> list[str]:
+        """The members that can be read, in the order of the archive."""
+        return [name for name in self.archive.members if self.archive.is_whole(name)]
+
+    def pickle(self, *folders: str, nesting: int = 0) -> StoragePickle:
+        """What runs the pickles whose storages lie in one of the folders."""
+
+        def find(key: str, nbytes: int, device: str) -> Storage:
+            names = (f"{folder}/{key}" for folder in folders)
+            name = next((name for name in names if name in self.archive.members), None)
+            return self.storage(key, name, f"{folders[0]}/{key}", nbytes, device)
+
+        return StoragePickle(self.archive.path, find, nesting, is_big_endian(self.archive), self.archive.bounds)
+
+    def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
+        """The storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not there."""
         archive = self.archive
-        name = next((f"{folder}/{key}" for folder in self.folders if f"{folder}/{key}" in archive.members), None)
-        torn = self.left_of(name, nbytes) if self.left_of is not None else None
-        if torn is not None:
-            return Storage(key, torn, device)
+        left = self.left_of(name, nbytes) if self.left_of is not None else None
+        if left is not None:
+            return Storage(key, left, device)
         if name is None:
-            return self._torn(key, f"lacks its storage {self.folders[0]}/{key}", nbytes, device, None)
+            return self._torn(key, f"lacks its storage {called}", nbytes, device, None)
         source = archive.source(name)
         if source.nbytes < nbytes:
             cause = f"has {source.nbytes} of the {nbytes} bytes of its storage {name}"
@@ -103,35 +124,45 @@ class _Finder:
     def _torn(self, key: str, cause: str, nbytes: int, device: str, source: ByteSource | None) -> Storage:
         if self.left_of is None:
             raise UnreadableError(f"{self.archive.path}: {cause}; fetch it again")
-        self.damage.append(cause)
+        self.torn.append(cause)
         return Storage(key, TornBytes(self.archive.path, nbytes, source.nbytes if source else 0, source), device)
 
-    def causes(self) -> list[str]:
-        """What is damaged, the first few by name."""
-        more = len(self.damage) - NAMED_LIMIT
-        return self.damage[:NAMED_LIMIT] + ([f"lacks {more} more"] if more > 0 else [])
+    @property
+    def doubts(self) -> list[Remark]:
+        """A remark where a member is damaged that says what the tensors are: a name or a place may be another one."""
+        return [Remark("doubtful-names", ".", fault) for fault in self.faults]
+
+    @property
+    def damage(self) -> list[str]:
+        """What is damaged, the first few of each kind by name."""
+        return [*_some(self.faults, "has {} more damaged members"), *_some(self.torn, "lacks {} more")]
+
+
+def _some(causes: list[str], rest: str) -> list[str]:
+    more = len(causes) - NAMED_LIMIT
+    return causes[:NAMED_LIMIT] + ([rest.format(more)] if more > 0 else [])
 
 
 def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: LeftOf | None = None) -> Document:
     """The document of the members of a torch.save file; ``form`` is the name of its format."""
+    reading = Reading(archive, left_of)
     # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
-    finder = _Finder(archive, ("data", "tensors"), left_of)
-    pickles = _storage_pickle(archive, finder, nesting)
-    data = read_member(archive, "data.pkl")
-    crc32 = archive.crc32("data.pkl")
-    damage = ["its data.pkl fails its checksum"] if crc32 is not None and zlib.crc32(data) != crc32 else []
-    root, _ = pickles.run(data)
+    pickles = reading.pickle("data", "tensors", nesting=nesting)
+    data = reading.member("data.pkl")
+    root, end = pickles.run(data)
     remarks = payload_remarks(pickles.names)
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
     remarks += [
         Remark("hidden-pickle", name, "a pickle that torch.load never reads")
         for name in archive.members
-        if name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
+        if name.lower().endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
     ]
-    if pickles.protocol != 2:
-        remarks.append(Remark("protocol", "data.pkl", str(pickles.protocol)))
-    damage += finder.causes()
-    return Document(archive.path, form, root, None, pickles.names, remarks, damage, producer=_producer(archive.members))
+    if data[end:].strip(b"\0"):
+        remarks.append(Remark("hidden-pickle", "what stands behind the end of data.pkl", "torch.load never reads it"))
+    remarks += pickles.protocol_remarks("data.pkl")
+    remarks += reading.doubts
+    producer = _producer(archive.members)
+    return Document(archive.path, form, root, None, pickles.names, remarks, reading.damage, producer=producer)
 
 
 def _producer(members: Collection[str]) -> str:

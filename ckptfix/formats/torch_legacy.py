@@ -6,18 +6,23 @@ storage keys) and behind them each storage as an 8-byte count and its raw elemen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.checkpoint import Remark, Storage
+from ckptfix.checkpoint import Remark, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.payload import payload_remarks
-from ckptfix.formats.sources import Content
+from ckptfix.formats.sources import Content, LateBytes
 from ckptfix.formats.torch_pickle import StoragePickle
-from ckptfix.formats.torn import LateBytes, TornBytes, zero_tail
+from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
+from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.unfilled import unfilled_from
+from ckptfix.formats.unfinished import NoOpcodeError, PickleEndError, fold
+from ckptfix.formats.windows import WindowContent
 
 NAME = "torch-legacy"
 PLAIN = "pickle"
@@ -40,32 +45,71 @@ def read(content: Content, nesting: int = 0) -> Document:
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
         return Storage(key, LateBytes(nbytes), device)
 
-    pickles = StoragePickle(content.path, find_storage, nesting)
-    root, position = pickles.run(content.buffer)
+    pickles = StoragePickle(content.path, find_storage, nesting, bounds=content.bounds)
+    try:
+        root, position = pickles.run(content.buffer)
+    except PickleEndError as end:
+        root = fold(end.runs, content.path) if not nesting and not pickles.storages else None
+        if not root:
+            raise
+        damage = [f"is cut short: its pickle ends at byte {end.position}, and what came behind that has no name"]
+        return Document(content.path, PLAIN, root, None, pickles.names, _plain_remarks(pickles), damage)
+    except NoOpcodeError as error:
+        zeros = filled_end(content)
+        if nesting or pickles.storages or not 0 < zeros <= error.position:
+            raise
+        document = read(WindowContent(content, 0, zeros))  # zeros inside of a value would pass for its bytes
+        document.damage.insert(0, f"is zeros from byte {zeros} of {len(content)} on, which were never filled")
+        return document
     if root != MAGIC:
         if pickles.storages:
             raise UnreadableError(
-                f"{content.path}: a plain pickle that refers to storages outside of it; this is part of a torch file"
+                f"{content.path}: the data.pkl of a torch file, whose tensors are in other files beside it; name the"
+                " folder that holds them all, or the file before it was unpacked"
             )
-        remarks = [*payload_remarks(pickles.names), Remark("plain-pickle", ".", "pickle.dump")]
-        return Document(content.path, PLAIN, root, None, pickles.names, remarks)
-    version, position = pickles.run(content.buffer, position)
+        return Document(content.path, PLAIN, root, None, pickles.names, _plain_remarks(pickles))
+    version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:
         raise UnreadableError(
             f"{content.path}: legacy torch format version {shown(version)} is not known; fetch the file again"
         )
     # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
     # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
-    _, position = pickles.run(content.buffer, position)
-    root, position = pickles.run(content.buffer, position)
-    keys, position = pickles.run(content.buffer, position)
+    _, position = _run_part(pickles, content, position, "facts about the machine")
+    root, position = _run_part(pickles, content, position, "object")
+    keys, position = _run_part(pickles, content, position, "list of storages")
     located = _Storages(content, pickles, position)
     located.place(keys)
-    remarks = payload_remarks(pickles.names)
+    located.doubt_end(root)
+    remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
     if located.position < len(content) and not located.damage:
         remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
     return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
+
+
+def _plain_remarks(pickles: StoragePickle) -> list[Remark]:
+    return [*payload_remarks(pickles.names), Remark("plain-pickle", ".", "pickle.dump")]
+
+
+def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
+    """One of the pickles in front of the storages, without which none of these has a name or a type."""
+    try:
+        return pickles.run(content.buffer, position)
+    except PickleEndError as end:
+        raise UnreadableError(
+            f"{content.path}: is cut short or damaged in its {part}, which a legacy torch file has in front of all "
+            "tensors: none of them can be had; fetch it again"
+        ) from end
+    except NoOpcodeError as error:
+        zeros = zero_tail(content)
+        if zeros > error.position:
+            raise
+        raise UnreadableError(
+            f"{content.path}: is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, "
+            f"and begin in its {part}, which a legacy torch file has in front of all tensors: none of them can be had; "
+            "fetch it again"
+        ) from error
 
 
 class _Storages:
@@ -113,7 +157,8 @@ class _Storages:
         self.position = start + storage.nbytes
         if not isinstance(late, LateBytes):
             return
-        present = max(0, min(storage.nbytes, len(content) - start))
+        end = len(content) if start + storage.nbytes <= len(content) else filled_end(content)
+        present = max(0, min(storage.nbytes, end - start))
         source = content.source(start, present)
         late.inner = source if present == late.nbytes else TornBytes(content.path, late.nbytes, present, source)
         self.placed[late] = start
@@ -125,13 +170,9 @@ class _Storages:
 
         Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
         never proved to end where it should, so that it is lost too."""
-        content, zeros = self.content, zero_tail(self.content)
+        zeros = zero_tail(self.content)
         if stored == 0 and zeros < self.position + 8:
-            self.damage.append(
-                f"is not complete: of its {len(content)} bytes the last {len(content) - zeros} are zeros that were "
-                "reserved and never filled"
-            )
-            ends = {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
+            ends = self._unfilled(zeros)
         else:
             self.damage.append(
                 f"is damaged before byte {self.position}: storage {key} is declared with {declared} bytes and stored "
@@ -139,4 +180,26 @@ class _Storages:
             )
             ends = dict.fromkeys(list(self.placed)[-1:], 0)
         for late, whole in ends.items():
-            late.inner = TornBytes(content.path, late.nbytes, whole, late.inner)
+            late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
+
+    def doubt_end(self, root: Any) -> None:
+        """Zeros in the last storage alone leave the chain whole; whether they were ever filled, its tensors tell."""
+        zeros = None if self.damage else unfilled_from(self.content, self._tensors(root))
+        for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
+            late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
+
+    def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
+        """Where each contiguous tensor begins."""
+        for spec in tensors_in(root):
+            source = spec.storage.source if spec.storage is not None else None
+            if isinstance(source, LateBytes) and source in self.placed and spec.is_contiguous:
+                yield self.placed[source] + spec.offset * spec.itemsize, spec
+
+    def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
+        """How much is there of the storages that reach into the zeros at the end, which is damage."""
+        size = len(self.content)
+        self.damage.append(
+            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and "
+            "never filled"
+        )
+        return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ckptfix.checkpoint import Storage
+from ckptfix.checkpoint import Remark, Storage
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError
-from ckptfix.formats.bounds import shown
+from ckptfix.formats.bounds import STORAGE, Bounds, shown
 from ckptfix.formats.claims import TypedStorage, storage_dtype
 from ckptfix.formats.inert import InertTable
 from ckptfix.formats.machine import Bytes, PickleMachine
@@ -25,6 +25,9 @@ _TEXT_ID = re.compile(
 )
 """Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's ``str``."""
 
+_TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
+"""The same of the class of a module, which legacy files keep with its source."""
+
 NESTING_LIMIT = 4
 """How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
 
@@ -34,7 +37,8 @@ class StoragePickle:
 
     ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
     gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
-    run something. ``big_endian`` says that the storages are from such a machine."""
+    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``big_endian`` that the
+    storages are from such a machine. ``bounds`` is the account of the file, one for all of its pickles."""
 
     def __init__(
         self,
@@ -42,27 +46,39 @@ class StoragePickle:
         find_storage: Callable[[str, int, str], Storage],
         nesting: int = 0,
         big_endian: bool = False,
+        bounds: Bounds | None = None,
     ) -> None:
         self.big_endian = big_endian
         self.path, self.nesting = path, nesting
         self.names: set[str] = set()
         self.table = InertTable(path, self._nested)
         self.protocol = 0
+        self.is_plain = True
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._find_storage = find_storage
+        self._bounds = bounds
 
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
         """The inert value of the pickle at ``position`` and the position behind it."""
-        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position)
+        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
+        self._bounds = machine.bounds
         try:
             value = machine.load()
         finally:
             self.names.update(str(name) for name in machine.globals.values())
             self.names.update(self.table.derived)
             self.names.update(name_calls(machine.called | self.table.called))
+            machine.bounds.names |= self.names
         self.protocol = max(self.protocol, machine.protocol)
+        self.is_plain = self.is_plain and not machine.unsupported
         return value, machine.position
+
+    def protocol_remarks(self, where: str) -> list[Remark]:
+        """What to say of pickles that use opcodes which ``weights_only`` does not know."""
+        # Protocol 2 itself has some: a tuple that holds itself is written with POP.
+        protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
+        return [] if self.is_plain else [Remark("protocol", where, protocol)]
 
     def _persistent(self, pid: Any) -> Any:
         """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
@@ -79,6 +95,8 @@ class StoragePickle:
         key = str(key)
         if key not in self.storages:
             storage = self._find_storage(key, nbytes, str(device))
+            if self._bounds is not None:
+                self._bounds.spend(STORAGE)
             self.storages[key] = self._swapped(storage, dtype) if self.big_endian else storage
             self.dtypes[key] = dtype
         elif nbytes > self.storages[key].nbytes:
@@ -103,7 +121,8 @@ class StoragePickle:
             raise HostileError(f"{self.path}: a view claims more than its storage {key} holds; fetch the file again")
         if name not in self.storages:
             source = WindowBytes(root.source, offset * itemsize, size * itemsize)
-            self.storages[name] = root if size * itemsize == root.nbytes else Storage(name, source, root.device)
+            view_of_root = Storage(name, source, root.device, parts=(root,))
+            self.storages[name] = root if size * itemsize == root.nbytes else view_of_root
         return TypedStorage(self.storages[name], dtype)
 
     def _swapped(self, storage: Storage, dtype: str) -> Storage:
@@ -113,7 +132,7 @@ class StoragePickle:
         width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
         if width == 1:
             return storage
-        return Storage(storage.key, SwappedBytes(storage.source, width), storage.device)
+        return Storage(storage.key, SwappedBytes(storage.source, width), storage.device, parts=(storage,))
 
     def _nested(self, data: bytes) -> Any:
         if self.nesting >= NESTING_LIMIT:
@@ -122,13 +141,15 @@ class StoragePickle:
             )
         from ckptfix.formats.nested import read_nested
 
-        root, names = read_nested(data, self.path, self.nesting + 1)
+        root, names = read_nested(data, self.path, self.nesting + 1, self._bounds)
         self.names.update(names)
         return root
 
 
 def _id_of_text(text: str) -> tuple[Any, ...]:
     """The persistent id that a file of pickle protocol 0 writes as text."""
+    if module := _TEXT_MODULE.match(text):
+        return "module", Global(module["module"], module["name"])
     found = _TEXT_ID.fullmatch(text)
     if found is None:
         raise ValueError(f"persistent id {shown(text)}")

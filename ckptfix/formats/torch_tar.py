@@ -10,7 +10,7 @@ is the object, in which a persistent id is the key of a tensor or storage. See `
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.checkpoint import Remark, Storage, TensorSpec
@@ -24,6 +24,7 @@ from ckptfix.formats.machine import PickleMachine
 from ckptfix.formats.objects import Global
 from ckptfix.formats.payload import name_calls, payload_remarks
 from ckptfix.formats.sources import Content, WindowBytes
+from ckptfix.formats.torn import TornBytes
 
 NAME = "torch-tar"
 PARTS = ("pickle", "tensors", "storages")
@@ -31,25 +32,30 @@ _DIMENSIONS = 64
 
 
 def sniff(content: Content) -> bool:
-    """Whether the content is a tar archive with the files that torch 0.1 wrote."""
-    return tar_members.sniff(content) and all(part in _parts(content) for part in PARTS)
+    """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
+    if not tar_members.sniff(content):
+        return False
+    parts, _ = _parts(content)
+    return all(part in parts for part in PARTS) or {"sys_info", "pickle"} <= parts.keys() <= {"sys_info", *PARTS}
 
 
-def _parts(content: Content) -> dict[str, tuple[int, int]]:
-    """Where each of the files lies; the first few are looked at, no other program's archive is walked to its end."""
+def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Where each of the files lies, and what is wrong with the archive.
+
+    The first few are looked at: no other program's archive is walked to its end."""
+    files = tar_members.TarFiles(content)
     parts: dict[str, tuple[int, int]] = {}
-    try:
-        for (name, start, size), _ in zip(tar_members.regular_files(content), range(len(PARTS) + 1), strict=False):
-            parts.setdefault(name.removeprefix("./"), (start, size))
-    except UnreadableError:
-        # Cut short: what is there says whose file it is, and reading it says what is gone.
-        return parts
-    return parts
+    for (name, start, size), _ in zip(files.walk(), range(len(PARTS) + 1), strict=False):
+        parts.setdefault(name.removeprefix("./"), (start, size))
+    return parts, files.damage
 
 
 def read(content: Content, nesting: int = 0) -> Document:
     """The document of a file of torch 0.1. Raises ``UnreadableError`` where it is cut short or damaged."""
-    parts = _parts(content)
+    parts, damage = _parts(content)
+    if missing := [part for part in PARTS if part not in parts]:
+        cause = "; ".join(damage) or "is cut short"
+        raise UnreadableError(f"{content.path}: {cause}: nothing is left of its {missing[-1]}; fetch it again")
     reader = _Reader(content, parts)
     try:
         reader.read_storages()
@@ -60,7 +66,8 @@ def read(content: Content, nesting: int = 0) -> Document:
             f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
         ) from error
     remarks = [*payload_remarks(reader.names), Remark("torch-tar", ".", "the tar format of torch 0.1")]
-    return Document(content.path, NAME, root, None, reader.names, remarks, producer="torch 0.1")
+    damage = [] if not reader.is_cut else damage or ["is cut short inside of its storages"]
+    return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
 
 
 @dataclass
@@ -69,17 +76,21 @@ class _Reader:
     parts: dict[str, tuple[int, int]]
     objects: dict[int, TypedStorage | TensorSpec] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    is_cut: bool = False
+    """Whether the file ends inside of its storages, which torch wrote last."""
 
     def run(self, position: int) -> tuple[Any, int]:
         """The inert value of the pickle at ``position``, and the position behind it."""
         table = InertTable(self.content.path, self._nested)
-        machine = PickleMachine(self.content.buffer, self.content.path, table.call, self._persistent, position)
+        content = self.content
+        machine = PickleMachine(content.buffer, content.path, table.call, self._persistent, position, content.bounds)
         try:
             value = machine.load()
         finally:
             self.names.update(str(name) for name in machine.globals.values())
             self.names.update(table.derived)
             self.names.update(name_calls(machine.called | table.called))
+            content.bounds.names |= self.names
         return value, machine.position
 
     def _nested(self, data: bytes) -> Any:
@@ -92,8 +103,16 @@ class _Reader:
         return self.objects[int(pid)]
 
     def read_storages(self) -> None:
-        """Find the place of every storage, and of those that are a part of another."""
+        """Find the place of every storage, and of those that are a part of another, as far as the file goes."""
         position, stop = self._extent("storages")
+        try:
+            self._read_storages(position, stop)
+        except UnreadableError:
+            if stop <= len(self.content):
+                raise
+            self.is_cut = True
+
+    def _read_storages(self, position: int, stop: int) -> None:
         count, position = self.run(position)
         for _ in range(count):
             (key, location, cls), position = self.run(position)
@@ -106,7 +125,11 @@ class _Reader:
                     f"{self.content.path}: storage {key!s:.40} of {nbytes} bytes ends behind the end of its file; it "
                     "is cut short: fetch it again"
                 )
-            storage = Storage(str(key), self.content.source(position, nbytes), str(location))
+            present = max(0, min(nbytes, len(self.content) - position))
+            source = self.content.source(position, present)
+            if present < nbytes:
+                self.is_cut, source = True, TornBytes(self.content.path, nbytes, present, source)
+            storage = Storage(str(key), source, str(location))
             self.objects[int(key)] = TypedStorage(storage, dtype)
             position += nbytes
         views, _ = self.run(position)
@@ -130,9 +153,9 @@ class _Reader:
         """Read the geometry of every tensor."""
         count, position = self.run(self._extent("tensors")[0])
         for _ in range(count):
-            (key, storage_key, _), position = self.run(position)
-            storage = self.objects[int(storage_key)]
-            if not isinstance(storage, TypedStorage):
+            (key, storage_key, cls), position = self.run(position)
+            storage = self.objects.get(int(storage_key)) if self.is_cut else self.objects[int(storage_key)]
+            if storage is not None and not isinstance(storage, TypedStorage):
                 raise self._damaged(f"tensor {key!s:.40} has no storage")
             (ndim,) = self._numbers("<i", position)
             if not 0 <= ndim <= _DIMENSIONS:
@@ -143,8 +166,19 @@ class _Reader:
             shape, strides, offset = numbers[:ndim], numbers[ndim : 2 * ndim], numbers[-1]
             if min(numbers) < 0:
                 raise self._damaged(f"tensor {key!s:.40} has a negative size")
+            if storage is None:
+                self.objects[int(key)] = self._lost(str(storage_key), cls, shape, strides, offset)
+                continue
             spec = TensorSpec(storage.dtype, shape, strides, storage.storage, offset)
             self.objects[int(key)] = checked(spec, self.content.path)
+
+    def _lost(self, key: str, cls: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorSpec:
+        """A tensor whose storage lies behind the end of the file."""
+        if not isinstance(cls, Global):
+            raise self._damaged(f"the tensor of storage {key:.40} has no class")
+        dtype = storage_dtype(Global(cls.module, cls.name.replace("Tensor", "Storage")))
+        spec = TensorSpec(dtype, shape, strides, None, offset)
+        return replace(spec, storage=Storage(key, TornBytes(self.content.path, spec.extent[1])))
 
     def _extent(self, part: str) -> tuple[int, int]:
         start, size = self.parts[part]

@@ -8,13 +8,14 @@ from typing import Any, BinaryIO
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.formats.checksums import prove
+from ckptfix.formats.checksums import checksum, proving
+from ckptfix.formats.copying import background, copy_bytes
 from ckptfix.formats.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
-from ckptfix.formats.sources import stream
 from ckptfix.formats.torch_legacy import MAGIC, PROTOCOL
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.zip_writer import ZipWriter
+from ckptfix.formats.zip_writer import Checksum, ZipWriter
+from ckptfix.progress import Task, tell_slower
 from ckptfix.regions import Region, Regions
 
 
@@ -48,23 +49,33 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> None:
     """Write the zip container of torch ≥ 1.6."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
-    prove(checkpoint, (region.storage for region in placement.regions if not region.is_whole))
+    changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
-    archive = ZipWriter(file)
-    for name, data in (
-        ("data.pkl", pickle),
-        (".format_version", b"1"),
-        (".storage_alignment", b"64"),
-        ("byteorder", sys.byteorder.encode()),
-    ):
-        archive.write(name, [data], len(data))
-    for region in placement.regions:
-        # A whole storage keeps the checksum of its source: damage that was there stays visible.
-        crc = region.storage.crc32 if region.is_whole else None
-        blocks = stream(region.storage.source, region.start, region.stop)
-        archive.write(f"data/{placement.keys[id(region)]}", blocks, region.nbytes, crc)
-    archive.write("version", [b"3\n"], 2)
-    archive.close()
+    with proving(checkpoint, (region.storage for region in changed)), background() as pool:
+        archive = ZipWriter(file)
+        for name, data in (
+            ("data.pkl", pickle),
+            (".format_version", b"1"),
+            (".storage_alignment", b"64"),
+            ("byteorder", sys.byteorder.encode()),
+        ):
+            archive.write(name, data)
+        task = _task(checkpoint, placement)
+        for region in placement.regions:
+            source, key = region.storage.source, placement.keys[id(region)]
+            # A whole storage keeps the checksum of its source: damage that was there stays visible.
+            crc: int | Checksum | None = region.storage.crc32 if region.is_whole else None
+            if crc is None:
+                tell_slower("given the checksum that its source lacks", region.nbytes)
+                crc = pool.submit(checksum, source, region.start, region.stop).result
+            with archive.member(f"data/{key}", region.nbytes, crc):
+                copy_bytes(source, region.start, region.stop, file, task)
+        archive.write("version", b"3\n")
+        archive.close()
+
+
+def _task(checkpoint: Checkpoint, placement: Placement) -> Task:
+    return Task(f"writing {checkpoint.path}", sum(region.nbytes for region in placement.regions))
 
 
 def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
@@ -79,15 +90,15 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
             "out --for-torch"
         )
     placement = Placement(root, checkpoint.devices)
-    prove(checkpoint, (region.storage for region in placement.regions))
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     keys = [placement.keys[id(region)] for region in placement.regions]
-    for value in (MAGIC, PROTOCOL, system, root, keys):
-        file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
-    for region, key in zip(placement.regions, keys, strict=True):
-        file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
-        for block in stream(region.storage.source, region.start, region.stop):
-            file.write(block)
+    task = _task(checkpoint, placement)
+    with proving(checkpoint, (region.storage for region in placement.regions)):
+        for value in (MAGIC, PROTOCOL, system, root, keys):
+            file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
+        for region, key in zip(placement.regions, keys, strict=True):
+            file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
+            copy_bytes(region.storage.source, region.start, region.stop, file, task)
 
 
 class _LegacyPickleWriter(PickleWriter):

@@ -5,23 +5,26 @@ Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file
 
 from __future__ import annotations
 
-import io
-import struct
 import zipfile
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from ckptfix.checkpoint import ByteSource
+from ckptfix.checkpoint import ByteSource, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.finding import counted
+from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.formats.document import Document
 from ckptfix.formats.sources import Content, DeflatedBytes
 from ckptfix.formats.torch_archive import SMALL_LIMIT, read_archive
 from ckptfix.formats.torn import TornBytes, missing_bytes
-from ckptfix.formats.zip_walk import FoundMembers, walk
+from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.zip_listing import Listing, list_members
+from ckptfix.formats.zip_walk import FoundMembers
 
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _IGNORED = ("__MACOSX/", ".DS_Store")
 
 
@@ -37,8 +40,12 @@ class Archive:
     content: Content
     root: str
     members: dict[str, zipfile.ZipInfo]
-    found: FoundMembers | None = None
-    """Where the directory was gone and the members were found without it."""
+    listing: Listing
+
+    @property
+    def found(self) -> FoundMembers | None:
+        """Where the directory was gone and the members were found without it."""
+        return self.listing.found
 
     @property
     def path(self) -> str:
@@ -50,38 +57,47 @@ class Archive:
         """The size of the archive."""
         return len(self.content)
 
+    @property
+    def bounds(self) -> Bounds:
+        """The account of what is parsed of the archive."""
+        return self.content.bounds
+
     def source(self, name: str) -> ByteSource:
         """The bytes of a member; its place is the local header's word, checked against the file."""
         info = self.members[name]
         content = self.content
         if self.found is not None and info.filename in self.found.open_at:
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
-        header = content.buffer[info.header_offset : info.header_offset + _LOCAL_HEADER.size]
-        if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+        start = self.listing.data_start(content, info)
+        if start is None:
             raise UnreadableError(
                 f"{content.path}: member {info.filename} is not where the archive's directory says; fetch the file "
                 "again"
             )
-        *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if start + info.compress_size > len(content):
             raise UnreadableError(
                 f"{content.path}: member {info.filename} ends behind the end of the file: it is cut short; fetch it "
                 "again"
             )
+        closed = why_closed(info.flag_bits, info.compress_type)
+        if closed:
+            raise UnreadableError(f"{content.path}: member {info.filename} {closed}")
         if info.compress_type == zipfile.ZIP_STORED:
             return content.source(start, info.compress_size)
-        if info.compress_type != zipfile.ZIP_DEFLATED or info.flag_bits & 1:
-            raise UnreadableError(
-                f"{content.path}: member {info.filename} is encrypted or packed by a method that torch files do not "
-                "use; unpack it first"
-            )
         if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
             raise HostileError(
                 f"{content.path}: member {info.filename} declares {info.file_size} bytes out of {info.compress_size}; "
                 "do not use this file"
             )
-        return DeflatedBytes(content.source(start, info.compress_size), content.path, info.file_size)
+        head = bytes(content.buffer[start : start + 9])
+        try:
+            decoder, skipped = zip_decoder(info.compress_type, info.compress_size, info.file_size, head)
+        except FAULTS as error:
+            raise UnreadableError(
+                f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
+            ) from error
+        packed = content.source(start + skipped, max(0, info.compress_size - skipped))
+        return DeflatedBytes(packed, content.path, info.file_size, decoder)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         """What is left of a storage in an archive that has lost its directory; None where the storage is whole."""
@@ -94,6 +110,23 @@ class Archive:
             return self.found.left_of(info.filename, nbytes)
         return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
 
+    def is_whole(self, name: str) -> bool:
+        """Whether all of a member is there, as far as the archive itself says."""
+        return self.found is None or self.members[name].filename not in self.found.open_at
+
+    def damage(self, root: Any) -> list[str]:
+        """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
+        # A .distcp file is a row of such archives, each with one tensor or object that has no name.
+        if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
+            further = f"has its zip directory {self.listing.displaced} bytes further on than that says"
+            return [f"{further}: something stands in front of the archive, or was put into it", *self.listing.damage]
+        if self.listing.damage or self.found is None:
+            return [*self.listing.damage]
+        size = self.nbytes
+        zeros = size - self.found.zeros
+        reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else ""
+        return [f"is cut short: {NO_DIRECTORY}, it has {size} bytes{reserved}{missing_bytes(root)}"]
+
     def crc32(self, name: str) -> int | None:
         """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
         return self.members[name].CRC or None
@@ -104,13 +137,11 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
 
     Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
     """
-    infos, found = _directory(content), None
-    if infos is None:
-        found = walk(content)
-        infos = found.infos
+    listing = list_members(content)
+    found = listing.found
     infos = [
         info
-        for info in infos
+        for info in listing.infos
         if not info.filename.endswith("/") and not any(part in info.filename for part in _IGNORED)
     ]
     names = Counter(info.filename for info in infos)
@@ -129,10 +160,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
         )
     roots = [name.removesuffix(main) for name in names if f"/{name}".endswith(f"/{main}")]
     if not roots and found is not None:
-        raise UnreadableError(
-            f"{content.path}: {NO_DIRECTORY}: the file of {len(content)} bytes is cut short before its {main}; fetch it"
-            " again"
-        )
+        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, None)}; fetch it again")
     if not roots:
         some = ", ".join(sorted(names)[:3]) or "nothing"
         raise UnreadableError(
@@ -144,30 +172,30 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             f"{content.path}: it holds two unpacked torch files, {root} and {others[0]}; unpack it and name one of the "
             "folders"
         )
+    if found is not None and root + main in found.open_at:
+        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, main)}; fetch it again")
     members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
-    return Archive(content, root, members, found)
+    return Archive(content, root, members, listing)
 
 
-def _directory(content: Content) -> list[zipfile.ZipInfo] | None:
-    """The members as the directory at the end lists them; None where it is gone, or belongs to another archive."""
-    stream = io.BytesIO(content.buffer) if isinstance(content.buffer, bytes) else content.buffer
-    try:
-        infos = zipfile.ZipFile(stream).infolist()  # type: ignore[arg-type]  # a mmap reads, seeks and tells
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
-        return None
-    in_place = (content.buffer[info.header_offset : info.header_offset + 4] == b"PK\x03\x04" for info in infos)
-    return infos if infos and all(in_place) else None
+def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
+    """What is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
+
+    TorchScript writes its storages first."""
+    names = [info.filename for info in found.infos]
+    # Torch 1.0 to 1.2 wrote the sources of TorchScript first, and later releases write them last.
+    place = f"before its {'model.json' if any('/code/' in name for name in names) else 'data.pkl'}"
+    storages = [name for name in names if {"data", "tensors"} & set(name.split("/")[:-1]) and name not in found.open_at]
+    whole = f": {counted(len(storages), 'storage')} before it can be read, but nothing says which tensors they are"
+    return (
+        f"the file of {len(content)} bytes is cut short {f'inside of its {partly}' if partly else place}"
+        f"{whole if storages else ''}"
+    )
 
 
 def read(content: Content, nesting: int = 0) -> Document:
     """The document of a torch zip file; of one without its directory, with what is left of it."""
     archive = open_archive(content)
     document = read_archive(archive, NAME, nesting, archive.left_of)
-    if archive.found is not None:
-        zeros = len(content) - archive.found.zeros
-        document.damage.append(
-            f"is cut short: {NO_DIRECTORY}, it has {len(content)} bytes"
-            + (f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else "")
-            + missing_bytes(document.root)
-        )
+    document.damage += archive.damage(document.root)
     return document

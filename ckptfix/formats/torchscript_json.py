@@ -5,16 +5,16 @@ be left out. The bytes of a tensor are the member that its ``data.key`` names; t
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ckptfix.checkpoint import Remark, Storage, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.claims import checked
-from ckptfix.formats.torch_archive import TorchArchive, read_member
+from ckptfix.formats.torch_archive import Reading
 
 DEPTH_LIMIT = 200
 _TYPES = {
@@ -31,48 +31,59 @@ _TYPES = {
 }
 
 
-def read_json(archive: TorchArchive) -> tuple[OrderedDict[str, Any], list[Remark]]:
-    """The state_dict of the module tree, and what is to be said of it.
+def read_json(reading: Reading) -> OrderedDict[str, Any]:
+    """The state_dict of the module tree. A storage that is gone is torn.
 
     Raises ``UnreadableError`` where the tree is damaged or has no tensors."""
+    path = reading.archive.path
     try:
-        model = json.loads(read_member(archive, "model.json"))
-        table = _table(archive, model.get("tensors", []))
+        model = reading.archive.bounds.parse_json(reading.member("model.json"))
+        table = _table(reading, model.get("tensors", []))
         entries: OrderedDict[str, Any] = OrderedDict()
-        _gather(archive.path, model["mainModule"], "", 0, table, entries)
+        _gather(path, model["mainModule"], "", 0, table, entries)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UnreadableError(
-            f"{archive.path}: the model.json of TorchScript is malformed ({type(error).__name__}: {error}); fetch "
-            " the file again"
+            f"{path}: the model.json of TorchScript is malformed ({type(error).__name__}: {error}); fetch it again"
         ) from error
     if not entries:
-        raise UnreadableError(f"{archive.path}: a TorchScript module without weights; is it the right file?")
-    return entries, [Remark("no-metadata", ".", "module versions and non-persistent buffers are not marked in it")]
+        raise UnreadableError(f"{path}: a TorchScript module without weights; is it the right file?")
+    return entries
 
 
-def _table(archive: TorchArchive, records: list[Mapping[str, Any]]) -> list[TensorSpec]:
+def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpec]:
+    """The tensors of the table. How large a storage is, its member says, else the tensors that lie in it."""
+    specs = [_tensor(reading.archive.path, record) for record in records]
+    sizes: dict[str, int] = {}
+    for record, spec in zip(records, specs, strict=True):
+        key = str(record["data"]["key"])
+        sizes[key] = max(sizes.get(key, 0), spec.extent[1])
     storages: dict[str, Storage] = {}
-    return [_tensor(archive, storages, record) for record in records]
+    table = []
+    for record, spec in zip(records, specs, strict=True):
+        key = str(record["data"]["key"])
+        if key not in storages:
+            storages[key] = _storage(reading, key, sizes[key], str(record.get("device", "cpu")))
+        table.append(checked(replace(spec, storage=storages[key]), reading.archive.path))
+    return table
 
 
-def _tensor(archive: TorchArchive, storages: dict[str, Storage], record: Mapping[str, Any]) -> TensorSpec:
+def _storage(reading: Reading, key: str, needed: int, device: str) -> Storage:
+    archive = reading.archive
+    if key in archive.members and archive.is_whole(key):
+        return Storage(key, archive.source(key), device, archive.crc32(key))
+    return reading.storage(key, key if key in archive.members else None, key, needed, device)
+
+
+def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
+    """The tensor of a record, without its storage."""
     name = record.get("dataType", "")
     if name not in _TYPES:
-        raise UnreadableError(f"{archive.path}: a tensor of type {name!s:.40}, which ckptfix does not know")
-    key = record["data"]["key"]
-    if key not in storages:
-        if key not in archive.members:
-            raise UnreadableError(
-                f"{archive.path}: storage {key!s:.40} is used but not in the archive; it is damaged: fetch it again"
-            )
-        storages[key] = Storage(key, archive.source(key), str(record.get("device", "cpu")), archive.crc32(key))
+        raise UnreadableError(f"{path}: a tensor of type {name!s:.40}, which ckptfix does not know")
     shape = tuple(int(size) for size in record.get("dims", ()))
     strides = tuple(int(size) for size in record["strides"]) if "strides" in record else contiguous_strides(shape)
     if any(size < 0 for size in (*shape, *strides)):
-        raise HostileError(f"{archive.path}: a tensor has a negative size; do not use this file")
-    return checked(
-        TensorSpec(DTYPES[_TYPES[name]].name, shape, strides, storages[key], int(record.get("offset", 0))), archive.path
-    )
+        raise HostileError(f"{path}: a tensor has a negative size; do not use this file")
+    return checked(TensorSpec(DTYPES[_TYPES[name]].name, shape, strides, offset=int(record.get("offset", 0))), path)
 
 
 def _gather(

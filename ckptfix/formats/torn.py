@@ -7,8 +7,11 @@ from typing import Any
 
 from ckptfix.checkpoint import ByteSource, TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.sources import BLOCK, Content, SwappedBytes, WindowBytes
+from ckptfix.formats.sources import BLOCK, Content, LateBytes, SwappedBytes, WindowBytes
 from ckptfix.formats.tree import tensors_in
+
+SECTOR = 512
+"""Bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,19 +28,6 @@ class TornBytes:
         if stop > self.whole or self.source is None:
             raise UnreadableError(f"{self.path}: the bytes of a storage are gone; leave the tensor out with --salvage")
         return self.source.read(start, stop)
-
-
-class LateBytes:
-    """The bytes of a storage whose place in the file is known only after the pickle has been read."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.inner: ByteSource | None = None
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, once the place is known."""
-        assert self.inner is not None, "a storage was read before its file"
-        return self.inner.read(start, stop)
 
 
 def whole_bytes(source: ByteSource) -> int:
@@ -79,3 +69,9 @@ def zero_tail(content: Content) -> int:
             return start + len(kept)
         end, step = start, BLOCK
     return 0
+
+
+def filled_end(content: Content) -> int:
+    """Where the data of a content ends that is known to be cut: in front of its zeros if they are a sector or more."""
+    zeros = zero_tail(content)
+    return zeros if len(content) - zeros >= SECTOR else len(content)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.formats.objects import Opaque
+
+SMALL = 64
+"""Members up to which a container without another one in it is looked at each time that it is met, and not remembered:
+a million rows of numbers beside the weights would cost more to remember than to read."""
 
 
 def tensors_in(root: Any) -> Iterator[TensorSpec]:
@@ -18,14 +22,28 @@ def tensors_in(root: Any) -> Iterator[TensorSpec]:
         if isinstance(value, TensorSpec):
             yield from value.strided_parts()
             continue
-        if not isinstance(value, (dict, list, tuple, Opaque)) or id(value) in seen:
+        if id(value) in seen:
             continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            # torch hangs `_metadata`, and others what they like, on an OrderedDict.
-            children = [*value.values(), *getattr(value, "__dict__", {}).values()]
-        elif isinstance(value, (list, tuple)):
-            children = list(value)
-        else:
-            children = [value.args, value.state, value.items, value.pairs]
+        children = [child for child in _members(value) if isinstance(child, _LEADS_ON)]
+        if children or len(_members(value)) > SMALL:
+            seen.add(id(value))
         pending.extend(reversed(children))
+
+
+_LEADS_ON = (TensorSpec, dict, list, tuple, Opaque)
+
+
+def _members(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        # torch hangs `_metadata`, and others what they like, on an OrderedDict.
+        attributes = getattr(value, "__dict__", None)
+        return [*value.values(), *attributes.values()] if attributes else value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, Opaque):
+        return [
+            part
+            for part in (value.args, value.state, value.items, value.pairs)
+            if isinstance(part, TensorSpec | Opaque) or part
+        ]
+    return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
-from typing import Any, cast
+from typing import Any, cast, overload
 
 from ckptfix.checkpoint import ByteSource
 from ckptfix.formats.sources import Content, WindowBytes
@@ -21,7 +21,15 @@ class WindowBuffer(io.RawIOBase):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: slice) -> bytes:
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> bytes: ...
+    def __getitem__(self, index: int | slice) -> int | bytes:
+        if isinstance(index, int):
+            if not 0 <= index < self._length:
+                raise IndexError(f"no byte {index} of {self._length}")
+            return int(self._buffer[self._start + index])
         start, stop, step = index.indices(self._length)
         return bytes(self._buffer[self._start + start : self._start + max(start, stop)])[::step]
 

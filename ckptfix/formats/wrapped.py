@@ -5,16 +5,21 @@ They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip``
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.formats import compressed, tar_members, torch_tar, zip_members
-from ckptfix.formats.expanding import expand
+from ckptfix.formats.bundles import FOREIGN as FOREIGN_BUNDLES
+from ckptfix.formats.bundles import OF_TORCH, is_part, name_bundle
+from ckptfix.formats.expanding import Blocks, expand
 from ckptfix.formats.sources import Content
 
 DEPTH_LIMIT = 4
 """How many wrappers may lie around a checkpoint: a ``.zip`` of a ``.tar.gz`` of a ``.pth.gz`` has four."""
+
+_PATH_LIMIT = 4096
+"""Characters of a name that may tell what an archive is; no system makes a file of a longer path."""
 
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
@@ -30,36 +35,42 @@ FOREIGN = {
     b"Rar!\x1a\x07": "RAR",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "LZ4",
+    b"\x5d\0\0\x80\0": "LZMA without xz (.lzma)",
+    b"\x1f\x9d": "compress (.Z)",
 }
-"""How files of packers begin that the standard library does not know."""
+"""How files of packers begin that are named and not unpacked."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file in an archive: its name, its first bytes, and its blocks, each with the count of packed bytes so far."""
+    """A file in an archive: its name, its first bytes, what gives its blocks, and why it is closed, if it is."""
 
     name: str
     head: bytes
-    blocks: Callable[[], Iterator[tuple[bytes, int]]]
+    blocks: Blocks
+    closed: str = ""
 
 
-def unwrap(content: Content, member: str | None = None, salvage: bool = False) -> Content:
+def unwrap(content: Content, member: str | None = None) -> Content:
     """The checkpoint inside of a compressed file or archive; the content itself where there is nothing around it.
 
-    ``member`` picks one of several files by its name in the archive; a checkpoint that ``salvage`` is for may come out
-    of a stream that ends early. Raises ``UnreadableError`` for damaged wrappers, ``HostileError`` for bombs, and
-    ``UsageError`` where several files could be meant.
+    ``member`` picks one of several files by its name in the archive. What could be had of a damaged wrapper is given,
+    and ``Content.damage`` says what is wrong. Raises ``UnreadableError`` where nothing could be had, ``HostileError``
+    for bombs, and ``UsageError`` where several files could be meant.
     """
     wanted, outer = member, content.path
+    damage: list[str] = []
     for _ in range(DEPTH_LIMIT + 1):
-        archive = _archive(content)
+        archive = _archive(content, damage)
         if archive is not None:
-            chosen, wanted = _choose(content.path, archive, wanted)
-            label = f"{content.path}!{_printable(chosen.name)}"
-            content = _replaced(content, expand(label, chosen.name, chosen.blocks()))
+            chosen, wanted = _choose(content.path, archive, wanted, damage)
+            label = f"{content.path}!{_printable(chosen.name[-_PATH_LIMIT:])}"
+            content = _replaced(content, expand(label, chosen.name, chosen.blocks))
+            damage += content.damage
         elif (compression := compressed.sniff(content)) is not None:
             name = compression.name_inside(content.member or outer)
-            content = _replaced(content, expand(content.path, name, compression.blocks(content, salvage)))
+            content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
+            damage += content.damage
         elif (packer := _foreign(content)) is not None:
             raise UnreadableError(
                 f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
@@ -67,6 +78,7 @@ def unwrap(content: Content, member: str | None = None, salvage: bool = False) -
         elif wanted is not None:
             raise UsageError(f"{content.path}: is no archive that holds {wanted!r}; leave out --member, or correct it")
         else:
+            content.damage = damage
             return content
     raise HostileError(f"{outer}: archives lie inside each other more than {DEPTH_LIMIT} deep; do not use this file")
 
@@ -76,23 +88,28 @@ def _foreign(content: Content) -> str | None:
     return next((packer for magic, packer in FOREIGN.items() if head.startswith(magic)), None)
 
 
-def _archive(content: Content) -> list[Member] | None:
-    """The files of a tar or of an ordinary zip archive, None where the content is none."""
+def _archive(content: Content, damage: list[str]) -> list[Member] | None:
+    """The files of a tar or of an ordinary zip archive, None where the content is none; ``damage`` is told its own."""
     if zip_members.sniff(content):
-        members = zip_members.members(content)
+        found, causes = zip_members.members(content)
+        members = [Member(*parts) for parts in found]
     elif tar_members.sniff(content) and not torch_tar.sniff(content):
-        members = tar_members.members(content)
+        files, causes = tar_members.members(content)
+        members = [Member(*parts) for parts in files]
     else:
         return None
-    return [Member(*parts) for parts in members]
+    damage += causes
+    return members
 
 
 def _replaced(old: Content, new: Content) -> Content:
+    new.account = old.bounds
+    new.account.unpack(len(new))
     old.close()
     return new
 
 
-def _choose(path: str, archive: list[Member], wanted: str | None) -> tuple[Member, str | None]:
+def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[str]) -> tuple[Member, str | None]:
     """The member to read, and what is still wanted of the archives inside of it."""
     named = [member for member in archive if member.name == wanted] or [
         member for member in archive if wanted is not None and member.name.endswith(f"/{wanted}")
@@ -101,16 +118,27 @@ def _choose(path: str, archive: list[Member], wanted: str | None) -> tuple[Membe
         return named[0], None
     likely = [member for member in archive if not _IGNORED.search(member.name) and looks_like_checkpoint(member.head)]
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
-    names = ", ".join(_printable(member.name) for member in likely[:20]) + (" …" if len(likely) > 20 else "")
+    present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
+    whole = name_bundle(present, OF_TORCH) if all(is_part(member.name) for member in likely) else None
+    if wanted is None and whole is not None:
+        raise UnreadableError(f"{path}: an archive that holds {whole}")
+    names = ", ".join(_printable(member.name[-200:]) for member in likely[:20]) + (" …" if len(likely) > 20 else "")
     if len(likely) == 1 and (wanted is None or _wraps(likely[0].head)):
         return likely[0], wanted
     if likely and wanted is not None:
         raise UsageError(f"{path}: it holds no single file {wanted!r}; give one of these with --member: {names}")
     if likely:
-        shards = any(member.name.endswith(".index.json") for member in archive)
+        shards = any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
         advice = "unpack it and name the folder" if shards else "pick one with --member NAME"
         raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}: {names}")
-    some = ", ".join(_printable(member.name) for member in archive[:3]) or "nothing"
+    if (shut := next((member for member in archive if member.closed), None)) is not None:
+        raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
+    if (bundle := name_bundle(present, FOREIGN_BUNDLES)) is not None:
+        raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
+    some = ", ".join(_printable(member.name[-200:]) for member in archive[:3]) or "nothing"
+    if damage:
+        causes = "; ".join(damage)
+        raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")
     raise UnreadableError(f"{path}: an archive without a checkpoint in it: it holds {some}; is it the right file?")
 
 

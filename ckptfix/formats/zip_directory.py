@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 
+from ckptfix.errors import HostileError
 from ckptfix.formats.sources import Content
 
 _END = struct.Struct("<4s4H2LH")
@@ -31,7 +32,27 @@ def member_names(content: Content) -> list[str]:
         record = bytes(content.buffer[max(end, 0) : max(end, 0) + _END64.size])
         if len(record) == _END64.size and record[:4] == b"PK\x06\x06":
             *_, size, _ = _END64.unpack(record)
-    return _entries(bytes(content.buffer[max(end - size, 0) : end]))
+    return _entries(bounded_directory(content, max(end - size, 0), end))
+
+
+def member_limit(content: Content) -> int:
+    """How many members an archive may list: what is kept of each takes a thousand bytes of memory.
+
+    A file of torch has 300 bytes and more for each of its tensors. A directory alone can name one place a million
+    times."""
+    return max(1 << 16, len(content) // 200)
+
+
+def bounded_directory(content: Content, start: int, stop: int) -> bytes:
+    """The directory between two places. Raises ``HostileError`` where it lists more members than the file can hold."""
+    directory = bytes(content.buffer[start:stop])
+    count = directory.count(b"PK\x01\x02")
+    if count > member_limit(content):
+        raise HostileError(
+            f"{content.path}: the zip archive lists {count} members, far more than a checkpoint of its size has; "
+            "unpack it yourself if you trust it"
+        )
+    return directory
 
 
 def _entries(directory: bytes) -> list[str]:
@@ -39,12 +60,12 @@ def _entries(directory: bytes) -> list[str]:
     while position + _ENTRY.size <= len(directory):
         signature, *fields = _ENTRY.unpack_from(directory, position)
         if signature != b"PK\x01\x02":
-            break
+            return []
         name, extra, comment = fields[9:12]
         position += _ENTRY.size
         names.append(directory[position : position + name].decode("latin-1"))
         position += name + extra + comment
-    return names
+    return names if position == len(directory) else []
 
 
 def is_torch_save(names: list[str]) -> bool:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import HostileError
 from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import TornBytes, zero_tail
+from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
+from ckptfix.formats.zip_directory import member_limit
 
 _HEADER = struct.Struct("<4s5H3I2H")
-_LIMIT = 1 << 17
-"""Signatures that are looked at; no checkpoint has as many tensors."""
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
 @dataclass
@@ -34,13 +34,14 @@ class FoundMembers:
         """What is there of the storage of ``nbytes`` that an open member holds.
 
         A file that was reserved before it was fetched goes on in zeros behind the storage; then the zeros inside of it
-        are no data either. A file that is cut short ends at its last byte. An open member in the middle of the file is
-        damaged in a way that nobody knows."""
+        are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
+        end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
+        of the file is damaged in a way that nobody knows."""
         start = self.open_at[name]
         if name != self.infos[-1].filename or self.infos[-1].compress_type != zipfile.ZIP_STORED:
             return TornBytes(self.content.path, nbytes)
-        stop = len(self.content) if start + nbytes >= len(self.content) else max(self.zeros, start)
-        whole = min(nbytes, stop - start)
+        stop = filled_end(self.content) if start + nbytes >= len(self.content) else self.zeros
+        whole = max(0, min(nbytes, stop - start))
         return TornBytes(self.content.path, nbytes, whole, self.content.source(start, whole))
 
 
@@ -54,7 +55,7 @@ def walk(content: Content) -> FoundMembers:
         if header < position or start > len(content):
             continue  # inside of the member before, or cut itself
         info = _member(content, header, start)
-        if not info.filename.isprintable() or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        if header != position and (not info.filename.isprintable() or info.compress_type not in _METHODS):
             continue  # bytes of a tensor that look like a header
         if info.flag_bits & 8:
             if start in descriptors:
@@ -71,12 +72,30 @@ def walk(content: Content) -> FoundMembers:
     return found
 
 
+def first_names(content: Content) -> list[str]:
+    """The names of the members from the front on, as long as each header says where the next one is."""
+    names: list[str] = []
+    position = 0
+    limit = member_limit(content)
+    while bytes(content.buffer[position : position + 4]) == b"PK\x03\x04" and len(names) < limit:
+        start = _data_start(content, position)
+        if start > len(content):
+            break
+        info = _member(content, position, start)
+        names.append(info.filename)
+        if info.flag_bits & 8:
+            break  # the size follows the data
+        position = start + info.compress_size
+    return names
+
+
 def _signatures(content: Content, signature: bytes) -> Iterator[int]:
+    limit = member_limit(content)
     count, position = 0, content.buffer.find(signature, 0)  # without a start, a map searches from where it was read
     while position >= 0:
         count += 1
-        if count > _LIMIT:
-            raise HostileError(f"{content.path}: more than {_LIMIT} members in the archive; do not use this file")
+        if count > limit:
+            raise HostileError(f"{content.path}: more than {limit} members in the archive; do not use this file")
         yield position
         position = content.buffer.find(signature, position + 4)
 

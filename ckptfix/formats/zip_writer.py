@@ -1,14 +1,15 @@
 """Writes the zip container of torch.save: members one after another, uncompressed, their data aligned.
 
-A local header has to carry the member's CRC-32, which is known only behind its last byte, so it is written twice:
-empty, and again when the member is complete. Sizes and offsets past 4 GiB use zip64 records (APPNOTE.TXT 4.3.14, 4.3.15
+A local header has to carry the member's CRC-32, which may be known only later: then its four bytes are left empty, and
+filled in at the end. Sizes and offsets past 4 GiB use zip64 records (APPNOTE.TXT 4.3.14, 4.3.15
 and 4.5.3)."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -16,10 +17,15 @@ ALIGNMENT = 64
 """torch aligns the data of each member so that a mapped file gives aligned tensors."""
 
 _LIMIT = 0xFFFFFFFF
+_CRC_AT = 14  # in a local header
 _EPOCH = (0, 33)  # 1980-01-01 00:00, the first moment that the format knows: files of equal content are equal
 
 
-@dataclass(frozen=True)
+Checksum = Callable[[], int]
+"""What gives the CRC-32 of a member, asked for when the archive is closed."""
+
+
+@dataclass
 class _Member:
     name: bytes
     crc: int
@@ -33,29 +39,36 @@ class ZipWriter:
     def __init__(self, file: BinaryIO, root: str = "archive") -> None:
         self._file, self._root = file, root
         self._members: list[_Member] = []
+        self._pending: list[tuple[_Member, Checksum]] = []
 
-    def write(self, name: str, blocks: Iterable[bytes | memoryview], size: int, crc: int | None = None) -> None:
-        """Append a member of ``size`` bytes. With ``crc`` given, the blocks are copied without another look at them."""
+    def write(self, name: str, data: bytes) -> None:
+        """Append a member from memory."""
+        with self.member(name, len(data), zlib.crc32(data)):
+            self._file.write(data)
+
+    @contextmanager
+    def member(self, name: str, size: int, crc: int | Checksum) -> Iterator[None]:
+        """Append a member of ``size`` bytes, which the body writes to the file. No other look is taken at them."""
         path, offset = f"{self._root}/{name}".encode(), self._file.tell()
-        self._file.write(_local_header(path, offset, 0, size))
-        total, computed = 0, 0
-        for block in blocks:
-            self._file.write(block)
-            total += len(block)
-            if crc is None:
-                computed = zlib.crc32(block, computed)
-        if total != size:
-            raise ValueError(f"member {name} was declared with {size} bytes and got {total}")
-        end = self._file.tell()
-        self._file.seek(offset)
-        member = _Member(path, computed if crc is None else crc, size, offset)
-        self._file.write(_local_header(path, offset, member.crc, size))
-        self._file.seek(end)
+        member = _Member(path, crc if isinstance(crc, int) else 0, size, offset)
+        header = _local_header(member)
+        self._file.write(header)
+        yield
+        written = self._file.tell() - offset - len(header)
+        if written != size:
+            raise ValueError(f"member {name} was declared with {size} bytes and got {written}")
         self._members.append(member)
+        if not isinstance(crc, int):
+            self._pending.append((member, crc))
 
     def close(self) -> None:
-        """Write the directory at the end."""
+        """Fill in the checksums that were not known, and write the directory at the end."""
         start = self._file.tell()
+        for member, checksum in self._pending:
+            member.crc = checksum()
+            self._file.seek(member.offset + _CRC_AT)
+            self._file.write(member.crc.to_bytes(4, "little"))
+        self._file.seek(start)
         for member in self._members:
             self._file.write(_directory_record(member))
         size, count = self._file.tell() - start, len(self._members)
@@ -67,9 +80,10 @@ class ZipWriter:
         self._file.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, size, start, 0))
 
 
-def _local_header(path: bytes, offset: int, crc: int, size: int) -> bytes:
+def _local_header(member: _Member) -> bytes:
+    path, size = member.name, member.size
     zip64 = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
-    start = offset + 30 + len(path) + len(zip64)
+    start = member.offset + 30 + len(path) + len(zip64)
     # The padding is an extra field of its own, with the id FB that torch's writer uses: 4 bytes and as many more as are
     # needed.
     padding = 4 + (-start - 4) % ALIGNMENT
@@ -77,7 +91,17 @@ def _local_header(path: bytes, offset: int, crc: int, size: int) -> bytes:
     shown = _LIMIT if zip64 else size
     return (
         struct.pack(
-            "<4s5H3I2H", b"PK\x03\x04", 45 if zip64 else 20, 0, 0, *_EPOCH, crc, shown, shown, len(path), len(extra)
+            "<4s5H3I2H",
+            b"PK\x03\x04",
+            45 if zip64 else 20,
+            0,
+            0,
+            *_EPOCH,
+            member.crc,
+            shown,
+            shown,
+            len(path),
+            len(extra),
         )
         + path
         + extra

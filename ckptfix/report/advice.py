@@ -10,7 +10,7 @@ from ckptfix.report.model import Report
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
 
-_WITH_VALUE = ("--fill", "--weights", "--for-torch")
+_WITH_VALUE = ("--fill", "--weights", "--for-torch", "--replace", "--dtype")
 
 
 def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:

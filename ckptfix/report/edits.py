@@ -15,10 +15,12 @@ from ckptfix.finding import (
     Plain,
     Rename,
     RenameModule,
+    Replace,
     Reshape,
     Retag,
     Rewrite,
     Tie,
+    Zero,
     counted,
 )
 from ckptfix.report.figures import elements, tensor_text
@@ -32,7 +34,7 @@ K = TypeVar("K")
 
 
 def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
-    """What the edits do, folded, in the order rename, drop, fill, tie, cast, reshape, plain, retag, and others by kind.
+    """What the edits do, folded: renames, drops, what is filled and replaced, zeros, ties, casts, shapes, and the rest.
 
     A long key list under a line is indented and cut after ``limit`` lines.
     """
@@ -45,7 +47,17 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         lines.append(f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
     lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
     for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
-        lines += _fill_lines(origin, fills, limit)
+        lines += _fill_lines("fill", origin, fills, limit)
+    for path, measured in _grouped([edit for edit in _of(edits, Replace) if edit.origin == "data"], lambda e: e.source):
+        lines += _listed(f"measure {{}} of running statistics on {path}", (edit.key for edit in measured), limit)
+    resets = [edit for edit in _of(edits, Replace) if edit.origin in ("zeros", "ones")]
+    lines += _listed("reset {} of running statistics", (edit.key for edit in resets), limit)
+    replaced = [edit for edit in _of(edits, Replace) if edit.origin not in ("zeros", "ones", "data")]
+    for source, replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
+        origin = source[1] or "its twin in the same state_dict" if source[0] == "twin" else source[0]
+        lines += _fill_lines("replace", origin, replaces, limit)
+    for which, zeros in _grouped(_of(edits, Zero), lambda edit: edit.which):
+        lines += _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
     for edit in _of(edits, Tie):
         lines.append(f"tie {edit.key} to {edit.to}")
     for (before, dtype), casts in _grouped(_of(edits, Cast), lambda edit: (edit.before, edit.dtype)):
@@ -57,7 +69,7 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
     lines += ["leave out everything but the tensors of the state_dict"] * bool(_of(edits, Disarm))
     lines += [f"write it anew: the file {edit.cause}" for edit in _of(edits, Rewrite)]
-    known = (Rename, RenameModule, Drop, Fill, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
+    known = (Rename, RenameModule, Drop, Fill, Replace, Zero, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
     for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
         lines.append(f"{kind} ({len(others)})")
     return lines
@@ -117,7 +129,7 @@ def _pattern(segments: list[str], kept: Sequence[bool], breaks: Iterable[int] = 
     return ".".join(parts)
 
 
-def _fill_lines(origin: str, fills: Sequence[Fill], limit: int | None) -> list[str]:
+def _fill_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], limit: int | None) -> list[str]:
     numel = sum(math.prod(edit.shape) for edit in fills)
     source = {
         "zeros": "with zeros",
@@ -125,7 +137,7 @@ def _fill_lines(origin: str, fills: Sequence[Fill], limit: int | None) -> list[s
         "donor": "from the donor file",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
-    return _listed(f"fill {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
+    return _listed(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
 
 
 def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:

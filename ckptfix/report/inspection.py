@@ -9,7 +9,12 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
 from ckptfix.finding import counted
+from ckptfix.formats.arrays import NumpyArray
+from ckptfix.formats.modules import is_module
+from ckptfix.formats.natural import known_form
 from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.plain import NATIVE
+from ckptfix.formats.tree import tensors_in
 from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
@@ -37,6 +42,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
     return {
         "version": REPORT_VERSION,
         "source": checkpoint.path,
+        "member": checkpoint.member or None,
         "format": checkpoint.format,
         "producer": checkpoint.producer or None,
         "container": path_name(checkpoint.container),
@@ -56,6 +62,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "entries": {key: describe(value) for key, value in checkpoint.entries.items() if key not in specs},
         "extras": extras(checkpoint),
         "classes": classes(checkpoint.root),
+        "unknown_classes": classes(checkpoint.root, unknown_only=True),
+        "damage": list(checkpoint.damage),
+        "lost": list(checkpoint.lost),
         "remarks": [
             {"kind": remark.kind, "where": remark.where, "detail": remark.detail} for remark in checkpoint.remarks
         ],
@@ -81,6 +90,9 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
         Span(f"{facts['source']}: ", "strong"),
         f"{facts['format']}, {counted(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
     )
+    if facts["member"]:
+        yield f"packed: it lies in the file as {facts['member']}"
+    yield from (("", Span(f"damage: the file {cause}", "warning")) for cause in facts["damage"])
     if facts["producer"]:
         yield f"written by: {facts['producer']}"
     yield f"state_dict: {_place(facts['container'])}"
@@ -105,7 +117,11 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
         "entries that are no tensors", [f"{key}: {text}" for key, text in facts["entries"].items()], limit
     )
     yield from _section("beside the state_dict", [f"{name}: {text}" for name, text in facts["extras"].items()], limit)
-    yield from _section("objects of classes", [f"{name} ({count})" for name, count in facts["classes"].items()], limit)
+    unknown = facts["unknown_classes"]
+    known = {name: count for name, count in facts["classes"].items() if name not in unknown}
+    yield from _section("objects of known classes", _counts(known), limit)
+    yield from _section("objects of unknown classes, kept closed", _counts(unknown), limit)
+    yield from _section("lost tensors", facts["lost"], limit)
     yield from _section(
         "remarks", [f"{remark['kind']}: {remark['detail']} ({remark['where']})" for remark in facts["remarks"]], limit
     )
@@ -168,8 +184,8 @@ def extras(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def classes(root: object) -> dict[str, int]:
-    """The classes of the objects in the container that are neither tensors nor plain data, with their number."""
+def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
+    """The classes of the objects in the container that are neither tensors nor built in, with their number."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     pending = [root]
@@ -179,10 +195,26 @@ def classes(root: object) -> dict[str, int]:
             continue
         seen.add(id(value))
         if isinstance(value, Opaque):
-            found[str(value.cls)] += 1
+            if not (unknown_only and _is_known(value)):
+                found[str(value.cls)] += 1
             pending += [*value.args, *value.kwargs.values(), value.state]
         pending += _children(value).values()
     return dict(found.most_common())
+
+
+def _is_known(value: Opaque) -> bool:
+    """Whether an object has a plain form that its class is known for, or is a module of torch's own."""
+    name = str(value.cls)
+    is_torch = name.startswith("torch.") and is_module(value)
+    return known_form(value) is not None or name in NATIVE or name.startswith(_PACKAGES) or is_torch
+
+
+_PACKAGES = ("pathlib.", "omegaconf.")
+"""Packages of which every class has a plain form."""
+
+
+def _counts(numbers: Mapping[str, int]) -> list[str]:
+    return [f"{name} ({count})" for name, count in numbers.items()]
 
 
 def describe(value: object) -> str:
@@ -193,6 +225,8 @@ def describe(value: object) -> str:
         return f"object of {value.cls}"
     if isinstance(value, Global):
         return f"the name {value}"
+    if isinstance(value, NumpyArray):
+        return f"numpy array of shape {value.shape}"
     if value is None or isinstance(value, bool | int | float | str):
         # repr of a huge int raises, and of a huge text takes its time.
         if isinstance(value, int) and value.bit_length() > 256:
@@ -203,7 +237,8 @@ def describe(value: object) -> str:
         tensors = sum(isinstance(item, TensorSpec) for item in value.values())
         return f"dict of {len(value)}" + (f", {counted(tensors, 'tensor')}" if tensors else "")
     if isinstance(value, list | tuple | set | frozenset):
-        return f"{type(value).__name__} of {len(value)}"
+        tensors = sum(1 for _ in tensors_in(value))
+        return f"{type(value).__name__} of {len(value)}" + (f", {counted(tensors, 'tensor')}" if tensors else "")
     if isinstance(value, bytes | bytearray):
         return f"{len(value)} bytes"
     return type(value).__name__

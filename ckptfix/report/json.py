@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ckptfix.finding import Edit, Finding, Fix
@@ -93,6 +94,8 @@ def _smoke(smoke: SmokeResult) -> dict[str, Any]:
         "inputs": list(smoke.inputs),
         "outputs": list(smoke.outputs),
         "seconds": plain(smoke.seconds),
+        "checks": list(smoke.checks),
+        "compared": None if smoke.compared is None else plain(asdict(smoke.compared)),
     }
 
 

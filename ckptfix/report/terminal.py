@@ -36,6 +36,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     yield _coverage_line(report.coverage, telling.mode)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
+        yield from (f"  {check}" for check in report.smoke.checks)
     if report.output is not None:
         yield ("written: ", Span(report.output, "strong"))
     elif telling.mode is Mode.DRY_RUN:
@@ -163,4 +164,5 @@ def _smoke_line(smoke: SmokeResult) -> Line:
     note = f" ({smoke.note})" if smoke.note else ""
     tensors = " → ".join(", ".join(side) for side in (smoke.inputs, smoke.outputs) if side)
     seconds = f", {smoke.seconds:.2g} s" if smoke.seconds else ""
-    return ("forward test: ", verdict, f" on {smoke.device}{note}{f': {tensors}' if tensors else ''}{seconds}")
+    place = f" on {smoke.device}" if smoke.device else ""
+    return ("forward test: ", verdict, f"{place}{note}{f': {tensors}' if tensors else ''}{seconds}")

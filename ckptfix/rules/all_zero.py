@@ -2,10 +2,13 @@
 
 ## What it finds
 Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
-initialisation nor, without a model, the name says that they start at zero by design. Biases, norm weights and other
-vectors are never reported alone; those that are zero beside a zero matrix are listed with it. It is an error where
-most matrices of the file are zero. A LoRA adapter in which every B matrix is zero is a warning: it was never trained
-and changes nothing.
+initialisation nor, without a model, the name says that they start at zero by design. Two more kinds may start there: a
+last layer by name, and matrices that are zero in every block (`conv4.weight` of all blocks, none of them alive). They
+are a note unless the file says that it was trained, by its optimizer, its step count or the batches of its norms.
+
+Biases, norm weights and other vectors are never reported alone; those that are zero beside a zero matrix are listed
+with it. It is an error where most matrices of the file are zero. A LoRA adapter in which every B matrix is zero
+changes nothing: a note where it is fresh, a warning where the file says that it was trained.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
@@ -13,7 +16,8 @@ below 3e-8 becomes zero), of placeholders that a sharded run saved in place of i
 never filled.
 
 ## Fix safety
-There is no fix: the values are not in the file.
+Unsafe, and only on a flag: the values are not in the file. `--replace VAL202` with `--fill FILE`, `twin` or `target`
+puts others in their place.
 
 ## Example
 `layer4.0.weight` in float16: 576 of 576 values are zero, and so are the weight and bias of the norm after it.
@@ -26,12 +30,16 @@ https://arxiv.org/abs/2212.09748 (adaLN-Zero), https://arxiv.org/abs/1706.02677 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
+from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Context, Finding, Level, Rule, rule
-from ckptfix.values import Statistics
-from ckptfix.values.roles import is_matrix, is_zero_by_design, norm_after
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.rules.replacing import Replacements
+from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.values.optimizer import was_stepped
+from ckptfix.values.roles import is_embedding, is_head, is_matrix, is_zero_by_design, norm_after
 
 MOST = 0.5
 """Share of the matrices beyond which not a layer but the file is empty."""
@@ -47,30 +55,56 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     specs, statistics = context.checkpoint.specs, context.statistics
     matrices = [key for key in statistics if is_matrix(key, specs[key], context.target)]
     zero = [key for key in matrices if statistics[key].all_zero]
-    empty_file = len(zero) > max(MOST * len(matrices), 1)
-    reported = _not_by_design(zero, context, use_names=not empty_file)
+    empty_file = len(zero) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
+    suspects = _not_by_design(zero, context, use_names=not empty_file)
+    excused = [] if empty_file or _is_trained(context) else _excused(suspects, matrices, context)
+    excused = [key for key in excused if not context.settings.replaces(rule.code, key)]
+    reported = [key for key in suspects if key not in set(excused)]
+    if excused:
+        yield rule.finding(
+            Level.NOTE,
+            f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: "
+            "their start, or layers that were never trained",
+            keys=tuple(excused),
+            evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
+        )
     if reported:
         companions = [key for matrix in reported for key in _zero_companions(context.checkpoint, matrix, statistics)]
-        yield rule.finding(
-            Level.ERROR if empty_file else Level.WARNING,
-            f"{len(reported)} of {len(matrices)} weight matrices hold nothing but zeros",
-            keys=tuple(dict.fromkeys((*reported, *companions))),
-            evidence={
-                "tensors": {key: {"zeros": statistics[key].zeros, "numel": statistics[key].numel} for key in reported},
-                "matrices": len(matrices),
-                "zero_by_design": len(zero) - len(reported),
-            },
-            remedy="take these layers from another checkpoint or train them; nothing of them is left here",
-        )
+        replacements = Replacements(context)
+        edits = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
+        for keys in ([key for key in edits if edits[key]], [key for key in edits if not edits[key]]):
+            some = [key for key in reported if key in keys]
+            cure = tuple(edit for key in keys if (edit := edits[key]))
+            hold = "holds" if len(some) == 1 else "hold"
+            if some:
+                yield rule.finding(
+                    Level.ERROR if empty_file else Level.WARNING,
+                    f"{len(some)} of {len(matrices)} weight matrices {hold} nothing but zeros",
+                    keys=tuple(keys),
+                    evidence={
+                        "tensors": {key: {"zeros": statistics[key].zeros, "numel": specs[key].numel} for key in some},
+                        "matrices": len(matrices),
+                        "zero_by_design": len(zero) - len(reported),
+                    },
+                    fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
+                    remedy="take these layers from another checkpoint (--replace VAL202 --fill FILE) or train them; "
+                    "nothing of them is left here",
+                )
     untrained = _untrained_adapter(statistics)
     if untrained and not set(untrained) & set(reported):
+        is_stepped = was_stepped(context.checkpoint.root)
         yield rule.finding(
-            Level.WARNING,
-            f"all {len(untrained)} lora_B matrices are zero: this adapter was never trained and changes nothing",
+            Level.WARNING if is_stepped else Level.NOTE,
+            f"all {len(untrained)} lora_B matrices are zero: this adapter changes nothing"
+            f"{', though the file says that it was trained' if is_stepped else ' yet'}",
             keys=untrained,
             evidence={"lora_B": len(untrained)},
-            remedy="take the adapter of a later step",
+            remedy="take the adapter of another step" if is_stepped else "",
         )
+
+
+def _is_sound(figures: TensorStatistics) -> bool:
+    return not figures.all_zero and not figures.nonfinite
 
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
@@ -81,6 +115,40 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
         initial = context.target.initial()
         return [key for key in zero if key not in initial or bool(initial[key].any())]
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
+
+
+def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
+    """Those that may be zero because nothing was trained yet. A model that knows its own start has told already."""
+    if context.target and context.target.initial:
+        return []
+    members: dict[str, list[str]] = defaultdict(list)
+    for key in matrices:
+        members[_role(key)].append(key)
+    zero = set(suspects)
+    repeated = {role for role, keys in members.items() if len(keys) > 1 and zero.issuperset(keys)}
+    return [key for key in suspects if _role(key) in repeated or _may_start_at_zero(key)]
+
+
+def _role(key: str) -> str:
+    """What a matrix is in each of the blocks that have one: the last two names, without numbers."""
+    return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-2:])
+
+
+def _may_start_at_zero(key: str) -> bool:
+    """Whether it is a last layer, or an embedding that is a parameter of its own (``time_embeddings``)."""
+    return is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")
+
+
+def _is_adapter_at_start(zero: list[str], statistics: Statistics) -> bool:
+    """Whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
+    return all(key.startswith("base_model.model.") for key in statistics) and all(map(is_zero_by_design, zero))
+
+
+def _is_trained(context: Context) -> bool:
+    """Whether the file says that steps were made: then a last layer that started at zero has left it."""
+    found = context.statistics.items() if context.statistics is not None else ()
+    counted = any(figures.maximum > 0 for key, figures in found if split_key(key)[1] == NUM_BATCHES_TRACKED)
+    return counted or was_stepped(context.checkpoint.root)
 
 
 def _zero_companions(checkpoint: Checkpoint, matrix: str, statistics: Statistics) -> Iterator[str]:

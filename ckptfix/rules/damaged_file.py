@@ -15,6 +15,9 @@ Every tensor that is kept is bit for bit what was saved: it lies whole in front 
 without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
 from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
 
+Where the list of the tensors (`data.pkl`) fails its own checksum, a key may be misspelt. That stays a warning, and no
+fix that adds, drops or changes a tensor counts as safe: what seems to be missing may be there under another name.
+
 ## Example
     ckptfix repair half.pth --salvage --fill yesterday.pth
     # 11 tensors are whole, 4 are lost (69.8 % of the numbers), filled from yesterday.pth
@@ -41,9 +44,24 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         cause = "; ".join(checkpoint.damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)
         yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence={"damage": list(checkpoint.damage)})
+    doubts = [remark.detail for remark in checkpoint.remarks if remark.kind == "doubtful-names"]
+    if doubts:
+        yield rule.finding(
+            Level.WARNING,
+            f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may be others than were saved",
+            remedy="fetch the file again, or compare what is written with the model by --model or --like; nothing is "
+            "added or left out unasked",
+        )
     trailing = [remark.detail for remark in checkpoint.remarks if remark.kind == "trailing-bytes"]
     if trailing:
         yield rule.finding(Level.NOTE, f"{trailing[0]} bytes behind the checkpoint belong to nothing")
+    strays = [remark.where for remark in checkpoint.remarks if remark.kind == "stray-file"]
+    if strays:
+        files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
+        yield rule.finding(
+            Level.NOTE,
+            f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched",
+        )
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:
         yield rule.finding(

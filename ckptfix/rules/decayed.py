@@ -3,12 +3,23 @@
 ## What it finds
 Floating matrices and kernels of 64 elements or more whose RMS is below a thousandth of what the layer starts with,
 and below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is taken
-from the model's own initialisation where there is a model, else from the fan-in: `1/sqrt(3 fan_in)`, torch's default.
+from the model's own initialisation where there is a model, else from the fan-in: `1/sqrt(3 fan_in)`, torch's default;
+of a last layer by name (`head`, `classifier`, `fc`) below a ten-thousandth, as some models start it a thousand times
+smaller.
 Vectors that shrank in step (the norm after it, its bias) are listed too. Exact zeros are the business of VAL202.
 
 A kernel before a batch norm is scale-invariant: it is left in peace while the `running_var` of that norm is above its
 eps, for then the norm makes up for the scale. The matrices of weight_norm and spectral_norm are left in peace always,
-and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left.
+and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left. Decay keeps
+the shape of the start, whose largest value is 2 to 6 times the RMS; a matrix in which it is more than 50 times has
+weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are eight
+matrices or more with one power of ten as their RMS: that is how they were initialised.
+
+The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (Adam's
+second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
+and what `weight_decay`, `lr` and the steps predict. The message says whether that agrees. A matrix that got no gradient
+and is to shrink to less than half by the same figures is a note, although its size gives nothing away yet, and a
+warning where they predict less than a tenth and no more than that is left.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
@@ -16,11 +27,13 @@ of its start. The file loads, and the layer passes nothing on. It was not used i
 without a loss, a layer that only another configuration needs), so a model that uses it now gets nothing from it.
 
 ## Fix safety
-There is no fix: the trained values never existed. Light decay (AdamW, short runs) cannot be told from the weights
-alone and is not reported.
+Unsafe, and only on a flag: the trained values never existed. `--replace VAL201` with `--fill FILE`, `twin` or `target`
+puts other values in their place. Light decay (AdamW, short runs) cannot be told from the weights alone and is not
+reported without the optimizer.
 
 ## Example
-`layer4.0.weight`: RMS 5.7e-15, expected about 0.07; the optimizer in the file had `weight_decay` 0.01.
+`layer4.0.weight`: RMS 5.7e-15, expected about 0.07; weight_decay 0.01 at lr 0.1 over 30000 steps predicts 9e-14 of
+the start, which agrees.
 
 ## Sources
 torch/nn/init.py and torch/nn/modules/linear.py (the default start), https://arxiv.org/abs/1706.05350 (weight decay and
@@ -30,16 +43,19 @@ normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.rules.corroboration import Witness
+from ckptfix.rules.light_decay import REMEDY, counted_matrices, light_decay
+from ckptfix.rules.replacing import Replacements
 from ckptfix.values import Statistics, TensorStatistics
 from ckptfix.values.optimizer import strongest_decay
-from ckptfix.values.roles import Norm, is_matrix, is_scale_free, is_zero_by_design, kind, norm_after
+from ckptfix.values.roles import Norm, is_head, is_matrix, is_scale_free, is_zero_by_design, kind, norm_after, usual_rms
 
 if TYPE_CHECKING:
     import torch
@@ -50,11 +66,20 @@ SMALLEST = 64
 OF_START = 1e-3
 """Share of the start's RMS below which a matrix counts as decayed."""
 
+OF_HEAD = 1e-4
+"""The same for the last layer, which some models start at a thousandth: BEiT by its ``init_scale``."""
+
 OF_KIND = 1e-2
 """Share of its kind's median RMS below which it does."""
 
 NOTHING_LEFT = 1e-6
 """Share of the start's RMS below which no doubt is left: an error, even where there is nothing to compare with."""
+
+PEAK = 50.0
+"""How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6."""
+
+FEW, ALIKE = 8, 1.05
+"""From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser."""
 
 BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"
 """Where the start's RMS comes from."""
@@ -65,26 +90,37 @@ EPS = 1e-5
 
 @rule("VAL201", "decayed")
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose nothing; report the matrices that decayed, with the vectors that went with them."""
+    """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
     if context.statistics is None:
         return
-    found = list(_decayed_matrices(context, context.statistics))
-    if not found:
-        return
-    optimizer = strongest_decay(context.checkpoint.root)
-    keys = dict.fromkeys(key for matrix in found for key in (matrix.key, *matrix.companions(context.statistics)))
-    worst = min(found, key=lambda matrix: matrix.share)
-    yield rule.finding(
-        Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
-        f"{_count(found)} decayed to {worst.share:.1g} of the expected scale{_in_words(optimizer)}",
-        keys=tuple(keys),
-        evidence={
-            "tensors": {matrix.key: matrix.evidence(context.statistics) for matrix in found},
-            "thresholds": {"of_start": OF_START, "of_kind": OF_KIND},
-            "optimizer": optimizer,
-        },
-        remedy="if the model uses these layers, take them from another checkpoint or train them again",
-    )
+    matrices, statistics = _matrices(context, context.statistics), context.statistics
+    found = list(_decayed_matrices(context, matrices, statistics))
+    witness = Witness(context)
+    replacements = Replacements(context)
+    edits = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
+    for is_cured in (True, False):
+        some = [matrix for matrix in found if bool(edits[matrix.key]) is is_cured]
+        if some:
+            keys = dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))
+            worst = min(some, key=lambda matrix: matrix.share)
+            corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
+            cure = tuple(edit for matrix in some if (edit := edits[matrix.key]))
+            yield rule.finding(
+                Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
+                f"{counted_matrices(some)} decayed to {worst.share:.1g} of the expected scale"
+                f"{corroboration[worst.key].in_words}",
+                keys=tuple(keys),
+                evidence={
+                    "tensors": {
+                        matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
+                    },
+                    "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
+                    "optimizer": strongest_decay(context.checkpoint.root),
+                },
+                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
+                remedy=REMEDY,
+            )
+    yield from light_decay(rule, context, matrices, {matrix.key for matrix in found}, witness)
 
 
 @dataclass(frozen=True)
@@ -92,7 +128,7 @@ class _Matrix:
     """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind."""
 
     key: str
-    rms: float
+    figures: TensorStatistics
     start: float
     reference: str
     peers: float | None
@@ -100,7 +136,11 @@ class _Matrix:
 
     @property
     def share(self) -> float:
-        return self.rms / self.start
+        return self.figures.rms / self.start
+
+    def is_cured_by(self, figures: TensorStatistics) -> bool:
+        """Whether other values would be large enough."""
+        return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
 
     def companions(self, statistics: Statistics) -> Iterator[str]:
         """The vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
@@ -114,26 +154,35 @@ class _Matrix:
     def evidence(self, statistics: Statistics) -> dict[str, Any]:
         batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
         return {
-            "rms": self.rms,
+            "rms": self.figures.rms,
             "expected_rms": self.start,
             "expected_from": self.reference,
             "median_rms_of_kind": self.peers,
+            "peak_to_rms": self.figures.absmax / self.figures.rms,
             **({"batches_seen_by_its_norm": int(batches.maximum)} if batches else {}),
         }
 
 
-def _decayed_matrices(context: Context, statistics: Statistics) -> Iterator[_Matrix]:
+def _matrices(context: Context, statistics: Statistics) -> dict[str, TensorStatistics]:
+    """The matrices that are large enough and have a value other than zero."""
     specs = context.checkpoint.specs
-    matrices = {
+    return {
         key: statistics[key]
         for key in statistics
         if specs[key].numel >= SMALLEST and is_matrix(key, specs[key], context.target) and statistics[key].rms > 0
     }
+
+
+def _decayed_matrices(
+    context: Context, matrices: dict[str, TensorStatistics], statistics: Statistics
+) -> Iterator[_Matrix]:
+    specs = context.checkpoint.specs
     suspects = {
         key
         for key, figures in matrices.items()
-        if figures.rms < OF_START * _start(specs[key]) and _is_shrunk(figures) and not is_scale_free(key)
+        if figures.rms < OF_START * usual_rms(specs[key]) and _is_shrunk(figures) and not is_scale_free(key)
     }
+    suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
     initial = context.target.initial() if suspects and context.target and context.target.initial else {}
     healthy = {key: figures.rms for key, figures in matrices.items() if key not in suspects}
     for key in matrices:
@@ -141,17 +190,22 @@ def _decayed_matrices(context: Context, statistics: Statistics) -> Iterator[_Mat
             continue
         same = [rms for other, rms in healthy.items() if kind(other, specs[other]) == kind(key, specs[key])]
         peers = median(same or healthy.values()) if healthy else None
-        start, reference = _start(specs[key]), BY_FAN_IN
+        start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
             start, reference = _rms(initial[key]), BY_MODEL
-        matrix = _Matrix(key, matrices[key].rms, start, reference, peers, norm_after(context.checkpoint, key))
+        matrix = _Matrix(key, matrices[key], start, reference, peers, norm_after(context.checkpoint, key))
         if _is_decayed(matrix) and not _norm_carries_scale(matrix.norm, statistics):
             yield matrix
 
 
-def _start(spec: TensorSpec) -> float:
-    """The RMS that torch's default initialisation gives: uniform within 1/sqrt(fan_in)."""
-    return 1 / math.sqrt(3 * math.prod(spec.shape[1:]))
+def _started_tiny(rms: Mapping[str, float]) -> set[str]:
+    """The matrices that were never larger: many of one RMS that is a power of ten, as an initialiser is given it.
+
+    SAM and BLIP in transformers start at 1e-10."""
+    near = {key: round(math.log10(share)) for key, share in rms.items() if share > 0}
+    alike = {key: power for key, power in near.items() if 1 / ALIKE < rms[key] / 10.0**power < ALIKE}
+    counts = Counter(alike.values())
+    return {key for key, power in alike.items() if counts[power] >= FEW}
 
 
 def _rms(tensor: torch.Tensor) -> float:
@@ -167,11 +221,17 @@ def _is_shrunk(figures: TensorStatistics) -> bool:
 
 def _is_decayed(matrix: _Matrix) -> bool:
     """Whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by design."""
-    if matrix.start == 0 or matrix.share >= OF_START:
+    may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
+    if matrix.start == 0 or matrix.share >= (OF_HEAD if may_start_small else OF_START):
         return False
+    if matrix.share < NOTHING_LEFT:
+        return matrix.peers is None or matrix.figures.rms < OF_KIND * matrix.peers
     if matrix.peers is None or (matrix.reference == BY_FAN_IN and is_zero_by_design(matrix.key)):
-        return matrix.share < NOTHING_LEFT  # nothing to compare with, or a matrix that may have hardly left zero
-    return matrix.rms < OF_KIND * matrix.peers
+        return False  # nothing to compare with, or a matrix that may have hardly left zero
+    lives_on = (
+        matrix.figures.absmax >= PEAK * matrix.figures.rms and 2 * matrix.figures.subnormals < matrix.figures.numel
+    )
+    return matrix.figures.rms < OF_KIND * matrix.peers and not lives_on
 
 
 def _norm_carries_scale(norm: Norm | None, statistics: Statistics) -> bool:
@@ -182,16 +242,3 @@ def _norm_carries_scale(norm: Norm | None, statistics: Statistics) -> bool:
         return False
     fresh = variance.minimum == variance.maximum == 1.0
     return not fresh and variance.rms > EPS
-
-
-def _count(found: list[_Matrix]) -> str:
-    return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
-
-
-def _in_words(optimizer: Mapping[str, float] | None) -> str:
-    decay = (optimizer or {}).get("weight_decay")
-    if decay is None:
-        return ""
-    if decay == 0:
-        return ", though the optimizer in this file had no weight_decay"
-    return f"; the optimizer in this file had weight_decay {decay:g}, which shrinks what gets no gradient"

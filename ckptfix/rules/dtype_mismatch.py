@@ -77,7 +77,8 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{tensors} of another dtype than the target's ({', '.join(dtypes)}): {what}",
             keys=tuple(cast.key for cast in alike),
             evidence={"dtypes": dict(dtypes), **_largest(alike, sort, context)},
-            fix=Fix(alike, Applicability.UNSAFE) if is_plain else None,
+            # A dtype that the user asked for is not to be cast away again.
+            fix=Fix(alike, Applicability.UNSAFE) if is_plain and context.settings.dtype is None else None,
             remedy="--unsafe-fixes casts" if is_plain else "build the model in the dtype of the file",
         )
 

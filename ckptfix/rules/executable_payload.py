@@ -2,14 +2,22 @@
 
 ## What it finds
 Globals such as `os.system`, `builtins.eval`, `runpy`, `subprocess`, `torch.load` in a pickle of the file, however they
-are spelled; and further pickles in the archive that torch.load never reads, where a scanner or another reader might.
+are spelled. Beside these, which no checkpoint even names, what is *called*: a healthy pickle calls classes and the few
+functions that pickle, torch and numpy write values with; a call of any other function of the standard library or of a
+package that everybody has (`pathlib.Path.write_text`), and a call of what a call gave (`functools.partial()`), is there
+to do something. Further pickles in the archive that torch.load never reads, where a scanner or another reader might,
+are a warning.
+
+So is the code that a `torch.fx.GraphModule` brings along as text, as long as it is what torch.fx writes: calls of
+submodules and of operations on tensors. Code that does more is an error like the rest.
 
 ## Why it matters
 A pickle runs what it names. Loading such a file with `weights_only=False`, with an old torch (CVE-2025-32434) or with
 plain `pickle` hands the machine over. ckptfix reads it without running anything, so that looking is safe.
 
 ## Fix safety
-There is no fix, and `repair` writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
+A graph of torch.fx becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair`
+writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
 from somewhere else. Where the weights are all that you have, `--disarm` writes the tensors of the state_dict alone, and
 nothing of what stands beside them; that they are what they should be is for you to judge.
 
@@ -25,7 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptfix.finding import Applicability, Context, Disarm, Finding, Fix, Level, Rule, rule
+from ckptfix.finding import Applicability, Context, Disarm, Finding, Fix, Level, Plain, Rule, rule
+from ckptfix.formats.payload import GRAPH_CODE
 
 REMEDY = "do not load this file with anything; get it from a source that you trust"
 
@@ -48,12 +57,22 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=fix,
             remedy=remedy,
         )
+    if stored := [remark for remark in context.checkpoint.remarks if remark.kind == "stored-code"]:
+        edits = tuple(Plain(remark.where, GRAPH_CODE, "nothing") for remark in stored)
+        yield rule.finding(
+            Level.WARNING,
+            "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
+            "whose code calls operations on tensors and nothing else",
+            evidence={"globals": [remark.detail for remark in stored]},
+            fix=Fix(edits, Applicability.SAFE) if fix is None else replace(fix, edits=() if payload else fix.edits),
+            remedy="load the state_dict that ckptfix repair writes into the model's own class",
+        )
     hidden = [remark.where for remark in context.checkpoint.remarks if remark.kind == "hidden-pickle"]
     if hidden:
         yield rule.finding(
             Level.WARNING,
             f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
             evidence={"members": hidden},
-            fix=fix and replace(fix, edits=() if payload else fix.edits),
+            fix=fix and replace(fix, edits=() if payload or stored else fix.edits),
             remedy=remedy,
         )

@@ -7,13 +7,19 @@ the CPU. All parameters are filled with NaN before the load, so that one which t
 error, a crash by a signal, a time-out and a lack of memory are this finding, with whose fault it is:
 
 - *environment*: the device cannot even multiply two small matrices, memory ran out, an operator does not exist there;
-- *input*: the model does not take the input that was given with `--input`;
-- *model*: the model's own code raised, crashed or hung;
-- *checkpoint*: the strict load failed, a parameter did not come from the file, values that are not finite made the
-  model raise, or the model raises with the file and runs with its own initial weights on the same input.
+- *input*: the model does not take the input that was given with `--input`, or that input holds NaN or infinities;
+- *model*: the model's own code raised, crashed or hung, or mixes dtypes or devices;
+- *checkpoint*: the strict load failed, a parameter did not come from the file, or values that are not finite made the
+  model raise.
 
-An input that ckptfix derived from the first layers proves nothing by failing. Where none of them runs, with the file or
-without it, there is no verdict: the finding is a warning that asks for `--input`.
+What may be the environment's fault is tried again first, and what helped is said: without memory, with half the batch
+down to 1 and then in reduced precision; after an error of cuDNN, without it; where Double or Half meets Float, in the
+widest dtype of the model. After an illegal access or an assert on the GPU a second process runs with
+`CUDA_LAUNCH_BLOCKING=1`, so that the line is the true one.
+
+An input that ckptfix derived from the first layers proves nothing by failing. Where a model rejects it in words of its
+own, other numbers of the same shape are tried. Where none runs there is no verdict: the finding is a warning that asks
+for `--input`, and it says whether the model runs with its own initial weights.
 
 ## Why it matters
 Names and shapes that agree do not make a model run. A file is delivered as repaired only if it did.

@@ -3,10 +3,13 @@
 ## What it finds
 Members of the container that safetensors cannot carry: tensors outside of the state_dict, such as those of an optimizer
 or of a second set of weights. Numbers, texts, lists and dicts are carried in the header, and ckptfix restores them.
+Entries of the state_dict itself that are no tensors but hold some: the packed weight and bias of a quantised layer, an
+`_extra_state`.
 
 ## Why it matters
 The new file is whole as far as the weights go, but training cannot be resumed from it: momentum and second moments
-would begin anew.
+would begin anew. Without an entry of the state_dict it is not whole: a strict load fails. That is an error, and no file
+is written.
 
 ## Fix safety
 There is no fix, and nothing in the source changes: `--format pth` keeps everything. A note: leaving the optimizer
@@ -23,8 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
 from ckptfix.formats.safetensors_write import lost_extras as places_lost
+from ckptfix.formats.tree import tensors_in
 
 
 @rule("FIL104", "lost-extras")
@@ -32,13 +36,27 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what a safetensors file will not have."""
     if context.settings.format != "safetensors":
         return
-    if lost := places_lost(context.checkpoint):
+    lost = places_lost(context.checkpoint)
+    if weights := tuple(place for place in lost if holds_tensors(context.checkpoint.entries.get(place))):
+        yield rule.finding(
+            Level.ERROR,
+            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict that hold tensors without "
+            "names of their own, and a strict load would miss them",
+            keys=weights,
+            remedy="--format pth keeps them",
+        )
+    if lost := [place for place in lost if place not in weights]:
         yield rule.finding(
             Level.NOTE,
             f"safetensors cannot carry {_shown(lost)}, and the file to be written does not have it",
             evidence={"places": lost},
             remedy="--format pth keeps it",
         )
+
+
+def holds_tensors(entry: object) -> bool:
+    """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
+    return any(True for _ in tensors_in(entry))
 
 
 def _shown(places: list[str]) -> str:

@@ -124,7 +124,7 @@ def _origin(context: Context) -> str:
 def _remedy(context: Context, target: Target) -> str:
     """What to do about keys that were not filled, given what was asked for already."""
     from_file = "--fill FILE takes them from another checkpoint"
-    if context.settings.fill is None:
+    if context.settings.fill in (None, "twin"):
         return f"--fill target takes the model's initial values; {from_file}" if target.initial else from_file
     if _is_of_another_model(context, target):
         return "nothing in the file belongs to the target, and a model of fillings alone is no repair: name its model"

@@ -1,17 +1,21 @@
 """VAL101 non-finite: the file holds NaN or infinite values.
 
 ## What it finds
-Every tensor with a NaN, and every parameter or running statistic with +Inf or -Inf, with the counts and the place of
-the first such value. -Inf alone is left in peace where it belongs: in attention masks, and in quantization observers
-that have seen no data. With a model, that is any buffer but the running statistics; without one, the name decides.
+Every tensor with a NaN, and every parameter or running statistic with +Inf or -Inf, with the counts, the place of the
+first such value, and the channels (places along the first dimension) that have any. One is enough. -Inf alone is left
+in peace where it belongs: in attention masks, and in quantization observers that have seen no data. With a model, that
+is any buffer but the running statistics; without one, the name decides.
 
 ## Why it matters
 The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
 run that diverged, or from a cast to float16 (values above 65504 become infinite).
 
 ## Fix safety
-There is no fix: the right values are not in these tensors. Where the file holds another state_dict (an EMA twin) that
-is finite there, the remedy names it. A cast back to float32 does not bring an overflowed value back.
+Unsafe, and only on a flag, since the right values are not in these tensors. `--replace VAL101 --fill twin` takes them
+from another set of weights of the file (an EMA twin) that is finite there, `--fill FILE` from another checkpoint,
+`--fill target` from the model's initialisation. Of a norm, `--recalibrate data.npy` measures the statistics anew, and
+`--reset-running-stats` makes them fresh. `--zero-non-finite` sets the values to zero and leaves the others as they are:
+the last resort, which cuts connections. A cast back to float32 does not bring an overflowed value back.
 
 ## Example
 `bn1.running_var` holds 1 NaN in 64 values: outputs are finite in training mode and NaN in eval mode.
@@ -24,34 +28,52 @@ torch/nn/modules/batchnorm.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import Candidate, Checkpoint, TensorSpec, path_name
-from ckptfix.finding import Context, Finding, Level, Rule, rule
-from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.checkpoint import TensorSpec
+from ckptfix.finding import Applicability, Context, Edit, Finding, Fix, Level, Rule, Zero, rule
+from ckptfix.rules.replacing import Replacements, reset_edits
+from ckptfix.values import TensorStatistics
+from ckptfix.values.channels import channels_with
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
+from ckptfix.values.zeroing import NON_FINITE, can_be_zeroed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+SHOWN = 8
+"""How many channels are named."""
 
 
 @rule("VAL101", "non-finite")
 def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose nothing; report the tensors that are not finite, errors apart from warnings."""
+    """Report the tensors that are not finite, errors apart from warnings, and those that a flag cures apart."""
     if context.statistics is None:
         return
-    bad: dict[Level, dict[str, TensorStatistics]] = {Level.ERROR: {}, Level.WARNING: {}}
+    bad: dict[str, Level] = {}
     for key, figures in context.statistics.items():
         level = _level(key, figures, context)
         if level is not None:
-            bad[level][key] = figures
-    for level, tensors in bad.items():
-        if tensors:
-            yield rule.finding(
-                level,
-                _message(tensors),
-                keys=tuple(tensors),
-                evidence={"tensors": {key: _evidence(context.checkpoint.specs[key], tensors[key]) for key in tensors}},
-                remedy=_remedy(context.checkpoint, tuple(tensors)),
-            )
+            bad[key] = level
+    replacements = Replacements(context)
+    cures = {key: _cure(rule, key, context, replacements) for key in bad}
+    for level in (Level.ERROR, Level.WARNING):
+        for is_cured in (True, False):
+            keys = tuple(key for key in bad if bad[key] is level and bool(cures[key]) is is_cured)
+            if keys:
+                tensors = {key: context.statistics[key] for key in keys}
+                edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
+                specs = context.checkpoint.specs
+                yield rule.finding(
+                    level,
+                    _message(tensors),
+                    keys=keys,
+                    evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
+                    fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
+                    remedy="" if edits else _remedy(keys, context, replacements),
+                )
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level | None:
@@ -64,6 +86,22 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
         return None
     is_other_buffer = is_buffer(key, spec, context.target) and not is_running_statistic(key)
     return Level.WARNING if is_other_buffer else Level.ERROR
+
+
+def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
+    """What the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
+    if replace := replacements.of(rule.code, key, _is_finite):
+        return (replace,)
+    if is_running_statistic(key):
+        return reset_edits(key, context)
+    spec = context.checkpoint.specs[key]
+    if context.settings.zero_non_finite and can_be_zeroed(spec):
+        return (Zero(key, spec.dtype, NON_FINITE),)
+    return ()
+
+
+def _is_finite(figures: TensorStatistics) -> bool:
+    return not figures.nonfinite
 
 
 def _message(tensors: Mapping[str, TensorStatistics]) -> str:
@@ -80,7 +118,17 @@ def _message(tensors: Mapping[str, TensorStatistics]) -> str:
 
 def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
     counts = {"nan": figures.nan, "pos_inf": figures.pos_inf, "neg_inf": figures.neg_inf, "numel": figures.numel}
-    return {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
+    evidence = {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
+    channels = channels_with(spec, _not_finite)
+    if channels:
+        evidence |= {"channels": list(channels[:SHOWN]), "of_channels": [len(channels), spec.shape[0]]}
+    return evidence
+
+
+def _not_finite(values: Array) -> Array:
+    import numpy as np
+
+    return ~np.isfinite(values)
 
 
 def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:
@@ -93,24 +141,23 @@ def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:
     return place[::-1]
 
 
-def _remedy(checkpoint: Checkpoint, keys: tuple[str, ...]) -> str:
-    others = [candidate for candidate in checkpoint.candidates if candidate.path != checkpoint.container]
-    finite = [candidate.name for candidate in others if _is_finite_twin(checkpoint, candidate, keys)]
-    if finite:
-        return f"take the set that is finite there: --weights {finite[0]}"
-    if others:
-        return f"see whether another set of this file is finite: --weights {others[0].name}"
-    return "take these tensors from an earlier checkpoint or another copy, or train again from before the divergence"
-
-
-def _is_finite_twin(checkpoint: Checkpoint, candidate: Candidate, keys: tuple[str, ...]) -> bool:
-    """Whether the other state_dict has all these keys, finite."""
-    twin = checkpoint.root
-    for part in candidate.path:
-        inside = twin if isinstance(twin, Mapping) else dict(enumerate(twin)) if isinstance(twin, list) else {}
-        twin = inside.get(part)
-    if not isinstance(twin, Mapping):
-        return False
-    entries = {key: twin.get(key) for key in keys}
-    statistics = Statistics(replace(checkpoint, path=f"{checkpoint.path}:{path_name(candidate.path)}", entries=entries))
-    return all(key in statistics and not statistics[key].nonfinite for key in keys)
+def _remedy(keys: tuple[str, ...], context: Context, replacements: Replacements) -> str:
+    twins = [replacements.sound_twin(key, _is_finite) for key in keys]
+    places = list(dict.fromkeys(twin.place for twin in twins if twin))
+    if places and all(twins):
+        whole = f", or take that set: --weights {places[0]}" if len(places) == 1 and places[0] else ""
+        named = ", ".join(place or "the other end of the tie" for place in places)
+        return f"--replace VAL101 --fill twin takes them from {named}, finite there{whole}"
+    if all(is_running_statistic(key) for key in keys):
+        return (
+            "measure them on some hundred samples of training data: --recalibrate data.npy --model pkg.mod:factory; or "
+            "take them from another copy: --replace VAL101 --fill FILE; or make them fresh: --reset-running-stats"
+        )
+    others = [
+        candidate.name for candidate in context.checkpoint.candidates if candidate.path != context.checkpoint.container
+    ]
+    hint = f"see whether another set of this file is finite: --weights {others[0]}; or " if others else ""
+    return (
+        f"{hint}take these tensors from an earlier checkpoint: --replace VAL101 --fill FILE; the last resort is "
+        "--zero-non-finite"
+    )

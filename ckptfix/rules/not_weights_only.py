@@ -16,6 +16,10 @@ numpy scalar → number, numpy array → tensor, module or TorchScript → state
 a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
 afterwards.
 
+Two things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers (`torch.ScriptObject`
+in the state_dict), which are kept as data that no module loads, and the parameters of lazy modules that never ran,
+which hold nothing.
+
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
 
@@ -27,8 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, rule
+from ckptfix.checkpoint import Checkpoint
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
 from ckptfix.formats.plain import plain_root
+from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, is_packed
 
 _BEFORE = {
     "protocol": ("pickle protocol {}", "protocol 2"),
@@ -42,10 +48,33 @@ _BEFORE = {
 }
 
 
+def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Name the entries of the state_dict that no file for ``weights_only=True`` can hold as they are."""
+    packed = tuple(key for key, entry in checkpoint.entries.items() if is_packed(entry))
+    if packed:
+        yield rule.finding(
+            Level.ERROR,
+            f"weights packed for a quantised kernel in {counted(len(packed), 'entry')} of the state_dict "
+            f"({SCRIPT_OBJECT}), which no file for weights_only=True can hold: as plain data they do not load into the "
+            "model",
+            keys=packed,
+            remedy="quantise the float model again after loading its weights; the tensors stay in the file as data",
+        )
+    empty = tuple(remark.where for remark in checkpoint.remarks if remark.kind == "uninitialized")
+    if empty:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(empty), 'tensor')} of lazy modules never got a shape or value and cannot be written",
+            keys=empty,
+            remedy="run the model once on an input before it is saved",
+        )
+
+
 @rule("FIL102", "not-weights-only")
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint
+    yield from _not_carried(rule, checkpoint)
     _, conversions = plain_root(checkpoint)
     for remark in checkpoint.remarks:
         if remark.kind in _BEFORE:

@@ -1,9 +1,14 @@
 """VAL103 running-stats: the running mean or variance of a norm layer cannot be right.
 
 ## What it finds
-Of batch and instance norms: a negative `running_var` (error), one that is zero in every channel (warning) or in some
-(note), statistics that are still those of a fresh layer although batches were counted (warning), and layers that were
-never updated: mean 0, variance 1, no batch counted (note). NaN and Inf are the business of VAL101.
+Of batch and instance norms: a negative `running_var` (error; the message says so where mean and variance look
+swapped), one that is zero in every channel (warning, a note where the norm's own weight is zero too) or in some (note),
+statistics that are still those of a fresh layer although batches were counted (warning), a mean that stayed 0 while the
+variance moved, or the reverse (note), statistics that moved although no batch was counted while other norms of the file
+counted some (note), and layers that were never updated: mean 0, variance 1, no batch counted (note). NaN and Inf are
+the business of VAL101.
+
+A count of 0 in every norm says nothing: files from before torch 0.4.1 had no count and got 0 later.
 
 ## Why it matters
 In eval mode the layer divides by `sqrt(running_var + eps)`. A negative variance makes that NaN although every number
@@ -11,8 +16,10 @@ in the file is finite; a variance of zero multiplies by 316; fresh statistics le
 network was not trained for.
 
 ## Fix safety
-There is no fix: statistics come from data. Recalibrate them with a few batches of training data, or take them from
-another copy of the file.
+Unsafe, and only on a flag: statistics come from data. `--recalibrate data.npy` with `--model` measures those of broken
+norms anew, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it for a model that is loaded.
+`--reset-running-stats` makes them those of a fresh layer, to be trained on. `--replace VAL103` with `--fill twin` or
+`--fill FILE` takes them from another set of weights or another copy.
 
 ## Example
 `bn1.running_var` goes down to -0.31: `model.eval()` returns NaN.
@@ -26,33 +33,92 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.buffers import NUM_BATCHES_TRACKED
+from ckptfix.finding import Applicability, Context, Edit, Finding, Fix, Level, Rule, rule
+from ckptfix.rules.replacing import Replacements, reset_edits
 from ckptfix.values import Statistics, TensorStatistics
 
-RECALIBRATE = "run some batches of training data through the model in train mode, or take these from another copy"
+RECALIBRATE = (
+    "measure them on some hundred samples of training data: --recalibrate data.npy --model pkg.mod:factory; "
+    "or take them from another copy: --replace VAL103 --fill FILE; or make them fresh: --reset-running-stats"
+)
 
 
 @rule("VAL103", "running-stats")
 def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose nothing; report the norms by what is wrong with them."""
+    """Report the norms by what is wrong with them; reset or replace their statistics where that was asked for."""
     if context.statistics is None:
         return
     norms = [_RunningStatistics(key, context.statistics) for key in context.statistics if _names_variance(key)]
+    counts_batches = any(norm.batches for norm in norms)
+    swapped = "negative running_var, and no negative running_mean: the two look swapped"
     for level, wrong, what in (
-        (Level.ERROR, [norm for norm in norms if norm.is_negative], "negative running_var: NaN in eval mode"),
-        (Level.WARNING, [norm for norm in norms if norm.is_zero], "running_var of zero in every channel"),
+        (Level.ERROR, [norm for norm in norms if norm.is_swapped], swapped),
+        (
+            Level.ERROR,
+            [norm for norm in norms if norm.is_negative and not norm.is_swapped],
+            "negative running_var: NaN in eval mode",
+        ),
+        (
+            Level.WARNING,
+            [norm for norm in norms if norm.is_zero and not norm.is_off],
+            "running_var of zero in every channel",
+        ),
+        (Level.NOTE, [norm for norm in norms if norm.is_zero and norm.is_off], "running_var and weight are zero"),
         (Level.NOTE, [norm for norm in norms if norm.is_partly_zero], "running_var of zero in some channels"),
         (Level.WARNING, [norm for norm in norms if norm.is_contradictory], "batches counted, but fresh statistics"),
+        (Level.NOTE, [norm for norm in norms if norm.is_half_fresh], "only one of mean and variance ever moved"),
+        (
+            Level.NOTE,
+            [norm for norm in norms if counts_batches and norm.moved_uncounted],
+            "statistics moved, but no batch counted, as other norms of the file did",
+        ),
         (Level.NOTE, [norm for norm in norms if norm.is_unused], "never updated: mean 0, variance 1, no batch counted"),
     ):
         if wrong:
+            yield from _findings(rule, level, wrong, f"of {len(norms)} norms: {what}", context)
+
+
+def _findings(
+    rule: Rule, level: Level, wrong: list[_RunningStatistics], what: str, context: Context
+) -> Iterator[Finding]:
+    """One finding for the norms that a flag cures, and one for the others. Notes are no defects, and left alone."""
+    replacements = Replacements(context)
+    cures = [() if level is Level.NOTE else _cure(rule, norm, context, replacements) for norm in wrong]
+    for is_cured in (True, False):
+        norms = [norm for norm, cure in zip(wrong, cures, strict=True) if bool(cure) is is_cured]
+        edits = tuple(edit for cure in cures for edit in cure) if is_cured else ()
+        if norms:
             yield rule.finding(
                 level,
-                f"{len(wrong)} of {len(norms)} norms: {what}",
-                keys=tuple(norm.variance_key for norm in wrong),
-                evidence={"tensors": {norm.variance_key: norm.evidence for norm in wrong}},
-                remedy="" if level is Level.NOTE else RECALIBRATE,
+                f"{len(norms)} {what}",
+                keys=tuple(norm.variance_key for norm in norms),
+                evidence={"tensors": {norm.variance_key: norm.evidence for norm in norms}},
+                fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
+                remedy="" if level is Level.NOTE or edits else RECALIBRATE,
             )
+
+
+def _cure(rule: Rule, norm: _RunningStatistics, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
+    """Both statistics from elsewhere, or those of a fresh norm: a mean without its variance is of no use."""
+    settings, key = context.settings, norm.variance_key
+    if settings.replaces(rule.code, key):
+        mean_key = norm.sibling_key("running_mean")
+        edits = [replacements.of(rule.code, key, _is_variance)]
+        if mean_key in context.checkpoint.specs:
+            # The mean goes with its variance, whether it was named or not.
+            edits.append(replacements.beside(mean_key, _is_finite))
+        if all(edits):
+            return tuple(edit for edit in edits if edit is not None)
+    return reset_edits(key, context)
+
+
+def _is_variance(figures: TensorStatistics) -> bool:
+    return _is_finite(figures) and figures.minimum >= 0 and not figures.all_zero
+
+
+def _is_finite(figures: TensorStatistics) -> bool:
+    return not figures.nonfinite
 
 
 def _names_variance(key: str) -> bool:
@@ -77,7 +143,7 @@ class _RunningStatistics:
     @property
     def batches(self) -> int | None:
         """How many batches were counted; None where the file does not say (before torch 0.4.1)."""
-        counter = self._sibling("num_batches_tracked")
+        counter = self._sibling(NUM_BATCHES_TRACKED)
         return None if counter is None or counter.numel != 1 else int(counter.maximum)
 
     @property
@@ -85,23 +151,53 @@ class _RunningStatistics:
         return self.variance.minimum < 0
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether the mean is what a variance has to be, in more channels than chance would give."""
+        mean = self.mean
+        return self.is_negative and mean is not None and mean.numel >= 8 and mean.minimum > 0
+
+    @property
     def is_zero(self) -> bool:
         return self.variance.all_zero
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the norm itself lets nothing pass."""
+        weight = self._sibling("weight")
+        return weight is not None and weight.all_zero
 
     @property
     def is_partly_zero(self) -> bool:
         return self.variance.zeros > 0 and not self.is_zero
 
     @property
+    def has_fresh_variance(self) -> bool:
+        return (
+            self.variance.numel > 0
+            and not self.variance.nonfinite
+            and (self.variance.minimum == self.variance.maximum == 1.0)
+        )
+
+    @property
     def is_fresh(self) -> bool:
         """Whether mean and variance are those of a layer that has seen nothing."""
-        of_one = self.variance.numel > 0 and not self.variance.nonfinite
-        of_one = of_one and self.variance.minimum == self.variance.maximum == 1.0
-        return of_one and self.mean is not None and self.mean.all_zero
+        return self.has_fresh_variance and self.mean is not None and self.mean.all_zero
 
     @property
     def is_contradictory(self) -> bool:
         return self.is_fresh and bool(self.batches)
+
+    @property
+    def is_half_fresh(self) -> bool:
+        """Whether one of the two moved and the other did not, though batches were counted."""
+        mean = self.mean
+        is_sound = mean is not None and not (mean.nonfinite or self.variance.nonfinite or self.is_zero)
+        return is_sound and bool(self.batches) and mean is not None and mean.all_zero is not self.has_fresh_variance
+
+    @property
+    def moved_uncounted(self) -> bool:
+        mean = self.mean
+        return self.batches == 0 and mean is not None and not mean.all_zero and not self.has_fresh_variance
 
     @property
     def is_unused(self) -> bool:
@@ -116,5 +212,9 @@ class _RunningStatistics:
             "num_batches_tracked": self.batches,
         }
 
+    def sibling_key(self, name: str) -> str:
+        """The key of another tensor of the norm."""
+        return self.variance_key.removesuffix("running_var") + name
+
     def _sibling(self, name: str) -> TensorStatistics | None:
-        return self.statistics.get(self.variance_key.removesuffix("running_var") + name)
+        return self.statistics.get(self.sibling_key(name))

@@ -1,13 +1,18 @@
-"""FIL105 shard-of-weights: the file is one rank's part of a distributed checkpoint.
+"""FIL105 shard-of-weights: the file is one part of a checkpoint that lies in several.
 
 ## What it finds
 Weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or `save_pretrained` under it),
 flattened parameters (`_flat_param`) of FSDP, and tensors that are one rank's part of a larger one (ShardedTensor,
-DTensor). A single empty tensor, and the empty ranges of quantisation observers, are left alone.
+DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the empty ranges of
+quantisation observers, are left alone.
+
+A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
+its tensors are sound and few. `-00001-of-00001` is whole.
 
 ## Why it matters
-The values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every shape, or,
-with `strict=False`, leaves the model with the weights of its construction and says nothing.
+The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
+shape, or, with `strict=False`, leaves the model with the weights of its construction and says nothing. So does one
+shard of five, in the layers of the other four.
 
 ## Fix safety
 There is no fix: what is not in the file cannot be repaired. The remedy names what puts the parts together.
@@ -17,15 +22,18 @@ There is no fix: what is not in the file cannot be repaired. The remedy names wh
 
 ## Sources
 Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deepspeed.ai/docs/,
+https://huggingface.co/docs/transformers/big_models#sharded-checkpoint,
 https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ckptfix.finding import Context, Finding, Level, Rule, rule
 from ckptfix.formats.rank_shards import rank_shard
+from ckptfix.formats.shard_index import Numbering
 
 
 @rule("FIL105", "shard-of-weights")
@@ -40,4 +48,14 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=shard.keys,
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
             remedy=shard.remedy,
+        )
+    name = Path(checkpoint.member or checkpoint.path).name
+    numbering = Numbering.of(name)
+    if numbering is not None and numbering.count > 1:
+        yield rule.finding(
+            Level.NOTE,
+            f"the file is by its name one of {numbering.count} shards and holds a part of the weights; for the whole,"
+            " name the folder that holds all of them",
+            evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
+            remedy=f"name the folder that holds all of {numbering}, or the index beside them",
         )

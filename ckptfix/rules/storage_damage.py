@@ -7,7 +7,8 @@ in memory or on the way. A checksum of zero means that none was computed
 
 ## Why it matters
 torch.load does not look at the checksum: the file loads, and the values are wrong. One flipped exponent bit makes a
-weight 2¹²⁸ times too large; a flipped bit of the mantissa is never noticed.
+weight 2¹²⁸ times too large; a flipped bit of the mantissa is never noticed. ckptfix proves the checksum of a storage at
+its first read: a state_dict with damage in it is loaded into no model, and a single tensor is read with a warning.
 
 ## Fix safety
 Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
@@ -37,9 +38,12 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.statistics is None:
         return
     integrity = context.statistics.integrity
-    bad = [keys for storage, keys in storages_of(context.checkpoint) if not integrity.is_sound(storage)]
-    damaged = [key for key in context.checkpoint.specs if any(key in keys for keys in bad)]
-    fills = {key: fill for key in damaged if (fill := donor_fill(key, context.checkpoint.specs[key], context))}
+    keys_of = list(storages_of(context.checkpoint))
+    soundness = integrity.soundness([storage for storage, _ in keys_of])
+    bad = [keys for (_, keys), is_sound in zip(keys_of, soundness, strict=True) if not is_sound]
+    damaged = [key for key in context.checkpoint.entries if any(key in keys for keys in bad)]
+    specs = context.checkpoint.specs
+    fills = {key: fill for key in damaged if key in specs and (fill := donor_fill(key, specs[key], context))}
     if not context.settings.salvage:
         fills = {}
     left = [key for key in damaged if key not in fills]

@@ -40,7 +40,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     found: dict[str, Hole] = {}
     for storage, keys in storages_of(context.checkpoint):
-        specs = {key: context.checkpoint.specs[key] for key in keys}
+        specs = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
         matrices = {key: spec for key, spec in specs.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
         if storage.crc32 is None and matrices:
             hole = context.statistics.integrity.hole(storage)

@@ -31,9 +31,8 @@ def main() -> None:
         _enter_folder(order["cwd"])
         from ckptfix.smoke.exam import Job, examine
 
-        job = order["job"]
-        job["inputs"] = tuple(job["inputs"])
-        outcome = examine(Job(**job), lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": so_far.to_json()}))
+        job = Job.from_json(order["job"])
+        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": so_far.to_json()}))
         _tell(answer, {"outcome": outcome.to_json()})
         faulthandler.cancel_dump_traceback_later()
 
@@ -61,3 +60,4 @@ def _tell(answer: TextIO, line: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # Python would wait for the threads and processes that the model has left running

@@ -7,7 +7,7 @@ A guess that does not run says nothing against the checkpoint, only against the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,8 @@ def derive_inputs(model: nn.Module) -> list[Guess]:
     per_argument = [next(iter(shapes)) for shapes in islice(_known_layers(model), arity)]
     if arity > 1 and len(per_argument) == arity:
         guesses.setdefault(tuple(per_argument))  # one layer for each argument: a user and an item embedding
+    if stated_by_timm := _timm_input(model):
+        guesses.setdefault(stated_by_timm)
     return list(islice(guesses, _MOST_GUESSES))
 
 
@@ -68,23 +70,26 @@ def _known_layers(model: nn.Module) -> Iterator[list[RandomInput]]:
 
 
 def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, int] | None]]:
-    """Shapes that this layer takes when it comes first, with the range of its integers."""
+    """Shapes that this layer takes when it comes first, with the range of its integers.
+
+    A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better.
+    """
     from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
     match layer:
         case _ConvTransposeNd():
-            dims = len(layer.kernel_size)
-            yield from (((BATCH, layer.in_channels, *(size,) * dims), None) for size in _LATENT_SIZES)
+            dims, channels = len(layer.kernel_size), layer.in_channels or layer.weight.shape[0]
+            yield from (((BATCH, channels, *(size,) * dims), None) for size in _LATENT_SIZES)
         case _ConvNd():
-            dims = len(layer.kernel_size)
+            dims, channels = len(layer.kernel_size), layer.in_channels or layer.weight.shape[1] * layer.groups
             sizes = (*_declared_sizes(model, dims), *_SIZES[dims])
-            yield from (((BATCH, layer.in_channels, *size), None) for size in sizes)
+            yield from (((BATCH, channels, *size), None) for size in sizes)
         case nn.Linear() | nn.Bilinear():
             width = layer.in_features if isinstance(layer, nn.Linear) else layer.in1_features
-            yield (BATCH, width), None
-            yield (BATCH, 8, width), None
+            yield (BATCH, width or layer.weight.shape[1]), None
+            yield (BATCH, 8, width or layer.weight.shape[1]), None
         case nn.Embedding() | nn.EmbeddingBag():
             yield from (((BATCH, length), (0, layer.num_embeddings)) for length in _lengths(model))
             yield (BATCH,), (0, layer.num_embeddings)
@@ -115,6 +120,15 @@ def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
                 isinstance(size, list | tuple) and len(size) >= dims and all(isinstance(n, int) and n > 0 for n in size)
             ):
                 yield tuple(size[-dims:])  # timm gives channels first: (3, 224, 224)
+
+
+def _timm_input(model: nn.Module) -> Guess:
+    """The image that timm's configuration of the model states; empty for other models. A last resort: it is large."""
+    stated = getattr(model, "pretrained_cfg", None)
+    size = stated.get("input_size") if isinstance(stated, Mapping) else None
+    if not isinstance(size, list | tuple) or not all(isinstance(n, int) and n > 0 for n in size):
+        return ()
+    return (RandomInput((BATCH, *size)),)
 
 
 def _lengths(model: nn.Module) -> Iterator[int]:

@@ -5,33 +5,30 @@ Everything here may be called in-process too; what needs a process of its own is
 
 from __future__ import annotations
 
-import gc
-import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckptfix.errors import TargetError, UnreadableError
+from ckptfix.errors import UnreadableError
+from ckptfix.smoke.agreement import compare_with_cpu
+from ckptfix.smoke.control import Control, Guess, compare_non_finite, contrast, has_sound_weights, redraw
 from ckptfix.smoke.derive import derive_inputs
-from ckptfix.smoke.device import choose_device, place
-from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input
-from ckptfix.smoke.inputs import Arguments, Input, make_arguments, parse_inputs
-from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, Failure, Outcome
-from ckptfix.smoke.outputs import describe, figures_of, tensors_in
+from ckptfix.smoke.device import choose_device
+from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input, is_sticky
+from ckptfix.smoke.forward import Pass, Setting, Subject
+from ckptfix.smoke.input_health import ScaleCheck
+from ckptfix.smoke.inputs import parse_inputs
+from ckptfix.smoke.outcome import AFTERTHOUGHTS, ENVIRONMENT, MODEL, Comparison, Outcome
 from ckptfix.smoke.proof import load_strictly
-from ckptfix.smoke.trace import Trace
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from ckptfix.smoke.reference import Reference, compare_with_reference
+from ckptfix.smoke.retries import attempt
+from ckptfix.smoke.training import train
 
 NO_GUESS = "no input could be derived from the model's layers"
 NO_FIT = "no derived input suits the model"
-CONTRAST = "with its own initial weights the model runs on the same input"
+_NOT_RUN = "the model did not run"
 
-Anatomy = Mapping[str, tuple[int, ...] | None]
+Tried = list[tuple[Guess, Pass]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,15 @@ class Job:
     inputs: tuple[str, ...] = ()
     device: str = "auto"
     seed: int = 0
+    train_mode: bool = False
+    backward: bool = False
+    reference: Reference | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Job:
+        """The job that ``dataclasses.asdict`` made plain."""
+        reference = None if data["reference"] is None else Reference(**data["reference"])
+        return cls(**{**data, "inputs": tuple(data["inputs"]), "reference": reference})
 
 
 class Progress:
@@ -70,19 +76,47 @@ def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_fa
     try:
         return _examine(job, progress)
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
-        if progress.stage == "control":  # what the control does says nothing of the checkpoint
+        if progress.stage in AFTERTHOUGHTS:  # what the control does says nothing of the checkpoint
             return progress.so_far
-        return replace(progress.so_far, failure=diagnose(progress.stage, error))
+        failure = diagnose(progress.stage, error)
+        if progress.stage == "training":
+            return replace(progress.so_far, training=Outcome(device=progress.so_far.device, failure=failure))
+        return replace(progress.so_far, failure=failure)
 
 
 def _examine(job: Job, progress: Progress) -> Outcome:
     import torch
 
+    subject = _load(job, progress)
+    control = Control(job.factory, job.factory_args, subject)
+    progress.enter("input")
+    guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(subject.model)
+    with torch.no_grad():
+        tried = _try_in_turn(subject, guesses, progress)
+        run = _settling(tried) or redraw(subject, tried, progress.so_far)
+        if run is not None and run.outcome.derived and run.outcome.non_finite:
+            run = redraw(subject, tried[-1:], progress.so_far) or run
+        if run is None:
+            return _without_verdict(tried, subject, control, progress)
+        ran = run if job.reference is None else run.detached()
+        progress.so_far = recheck_in_float32(run, subject)
+        _look_further(run, subject, job, progress)
+        if _may_be_innocent(progress.so_far):
+            progress.so_far = _after_control(run, subject, control, progress)
+        if job.reference is not None and progress.so_far.failure is None:
+            _compare(job, job.reference, ran, subject, progress)
+        return progress.so_far
+
+
+def _load(job: Job, progress: Progress) -> Subject:
+    """The model with the values of the file, on its device, in eval mode."""
     from ckptfix.factory import build_module
 
+    progress.so_far = Outcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
     progress.enter("device")
     device, notes = choose_device(job.device)
-    progress.so_far = Outcome(device=str(device), notes=notes, derived=not job.inputs)
+    compared = None if job.reference is None else Comparison(job.reference.label, unlike=_NOT_RUN)
+    progress.so_far = Outcome(device=str(device), notes=notes, derived=not job.inputs, compared=compared)
     progress.enter("build")
     model = build_module(job.factory, job.factory_args, job.seed)
     progress.enter("read")
@@ -91,26 +125,9 @@ def _examine(job: Job, progress: Progress) -> Outcome:
     load_strictly(model, state_dict)
     del state_dict
     progress.enter("move")
-    dtype, notes = place(model, device)
+    subject, notes = Setting(device, job.seed).prepare(model)
     progress.so_far = replace(progress.so_far, notes=progress.so_far.notes + notes)
-    model.eval()
-    progress.enter("input")
-    guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(model)
-    with torch.no_grad():
-        tried = try_in_turn(model, guesses, dtype, device, job.seed, progress)
-        settled = settling(tried)
-        if settled is not None:
-            return settled
-        progress.so_far = replace(progress.so_far, undecided=_undecided(tried))
-        if tried:
-            progress.enter("control")
-            first, anatomy = weakref.ref(model), _anatomy(model)
-            del model
-            gc.collect()  # two large models need not be in memory at once
-            control = _control(job, first, anatomy)
-            if control is not None:
-                return _compare(control, guesses, tried, device, job.seed, progress.so_far)
-        return progress.so_far
+    return subject
 
 
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
@@ -140,128 +157,116 @@ def _refusal(error: Exception) -> str:
     return cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
 
 
-def try_in_turn(
-    model: nn.Module,
-    guesses: list[tuple[Input, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    progress: Progress,
-) -> list[Outcome]:
-    """The outcomes of these inputs, up to the first that the model takes or that shows that no other can help."""
-    tried: list[Outcome] = []
+def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> Tried:
+    """These inputs, up to the first that the model takes or that shows that no other can help."""
+    tried: Tried = []
     for guess in guesses:
         progress.enter("input")
-        arguments = make_arguments(guess, dtype, device, seed)
+        arguments = subject.arguments(guess)
+        given = next(iter((*arguments.args, *arguments.kwargs.values())), None)
         progress.enter("forward")
-        outcome = _forward(model, arguments, device, seed, progress.so_far)
-        tried.append(outcome)
-        if outcome.failure is None:
+        with ScaleCheck(subject.model, None if progress.so_far.derived else given) as check:
+            run = attempt(subject, arguments, progress.so_far)
+        if check.warning:
+            run = replace(run, outcome=replace(run.outcome, warnings=(*run.outcome.warnings, check.warning)))
+        tried.append((guess, run))
+        failure = run.outcome.failure
+        if failure is None or is_sticky(failure.error):
             break
-        if holds_for_any_input(outcome.failure) and outcome.failure.blame != ENVIRONMENT:
+        if holds_for_any_input(failure) and failure.blame != ENVIRONMENT:
             break  # a smaller guess may still find the memory, or an operator that exists
     return tried
 
 
-def settling(tried: list[Outcome]) -> Outcome | None:
-    """The outcome that counts: the model ran, or failed on the input that was given, or as it would on any input.
+def _settling(tried: Tried) -> Pass | None:
+    """The pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
 
     None where all that failed are guesses.
     """
-    if tried and (tried[-1].failure is None or not tried[-1].derived):
-        return tried[-1]
-    return next((outcome for outcome in tried if outcome.failure and holds_for_any_input(outcome.failure)), None)
+    if tried and (tried[-1][1].outcome.failure is None or not tried[-1][1].outcome.derived):
+        return tried[-1][1]
+    failures = ((run, run.outcome.failure) for _, run in tried)
+    return next((run for run, failure in failures if failure is not None and holds_for_any_input(failure)), None)
 
 
-def _undecided(failed: list[Outcome]) -> str:
-    if not failed or failed[0].failure is None:
-        return NO_GUESS
-    return f"{NO_FIT} ({' and '.join(failed[0].inputs)} gave {failed[0].failure.error}{failed[0].failure.place})"
+def recheck_in_float32(run: Pass, subject: Subject) -> Outcome:
+    """The outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
+    import torch
+
+    if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
+        return run.outcome
+    subject.convert(torch.float32)
+    wide = attempt(subject, run.arguments.to(subject.device, torch.float32), run.outcome)
+    return replace(run.outcome, finite_in_float32=wide.outcome.is_good)
 
 
-def _control(job: Job, first: weakref.ref[nn.Module], anatomy: Anatomy) -> nn.Module | None:
-    """A second model of the factory, with its own initial weights.
+def _look_further(run: Pass, subject: Subject, job: Job, progress: Progress) -> None:
+    """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
+    failure = run.outcome.failure
+    if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
+        progress.enter("training")
+        training = train(subject, run.arguments, job.backward, progress.so_far)
+        progress.so_far = replace(progress.so_far, training=training)
+    if run.outcome.is_good and subject.device.type != "cpu":
+        progress.enter("devices")
+        progress.so_far = replace(progress.so_far, devices=compare_with_cpu(subject, run, progress.so_far))
 
-    None where the factory gives the first again, or one of other shapes (lazy layers take any input), or does not run
-    twice: then nothing can be compared.
-    """
+
+def _may_be_innocent(outcome: Outcome) -> bool:
+    """Whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
+    if outcome.failure is not None:
+        return outcome.failure.origin is not None and outcome.failure.blame == MODEL
+    return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
+
+
+def _after_control(run: Pass, subject: Subject, control: Control, progress: Progress) -> Outcome:
+    progress.enter("control")
+    subject.release()
+    other = control.build(run.setting)
+    if other is None:
+        return progress.so_far
+    return compare_non_finite(other, replace(run, outcome=progress.so_far), progress.so_far)
+
+
+def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progress: Progress) -> None:
+    """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
     from ckptfix.factory import build_module
+    from ckptfix.formats import open_file
 
-    try:
-        control = build_module(job.factory, job.factory_args, job.seed)
-    except TargetError:
-        return None
-    return control if control is not first() and _anatomy(control) == anatomy else None
-
-
-def _anatomy(model: nn.Module) -> Anatomy:
-    """The shapes of the model's tensors; a lazy one has none yet."""
-    from torch.nn.parameter import is_lazy
-
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors}
-
-
-def _compare(
-    control: nn.Module,
-    guesses: list[tuple[Input, ...]],
-    tried: list[Outcome],
-    device: torch.device,
-    seed: int,
-    undecided: Outcome,
-) -> Outcome:
-    """Convicts the checkpoint where the control takes an input on which the loaded model failed."""
-    dtype, _ = place(control, device)
-    control.eval()
-    for guess, outcome in zip(guesses, tried, strict=True):
-        runs = _forward(control, make_arguments(guess, dtype, device, seed), device, seed, undecided).failure is None
-        if runs and outcome.failure is not None:
-            return replace(outcome, failure=replace(outcome.failure, blame=CHECKPOINT, contrast=CONTRAST))
-    return undecided
-
-
-def _forward(model: nn.Module, arguments: Arguments, device: torch.device, seed: int, base: Outcome) -> Outcome:
-    """One forward pass, followed through the modules."""
-    import torch
-
-    given = {**{f"[{index}]": value for index, value in enumerate(arguments.args)}, **arguments.kwargs}
-    # a single positional input needs no name in the report
-    names = {name: "" if len(given) == 1 and not arguments.kwargs else name for name in given}
-    base = replace(
-        base,
-        inputs=tuple(describe(names[name], tensor) for name, tensor in given.items()),
-        notes=base.notes + arguments.notes,
+    if not progress.so_far.is_good:
+        seen = Comparison(reference.label, unlike="the output is not finite")
+        progress.so_far = replace(progress.so_far, compared=seen)
+        return
+    unfinished = Comparison(reference.label, unlike="the model crashed or hung with its weights")
+    progress.so_far = replace(progress.so_far, compared=unfinished)
+    progress.enter("compare")
+    subject.release()
+    seen = compare_with_reference(
+        reference,
+        open_file(job.file, job.weights),
+        lambda: build_module(job.factory, job.factory_args, job.seed),
+        run,
+        progress.so_far,
     )
-    torch.manual_seed(seed)
-    started = time.perf_counter()
-    with Trace(model) as trace:
-        try:
-            output = model(*arguments.args, **arguments.kwargs)
-            _synchronize(device)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
-            return replace(base, failure=_failure(error, trace))
-    seconds = time.perf_counter() - started
-    tensors = list(tensors_in(output))
-    bad = [
-        figures for figures in (figures_of(name or "output", tensor) for name, tensor in tensors) if figures.non_finite
-    ]
-    return replace(
-        base,
-        outputs=tuple(describe(name, tensor) for name, tensor in tensors),
-        seconds=seconds,
-        notes=base.notes if tensors else (*base.notes, "the output holds no tensor to look at"),
-        non_finite=tuple(bad),
-        origin=trace.origin if bad else None,
-    )
+    progress.so_far = replace(progress.so_far, compared=seen)
 
 
-def _failure(error: BaseException, trace: Trace) -> Failure:
-    return diagnose("forward", error, trace.running, trace.depth, trace.origin)
+def _without_verdict(tried: Tried, subject: Subject, control: Control, progress: Progress) -> Outcome:
+    """No input runs; what is left to find out is whether the model runs without the file."""
+    progress.so_far = replace(progress.so_far, undecided=_undecided(tried))
+    if tried:
+        progress.so_far = replace(progress.so_far, notes=tried[0][1].outcome.notes)
+        progress.enter("control")
+        subject.release()
+        other = control.build(tried[-1][1].setting)
+        told = contrast(other, tried, progress.so_far) if other is not None else ""
+        if told:
+            progress.so_far = replace(progress.so_far, undecided=f"{progress.so_far.undecided}; {told}")
+    return progress.so_far
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait for the GPU, whose errors would otherwise surface at some later and innocent line."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _undecided(tried: Tried) -> str:
+    failed = tried[0][1].outcome if tried else None
+    if failed is None or failed.failure is None:
+        return NO_GUESS
+    return f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"

@@ -39,8 +39,9 @@ class Ending:
     printed: str
 
 
-def launch(job: Mapping[str, Any], timeout: float) -> Ending:
-    """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most.
+def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None) -> Ending:
+    """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
+    environment variables beside the parent's.
 
     Raises ``UsageError`` where the arguments of the factory cannot be said in JSON.
     """
@@ -52,19 +53,19 @@ def launch(job: Mapping[str, Any], timeout: float) -> Ending:
             text = json.dumps(order).encode()
         except TypeError as error:
             raise UsageError(f"--model-args: {error}; the forward test takes plain JSON only") from error
-        returncode, timed_out, printed = _run(text, timeout, empty)
+        returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
         stage, outcome, answered = _read_answer(answer)
         return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed)
 
 
-def _run(order: bytes, timeout: float, folder: Path) -> tuple[int, bool, str]:
+def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str]) -> tuple[int, bool, str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "ckptfix.smoke.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=folder,
-        env=_environment(),
+        env={**_environment(), **variables},
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -85,8 +86,7 @@ def _run(order: bytes, timeout: float, folder: Path) -> tuple[int, bool, str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
     finally:
-        if timed_out or process.returncode is None:
-            _kill_group(process)
+        _kill_group(process)  # whatever the model has left running goes too
         process.wait()
         reader.join(1)  # a process that left the group may hold the pipe open for ever
     return process.returncode, timed_out, bytes(printed).decode(errors="replace").strip()

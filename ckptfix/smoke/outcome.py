@@ -4,11 +4,17 @@ this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STAGES = ("start", "device", "build", "read", "load", "move", "input", "forward", "control")
+from ckptfix.finding import counted
+
+AFTERTHOUGHTS = ("devices", "control", "compare")
+"""Stages that come after the verdict, which stands whatever becomes of them."""
+
+STAGES = ("start", "device", "build", "read", "load", "move", "input", "forward", "training", *AFTERTHOUGHTS)
 """What the child does, in order; the last stage that it named is where a crash or a time-out happened."""
 
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"
@@ -34,6 +40,17 @@ class Figures:
         """How many elements are NaN or infinite."""
         return self.nan + self.positive_inf + self.negative_inf
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a weight with these values cannot be right: it is not finite, and no mask of zeros and -Inf."""
+        is_mask = self.negative_inf == self.non_finite and not self.low and not self.high
+        return self.non_finite > 0 and not is_mask
+
+    @property
+    def is_negative_variance(self) -> bool:
+        """Whether this is the running variance of a BatchNorm, and below zero, where its root is NaN."""
+        return self.tensor == "running_var" and self.low is not None and self.low < 0
+
     def __str__(self) -> str:
         counts = (f"{self.nan} NaN", f"{self.positive_inf} +Inf", f"{self.negative_inf} -Inf")
         bad = ", ".join(count for count in counts if not count.startswith("0 "))
@@ -56,6 +73,16 @@ class Origin:
         """The module as a reader looks for it: ``features.3 (Conv2d)``."""
         return module_name(self.module, self.kind)
 
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The keys of its weights that cannot be right: not finite, or a negative variance."""
+        broken = (figures for figures in self.weights if figures.is_broken or figures.is_negative_variance)
+        return tuple(self.key(figures.tensor) for figures in broken)
+
+    def key(self, tensor: str) -> str:
+        """The key of one of its tensors in the state_dict."""
+        return f"{self.module}.{tensor}" if self.module else tensor
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -63,7 +90,7 @@ class Failure:
 
     ``error`` is one line; ``module`` and ``kind`` name the innermost module that was running, ``where`` the line of the
     user's code, ``keys`` the entries of the state_dict that it is about, ``origin`` the module that had made NaN
-    before, ``contrast`` says what ran where this did not.
+    before.
     """
 
     stage: str
@@ -75,7 +102,6 @@ class Failure:
     keys: tuple[str, ...] = ()
     origin: Origin | None = None
     traceback: str = ""
-    contrast: str = ""
 
     @property
     def place(self) -> str:
@@ -87,11 +113,82 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """How far the outputs of two runs on the same input are apart.
+
+    ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
+    share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
+    dimension, None where there are no classes. ``unlike`` says why the two cannot be compared, and is empty where they
+    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None where nobody
+    looked.
+    """
+
+    against: str
+    identical: bool = False
+    difference: float = 0.0
+    scale: float = 0.0
+    tolerance: float = 0.0
+    agreement: float | None = None
+    unlike: str = ""
+    differing: int | None = None
+    tensors: int = 0
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the outputs are the same but for rounding."""
+        return not self.unlike and self.difference <= self.tolerance * self.scale
+
+    def __str__(self) -> str:
+        if self.unlike or self.identical:
+            return f"against {self.against}: {f'not comparable, {self.unlike}' if self.unlike else 'bit-equal'}"
+        classes = "" if self.agreement is None else f", argmax agrees in {100 * self.agreement:.4g} %"
+        known = (
+            ""
+            if self.differing is None
+            else f"; the weights differ in {self.differing} of {counted(self.tensors, 'tensor')}"
+        )
+        if math.isinf(self.difference):
+            return f"against {self.against}: a value is finite in one and not in the other{classes}{known}"
+        rounding = f"rounding explains {self.tolerance * self.scale:.2g}"
+        return f"against {self.against}: largest difference {self.difference:.2g} ({rounding}){classes}{known}"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward pass left behind, by the names of the parameters.
+
+    ``missing`` have none, though they want one. ``operator`` and ``where`` are the backward function that first made a
+    value that is not finite, and the line of the user's forward code that it belongs to.
+    """
+
+    finite: int = 0
+    non_finite: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    frozen: int = 0
+    operator: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        parts = (
+            (self.finite, "finite"),
+            (len(self.non_finite), "not finite"),
+            (len(self.zero), "all zero"),
+            (len(self.missing), "none"),
+            (self.frozen, "frozen"),
+        )
+        return "gradients: " + (", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to train")
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What the child saw. ``failure`` None and no ``non_finite``: the model ran and gave finite values.
 
     ``derived`` means that the input came from the model and not from the user; ``undecided`` says why there is no
-    verdict.
+    verdict. ``finite_in_float32`` and ``shared`` are about values that are not finite: what the same pass gives in
+    float32, where it ran in less, and whether the model with its own initial weights gives such values too.
+    ``warnings`` are about the input that was given. ``training`` is the same in training mode, ``devices`` the
+    comparison with the CPU, ``compared`` that with another file.
     """
 
     device: str = ""
@@ -104,6 +201,23 @@ class Outcome:
     origin: Origin | None = None
     derived: bool = False
     undecided: str = ""
+    finite_in_float32: bool | None = None
+    shared: bool = False
+    warnings: tuple[str, ...] = ()
+    training: Outcome | None = None
+    gradients: Gradients | None = None
+    devices: Comparison | None = None
+    compared: Comparison | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the model ran and gave finite values."""
+        return self.failure is None and not self.non_finite
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether what is not finite is -Inf alone, a model's way to say "never"."""
+        return bool(self.non_finite) and not any(figures.nan or figures.positive_inf for figures in self.non_finite)
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain JSON data."""
@@ -112,7 +226,7 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The outcome that ``to_json`` gave away."""
-        known = dict(data)
+        known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
         known["non_finite"] = tuple(Figures(**figures) for figures in data["non_finite"])
         known["origin"] = _origin(data["origin"])
         if data["failure"] is not None:
@@ -120,8 +234,13 @@ class Outcome:
             known["failure"] = Failure(
                 **{**failure, "keys": tuple(failure["keys"]), "origin": _origin(failure["origin"])}
             )
-        for name in ("notes", "inputs", "outputs"):
-            known[name] = tuple(data[name])
+        if data["training"] is not None:
+            known["training"] = Outcome.from_json(data["training"])
+        if data["gradients"] is not None:
+            lists = {name: tuple(value) for name, value in data["gradients"].items() if isinstance(value, list)}
+            known["gradients"] = Gradients(**{**data["gradients"], **lists})
+        for name in ("devices", "compared"):
+            known[name] = None if data[name] is None else Comparison(**data[name])
         return cls(**known)
 
 

@@ -49,7 +49,12 @@ def describe(name: str, tensor: torch.Tensor) -> str:
 def shape_of(tensor: torch.Tensor) -> str:
     """Dtype and shape: ``float32[2, 10]``. The sizes of a nested tensor vary, so it has none."""
     shape = "nested" if tensor.is_nested else ", ".join(map(str, tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"
+    return f"{dtype_name(tensor.dtype)}[{shape}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in the report: ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:

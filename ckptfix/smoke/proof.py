@@ -30,8 +30,10 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     state_dict.
     """
     _fill_with_nan(model)
+    # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
+    assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
     try:
-        model.load_state_dict(state_dict, strict=True)
+        model.load_state_dict(state_dict, strict=True, **assign)
     except RuntimeError as error:
         raise _mismatch(model, state_dict, error) from error
     unproven = unloaded_parameters(model, state_dict)

@@ -4,215 +4,147 @@ findings.
 
 from __future__ import annotations
 
-import re
-import signal
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from ckptfix.finding import Finding, Level
-from ckptfix.rules.forward_fails import forward_fails
-from ckptfix.rules.forward_non_finite import forward_non_finite
+from ckptfix.finding import Finding
 from ckptfix.settings import SmokeSettings
+from ckptfix.smoke.death import death
 from ckptfix.smoke.device import check_device_name
-from ckptfix.smoke.diagnosis import OUT_OF_MEMORY, is_user_file
+from ckptfix.smoke.diagnosis import blame_of_assert, is_sticky
 from ckptfix.smoke.exam import Job
+from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.inputs import parse_inputs
 from ckptfix.smoke.launch import Ending, launch
-from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, Failure, Origin, Outcome
+from ckptfix.smoke.outcome import AFTERTHOUGHTS, INPUT, Outcome
+from ckptfix.smoke.reference import Reference
 from ckptfix.smoke.result import SmokeResult
 
-_SAID = {
-    ENVIRONMENT: "the environment is at fault, not the checkpoint",
-    INPUT: "the input does not suit the model",
-    MODEL: "the model's own code gave way",
-    CHECKPOINT: "the file is at fault",
-}
-
-_REMEDY = {
-    ENVIRONMENT: "try --device cpu, or mend the environment and run again",
-    INPUT: "give the input that the model takes with --input",
-    MODEL: "run the model by itself to see its error; --no-smoke leaves the forward test out",
-    CHECKPOINT: "see the findings above for what the file lacks; --fill supplies missing values",
-}
-
-_REMEDY_OF_CONTRAST = "look at the values that the named line reads from the file, or try a real input with --input"
-_REMEDY_OF_UNDECIDED = "give an input that the model takes with --input, or leave the test out with --no-smoke"
-
-_NO_ANSWER = "no answer"
-
-_STAGE = {
-    "start": "while it started",
-    "device": "at a trivial sum on the device",
-    "build": "while the factory built the model",
-    "read": "while the file was read",
-    "load": "during the strict load",
-    "move": "while the model was moved to the device",
-    "input": "while the input was made",
-    "forward": "in the forward pass",
-}
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"
+_TRUE_LINE = f"run again with {_BLOCKING}=1, so that the line is the true one"
+_NOT_COMPARED = "the comparison with the CPU came to no end"
+_NO_CONTRAST = "the output is not finite, nor is it with the model's own initial weights"
+_NOT_AGAIN = f"the CUDA error did not come again with {_BLOCKING}=1"
 
 
 def run_smoke(
-    file: str, factory: str, factory_args: object, settings: SmokeSettings, weights: str | None = None
+    file: str,
+    factory: str,
+    factory_args: object,
+    settings: SmokeSettings,
+    weights: str | None = None,
+    reference: Reference | None = None,
 ) -> tuple[SmokeResult, list[Finding]]:
-    """Load the file strictly into the factory's model and run it once, in a process of its own; RUN101 or RUN102 say
-    what went wrong.
+    """Load the file strictly into the factory's model and run it once, in a process of its own; findings of the family
+    RUN say what went wrong.
 
-    ``weights`` picks one of several state_dicts in the file. Raises ``UsageError`` for settings that have no meaning;
-    whatever the user's code does is a finding.
+    ``weights`` picks one of several state_dicts in the file; ``reference`` is another checkpoint whose outputs are
+    compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding.
     """
     parse_inputs(settings.inputs)
     check_device_name(settings.device)
-    job = Job(file, factory, factory_args, weights, settings.inputs, settings.device, settings.seed)
-    return judge(launch(asdict(job) | {"file": str(Path(file).absolute())}, settings.timeout), settings.timeout)
+    job = Job(
+        str(Path(file).absolute()),
+        factory,
+        factory_args,
+        weights,
+        settings.inputs,
+        settings.device,
+        settings.seed,
+        settings.train_mode,
+        settings.backward,
+        reference and replace(reference, file=str(Path(reference.file).absolute())),
+    )
+    ending = launch(asdict(job), settings.timeout)
+    if lost_the_gpu(ending) and os.environ.get(_BLOCKING) != "1":
+        ending = _second(ending, launch(asdict(job), settings.timeout, {_BLOCKING: "1"}))
+    return judge(ending, settings.timeout)
+
+
+def lost_the_gpu(ending: Ending) -> bool:
+    """Whether a kernel went wrong: CUDA then reports it at some later line, or kills the process."""
+    parts = (ending.outcome, ending.outcome.training)
+    if any(part is not None and part.failure is not None and is_sticky(part.failure.error) for part in parts):
+        return True
+    return not ending.answered and is_sticky(ending.printed)
+
+
+def _second(first: Ending, second: Ending) -> Ending:
+    """What counts after a second child: its answer, or the first where the error did not come again."""
+    told, note = (second, _TRUE_LINE) if lost_the_gpu(second) else (first, _NOT_AGAIN)
+    return replace(told, outcome=replace(told.outcome, notes=(*told.outcome.notes, note)))
 
 
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
     """What the ending of the child comes to. An answer counts even where the process crashed on its way out.
 
-    A control that crashed or took too long leaves the test undecided, as it was before.
+    Once there is a verdict, a crash or a time-out of what comes after it changes nothing but what it was about.
     """
-    is_told = ending.answered or ending.stage == "control"
-    outcome = ending.outcome if is_told else replace(ending.outcome, failure=_death(ending, timeout))
-    findings = _findings(outcome, ending.printed)
+    outcome = _with_assert(_complete(ending, timeout), ending.printed)
+    findings = findings_of(outcome, ending.printed)
     note = "; ".join(outcome.notes)
-    if outcome.undecided:  # in two sentences: the state of the device is not the reason
-        note = ". ".join(filter(None, (outcome.undecided, note[:1].upper() + note[1:])))
+    reason = outcome.undecided or (_NO_CONTRAST if outcome.shared else "")
+    if reason:  # in two sentences: the state of the device is not the reason
+        note = ". ".join(filter(None, (reason, note[:1].upper() + note[1:])))
     result = SmokeResult(
-        passed=None if outcome.undecided else not findings,
+        passed=_passed(outcome),
         device=outcome.device,
         note=note,
         inputs=outcome.inputs,
         outputs=outcome.outputs,
         seconds=outcome.seconds,
+        checks=_checks(outcome),
+        compared=outcome.compared,
     )
     return result, findings
 
 
-def _findings(outcome: Outcome, printed: str) -> list[Finding]:
-    if outcome.undecided:
-        return [_not_run(outcome)]
-    if outcome.failure is not None:
-        return [_failing(outcome.failure, outcome, printed)]
-    return [_non_finite(outcome)] if outcome.non_finite else []
+def _complete(ending: Ending, timeout: float) -> Outcome:
+    outcome = ending.outcome
+    if ending.answered:
+        return outcome
+    if ending.stage in AFTERTHOUGHTS:
+        unfinished = (_NOT_COMPARED,) if ending.stage == "devices" else ()
+        return replace(outcome, notes=(*outcome.notes, *unfinished))
+    failure = death(ending, timeout)
+    if ending.stage == "training":
+        return replace(outcome, training=Outcome(device=outcome.device, derived=outcome.derived, failure=failure))
+    return replace(outcome, failure=failure)
 
 
-def _not_run(outcome: Outcome) -> Finding:
-    """A warning and no error: the strict load was proven, and a guess that fails says nothing against the file."""
-    message = f"the forward test could not be run: {outcome.undecided}"
-    return forward_fails.finding(
-        Level.WARNING, message, evidence={"device": outcome.device}, remedy=_REMEDY_OF_UNDECIDED
-    )
-
-
-def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
-    evidence: dict[str, Any] = {
-        "blame": failure.blame,
-        "stage": failure.stage,
-        "error": failure.error,
-        "module": failure.module,
-        "class": failure.kind,
-        "where": failure.where,
-        "device": outcome.device,
-        "inputs": list(outcome.inputs),
-        "traceback": failure.traceback,
-        "printed": printed,
-    }
-    why = _SAID[failure.blame]
-    if failure.origin is not None:
-        evidence |= _origin(failure.origin)
-        why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
-    if failure.contrast:
-        evidence["contrast"] = failure.contrast
-        why += f" ({failure.contrast})"
-    message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
-    told = {name: value for name, value in evidence.items() if value not in (None, "", [])}
-    return forward_fails.finding(Level.ERROR, message, keys=failure.keys, evidence=told, remedy=_remedy(failure))
-
-
-def _remedy(failure: Failure) -> str:
-    if OUT_OF_MEMORY.search(failure.error) or failure.error.startswith("MemoryError"):
-        return "give a smaller input with --input, or run on the CPU with --device cpu"
-    if failure.error.startswith(_NO_ANSWER):
-        return "give the model more time with --timeout SECONDS, or a smaller input with --input"
-    return _REMEDY_OF_CONTRAST if failure.contrast else _REMEDY[failure.blame]
-
-
-def _non_finite(outcome: Outcome) -> Finding:
-    what = ", ".join(str(figures) for figures in outcome.non_finite[:3])
-    more = f" and {len(outcome.non_finite) - 3} more" if len(outcome.non_finite) > 3 else ""
-    evidence: dict[str, Any] = {
-        "outputs": [str(figures) for figures in outcome.non_finite],
-        "inputs": list(outcome.inputs),
-        "device": outcome.device,
-    }
-    keys: tuple[str, ...] = ()
-    cause = ""
-    if outcome.origin is not None:
-        evidence |= _origin(outcome.origin)
-        broken = [figures for figures in outcome.origin.weights if figures.non_finite]
-        prefix = f"{outcome.origin.module}." if outcome.origin.module else ""
-        keys = tuple(prefix + figures.tensor for figures in broken)
-        state = f"whose {' and '.join(figures.tensor for figures in broken)} is not finite itself" if broken else ""
-        cause = f"; the first to make {_kinds(outcome.origin)} of finite values is {outcome.origin.name}"
-        cause += f", {state or 'whose own weights are finite'}" if outcome.origin.weights else ""
-    return forward_non_finite.finding(
-        Level.ERROR,
-        f"the model runs, but its output is not finite: {what}{more}{cause}",
-        keys=keys,
-        evidence=evidence,
-        remedy="look at the named module's values in the file, or try another input with --input",
-    )
-
-
-def _origin(origin: Origin) -> dict[str, Any]:
-    return {
-        "first_module": origin.module,
-        "first_class": origin.kind,
-        "first_output": str(origin.output),
-        "first_inputs": [str(figures) for figures in origin.inputs],
-        "first_weights": [str(figures) for figures in origin.weights],
-    }
-
-
-def _kinds(origin: Origin) -> str:
-    counts = {"NaN": origin.output.nan, "Inf": origin.output.positive_inf + origin.output.negative_inf}
-    return " and ".join(kind for kind, count in counts.items() if count)
-
-
-def _death(ending: Ending, timeout: float) -> Failure:
-    """The failure of a child that gave no answer, from how it ended."""
-    blame = {"build": MODEL, "read": CHECKPOINT, "load": CHECKPOINT, "forward": MODEL}.get(ending.stage, ENVIRONMENT)
-    name = _signal_name(-ending.returncode)
-    if ending.timed_out:
-        error = f"{_NO_ANSWER} within {timeout:g} s"
-    elif name == "SIGKILL":
-        blame, error = ENVIRONMENT, "the process was killed by SIGKILL, most likely because it ran out of memory"
-    elif name:
-        blame = ENVIRONMENT if name in ("SIGBUS", "SIGILL") else blame
-        error = f"the process crashed with {name}"
-    else:
-        error = f"the process ended by itself with exit status {ending.returncode}{_last_line(ending.printed)}"
-    return Failure(ending.stage, blame, error, where=_where(ending.stack))
-
-
-def _last_line(printed: str) -> str:
-    """The last of what was printed, in brackets: where Python itself gave up, that is its error."""
-    return f" ({printed.splitlines()[-1].strip()})" if printed else ""
-
-
-def _signal_name(number: int) -> str:
-    """The name of a signal, empty for what is none (an exit status)."""
-    return signal.Signals(number).name if number in {known.value for known in signal.Signals} else ""
-
-
-def _where(stack: str) -> str:
-    """The innermost line of the user's code on the stack that faulthandler wrote, innermost first: ``model.py:12 in
-    forward``.
+def _with_assert(outcome: Outcome, printed: str) -> Outcome:
+    """The outcome once it is known which assert a kernel printed. A derived input that was out of range proves
+    nothing.
     """
-    current = stack.rpartition("Current thread")[2]
-    for file, line, function in re.findall(r'File "(.+)", line (\d+) in (\S+)', current):
-        if is_user_file(file):
-            return f"{Path(file).name}:{line} in {function}"
-    return ""
+    failure = outcome.failure
+    if failure is None or not is_sticky(f"{failure.error} {printed}") or blame_of_assert(printed) != INPUT:
+        return outcome
+    if outcome.derived:
+        return replace(
+            outcome, failure=None, undecided=f"the derived input held an index out of range ({failure.error})"
+        )
+    return replace(outcome, failure=replace(failure, blame=INPUT))
+
+
+def _passed(outcome: Outcome) -> bool | None:
+    if outcome.undecided or (outcome.non_finite and outcome.shared):
+        return None
+    return outcome.is_good or outcome.finite_in_float32 is True
+
+
+def _checks(outcome: Outcome) -> tuple[str, ...]:
+    """What was looked at beyond the pass in eval mode, a line each."""
+    checks = []
+    if outcome.training is not None:
+        said = "failed" if outcome.training.failure else "not finite" if outcome.training.non_finite else "finite"
+        seconds = f", {outcome.training.seconds:.2g} s" if outcome.training.seconds else ""
+        notes = f" ({'; '.join(outcome.training.notes)})" if outcome.training.notes else ""
+        checks.append(f"training mode: {said}{notes}{seconds}")
+        if outcome.training.gradients is not None:
+            checks.append(str(outcome.training.gradients))
+    if outcome.devices is not None:
+        checks.append(f"{outcome.device} {outcome.devices}")
+    if outcome.compared is not None:
+        checks.append(f"outputs {outcome.compared}")
+    return tuple(checks)

@@ -90,9 +90,17 @@ class Trace:
             return
         bad = next((figures for figures in _figures({"output": output}) if figures.non_finite), None)
         if bad is not None:
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            weights = {name: tensor for name, tensor in own if tensor.is_floating_point()}
-            self._origins.append(Origin(call.path, type(module).__name__, bad, call.inputs, _figures(weights)))
+            self._origins.append(Origin(call.path, type(module).__name__, bad, call.inputs, _weights(module)))
+
+
+def _weights(module: nn.Module) -> tuple[Figures, ...]:
+    """The module's own tensors, and those of its children that cannot be right: its code may use them directly."""
+    own, below = (
+        [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)] for recurse in (False, True)
+    )
+    names = {name for name, _ in own}
+    figures = _figures({name: tensor for name, tensor in below if tensor.is_floating_point()})
+    return tuple(one for one in figures if one.tensor in names or one.is_broken)
 
 
 def _figures(values: dict[str, Any]) -> tuple[Figures, ...]:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.smoke.inputs import Input, RandomInput
@@ -23,18 +25,17 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 def transformers_inputs(model: nn.Module) -> list[tuple[Input, ...]]:
     """The inputs worth trying, likeliest first: the main input alone, with decoder tokens, with all that a two-tower
-    model takes.
+    model takes; then those that few models want.
     """
     config: Any = model.config
-    text: Any = getattr(config, "text_config", None) or config
-    vision: Any = getattr(config, "vision_config", None) or config
-    main = str(model.main_input_name)
+    text = _part(config, "text_config", "decoder")
     known = {
         "input_ids": tokens("input_ids", text),
-        "pixel_values": _pixels(vision),
-        "input_values": RandomInput((_BATCH, _SAMPLES), None, "input_values"),
-        "input_features": _features(config),
+        "pixel_values": _pixels(_part(config, "vision_config", "encoder")),
+        "input_values": _waveform(config),
+        "input_features": _features(_part(config, "audio_config", "encoder")),
     }
+    main = str(model.main_input_name)
     first = known.get(main)
     if first is None:
         return []
@@ -43,10 +44,27 @@ def transformers_inputs(model: nn.Module) -> list[tuple[Input, ...]]:
     if decoder is not None:
         pair = (first, decoder)
         guesses = [pair, *guesses] if getattr(config, "is_encoder_decoder", False) else [*guesses, pair]
-    other = known["pixel_values"] if main == "input_ids" else known["input_ids"]
-    if other is not None:
-        guesses.append((first, other))
-    return guesses
+    others = ("pixel_values", "input_features") if main == "input_ids" else ("input_ids",)
+    guesses += [(first, other) for name in others if (other := known[name]) is not None]
+    return [*guesses, *_rare(first, config)]
+
+
+def _part(config: Any, *names: str) -> Any:
+    """The first part of a composed config that is there, else the config itself."""
+    return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
+
+
+def _rare(first: RandomInput, config: Any) -> Iterator[tuple[Input, ...]]:
+    """Several choices of text, a video of frames, and a batch of one, which a model without a padding token insists
+    on.
+    """
+    batch, *rest = first.shape
+    if first.bounds is not None:
+        yield (replace(first, shape=(batch, 2, *rest)),)
+    frames = _number(config, "num_frames")
+    if first.name == "pixel_values" and frames:
+        yield (replace(first, shape=(batch, frames, *rest)),)
+    yield (replace(first, shape=(1, *rest)),)
 
 
 def tokens(name: str, config: Any) -> RandomInput | None:
@@ -68,10 +86,24 @@ def _pixels(config: Any) -> RandomInput | None:
     return RandomInput((_BATCH, channels, 224, 224), None, "pixel_values") if hasattr(config, "num_channels") else None
 
 
+def _waveform(config: Any) -> RandomInput:
+    """A second of sound; with its channels for a codec, or as the spectrogram of an audio transformer."""
+    bins, frames, channels = (_number(config, name) for name in ("num_mel_bins", "max_length", "audio_channels"))
+    shape = (frames, bins) if bins and frames else (channels, _SAMPLES) if channels else (_SAMPLES,)
+    return RandomInput((_BATCH, *shape), None, "input_values")
+
+
 def _features(config: Any) -> RandomInput | None:
-    """Log-mel features as Whisper wants them: its first convolution halves the frames."""
+    """Log-mel features: as Whisper wants them, whose first convolution halves the frames, as Speech2Text does, or as an
+    image of one channel.
+    """
     bins, frames = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
-    return RandomInput((_BATCH, bins, 2 * frames), None, "input_features") if bins and frames else None
+    width, image = _number(config, "input_feat_per_channel"), _number(config, "spec_size")
+    if bins and frames:
+        return RandomInput((_BATCH, bins, 2 * frames), None, "input_features")
+    if width:
+        return RandomInput((_BATCH, min(frames or 64, 64), width), None, "input_features")
+    return RandomInput((_BATCH, 1, 1001, bins), None, "input_features") if bins and image else None
 
 
 def _number(config: Any, *names: str) -> int | None:

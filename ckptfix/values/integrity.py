@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfix.checkpoint import Checkpoint, Storage
 from ckptfix.formats.checksums import is_sound
+from ckptfix.formats.copying import background
 from ckptfix.formats.sources import stream
+from ckptfix.formats.tree import tensors_in
+from ckptfix.progress import Task
 
 WORD = 8
 """Bytes that are looked at together when a hole is searched."""
 
+SECTOR = 512
+"""The smallest hole that matters: what a disk loses at once."""
+
+_STEP = SECTOR // WORD // 2
+"""A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row."""
+
 
 @dataclass(frozen=True)
 class Hole:
-    """The longest run of zero words of a storage, in bytes."""
+    """The longest run of zero words of a storage, in bytes. Runs below ``SECTOR`` bytes need not be found."""
 
     start: int
     stop: int
@@ -35,6 +44,16 @@ class Integrity:
         """
         return is_sound(storage)
 
+    def soundness(self, storages: Sequence[Storage]) -> list[bool]:
+        """The same for many storages, two at a time: a checksum takes longer than the reading."""
+        task = Task("proving checksums", sum(storage.nbytes for storage in storages))
+        found = []
+        with background(threads=2) as pool:
+            for storage, sound in zip(storages, pool.map(is_sound, storages), strict=True):
+                found.append(sound)
+                task.advance(storage.nbytes)
+        return found
+
     def hole(self, storage: Storage) -> Hole:
         """The longest run of zeros in a storage. Raises ``UnreadableError`` where the bytes are not in the file."""
         if id(storage) not in self._holes:
@@ -43,10 +62,10 @@ class Integrity:
 
 
 def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
-    """Every storage of the state_dict with the keys of the tensors that lie in it."""
+    """Every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
     found: dict[int, tuple[Storage, list[str]]] = {}
-    for key, spec in checkpoint.specs.items():
-        for part in spec.strided_parts():
+    for key, entry in checkpoint.entries.items():
+        for part in tensors_in(entry):
             if part.storage is not None:
                 keys = found.setdefault(id(part.storage), (part.storage, []))[1]
                 if key not in keys[-1:]:
@@ -62,6 +81,12 @@ def _longest_hole(storage: Storage) -> Hole:
     position = 0
     for block in stream(storage.source, 0, words * WORD):
         units = np.frombuffer(block, dtype=np.uint64)
+        if units[::_STEP].all():
+            # No hole begins and ends in here, none reaches over the first word, and the last word ends one at most.
+            longest = max(longest, (position - 1 - last, last + 1))
+            last = position + len(units) - len(units[-_STEP:]) + int(np.flatnonzero(units[-_STEP:])[-1])
+            position += len(units)
+            continue
         filled = np.flatnonzero(units)
         if len(filled):
             edges = np.concatenate(([last], filled + position))

@@ -2,29 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.target import Target
+from ckptfix.values.decode import encoding
+from ckptfix.values.roles import is_buffer
+from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.walk import Walk
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
 
 PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer_states", "opt")
 
 HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 
+COUNTERS = ("global_step", "step", "steps", "iteration", "iter", "num_steps", "num_updates")
+"""Names under which trainers save how many steps they made."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the optimizer did to one parameter.
+
+    ``second_moments`` are Adam's averages of the squared gradient, ``momentum`` the buffer of SGD. ``initial_lr`` is
+    what a scheduler started from.
+    """
+
+    lr: float
+    weight_decay: float
+    momentum_factor: float = 0.0
+    initial_lr: float | None = None
+    steps: int | None = None
+    second_moments: TensorSpec | None = None
+    momentum: TensorSpec | None = None
+
+    @property
+    def saw_no_gradient(self) -> bool | None:
+        """Whether the second moments are zero throughout; None for an optimizer that has none."""
+        return None if self.second_moments is None else tensor_statistics(self.second_moments).all_zero
+
+    def predicted_share(self, steps: int | None) -> float | None:
+        """Which share of its start a parameter without any gradient still has after so many steps; None if unknown.
+
+        A scheduler is taken to have lowered the rate evenly, so
+        that half of what it started from is the mean."""
+        if steps is None or self.weight_decay <= 0 or (self.second_moments is not None and not self.saw_no_gradient):
+            return None
+        is_scheduled = self.initial_lr is not None and self.initial_lr != self.lr
+        lr = (self.initial_lr or 0.0) / 2 if is_scheduled else self.lr
+        rate = lr * self.weight_decay
+        return _factor(rate, self.momentum_factor) ** steps if 0 < rate < 1 else None
+
 
 def strongest_decay(root: object) -> dict[str, float] | None:
     """``lr``, ``momentum`` and ``weight_decay`` of the parameter group with the most decay; None where no optimizer is
     there."""
-    groups = [_hyperparameters(group) for group in _param_groups(root)]
+    groups = [_hyperparameters(group) for optimizer in _optimizers(root) for group in _groups(optimizer)]
     return max(groups, key=lambda group: group.get("weight_decay", 0.0), default=None)
 
 
-def _param_groups(root: object) -> Iterator[Mapping[str, object]]:
+def counted_steps(root: object) -> int | None:
+    """How many steps the trainer says that it made; None where it does not."""
+    counts = [root.get(name) for name in COUNTERS] if isinstance(root, Mapping) else []
+    return max((count for count in counts if type(count) is int and count > 0), default=None)
+
+
+def was_stepped(root: object) -> bool:
+    """Whether the optimizer or the trainer says that training has begun."""
+    states = (optimizer.get("state") for optimizer in _optimizers(root))
+    return counted_steps(root) is not None or any(isinstance(state, Mapping) and state for state in states)
+
+
+def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Training]:
+    """What the file's optimizer says of each parameter, by key; empty where its numbers cannot be told to be of which.
+
+    An optimizer knows parameters by position: in the model's order, or those with and without decay apart. A match
+    counts only if the shape of every saved moment fits.
+    """
+    parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
+    flat = [key for key, spec in parameters.items() if len(spec.shape) < 2]
+    deep = [key for key in parameters if key not in set(flat)]
+    for optimizer in _optimizers(checkpoint.root):
+        state, groups = optimizer.get("state"), list(_groups(optimizer))
+        numbers = [number for group in groups for number in _numbers(group)]
+        if not isinstance(state, Mapping):
+            continue
+        for order in (list(parameters), deep + flat, flat + deep):
+            of_number = dict(zip(numbers, order, strict=False))
+            if len(numbers) == len(order) and _fits(of_number, state, parameters):
+                return {
+                    of_number[number]: _training(group, state.get(number))
+                    for group in groups
+                    for number in _numbers(group)
+                }
+    return {}
+
+
+def alignment(weight: TensorSpec, other: TensorSpec) -> float | None:
+    """The cosine between a tensor and its momentum, in blocks; None where they are not stored alike."""
+    import numpy as np
+
+    if not all(spec.storage is not None and encoding(spec.dtype) and spec.is_contiguous for spec in (weight, other)):
+        return None
+    if weight.dtype != other.dtype or weight.shape != other.shape or not weight.numel:
+        return None
+    scales = [tensor_statistics(spec).absmax or 1.0 for spec in (weight, other)]  # squares of what decayed vanish
+    sums = np.zeros(3)
+    for mine, theirs in zip(_numbers_of(weight), _numbers_of(other), strict=True):
+        mine, theirs = mine / scales[0], theirs / scales[1]
+        sums += mine @ theirs, mine @ mine, theirs @ theirs
+    return float(sums[0] / math.sqrt(sums[1] * sums[2])) if sums[1] * sums[2] > 0 else None
+
+
+def _numbers_of(spec: TensorSpec) -> Iterator[Array]:
+    import numpy as np
+
+    stored = encoding(spec.dtype)
+    assert stored is not None, f"{spec.dtype} holds no numbers"
+    for block in Walk(spec).blocks():
+        yield stored.decode(np.frombuffer(block, dtype=stored.unit)).astype(np.float64)
+
+
+def _factor(rate: float, momentum: float) -> float:
+    """What a step of SGD leaves of a weight that only decays, in the long run.
+
+    With momentum m and decay r that is the larger root of z² - (1 + m - r) z + m, about 1 - r / (1 - m)."""
+    middle = (1 + momentum - rate) / 2
+    below = middle**2 - momentum
+    return middle + math.sqrt(below) if below > 0 else math.sqrt(momentum)
+
+
+def _optimizers(root: object) -> Iterator[Mapping[str, object]]:
     if not isinstance(root, Mapping):
         return
     for place in PLACES:
         saved = root.get(place)
-        for optimizer in saved if isinstance(saved, list) else [saved]:
-            groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-            if isinstance(groups, list):
-                yield from (group for group in groups if isinstance(group, Mapping))
+        yield from (item for item in (saved if isinstance(saved, list) else [saved]) if isinstance(item, Mapping))
+
+
+def _groups(optimizer: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        yield from (group for group in groups if isinstance(group, Mapping))
+
+
+def _numbers(group: Mapping[str, object]) -> list[object]:
+    numbers = group.get("params")
+    return numbers if isinstance(numbers, list) else []
+
+
+def _fits(of_number: Mapping[object, str], state: Mapping[object, object], specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether the moments have the shapes of the parameters; one that fits nothing says that it is another order."""
+    shapes = {number: _moment_shapes(row) for number, row in state.items()}
+    known = any(shapes.values())
+    return known and all(
+        number in of_number and set(found) <= {specs[of_number[number]].shape} for number, found in shapes.items()
+    )
+
+
+def _moment_shapes(row: object) -> list[tuple[int, ...]]:
+    moments: Iterable[object] = row.values() if isinstance(row, Mapping) else ()
+    return [moment.shape for moment in moments if isinstance(moment, TensorSpec) and moment.shape]
+
+
+def _training(group: Mapping[str, object], row: object) -> Training:
+    row = row if isinstance(row, Mapping) else {}
+    second, momentum = row.get("exp_avg_sq"), row.get("momentum_buffer")
+    initial = group.get("initial_lr")
+    return Training(
+        lr=_number(group.get("lr")),
+        weight_decay=_number(group.get("weight_decay")),
+        momentum_factor=min(max(_number(group.get("momentum")), 0.0), 0.9999),
+        initial_lr=float(initial) if isinstance(initial, (int, float)) else None,
+        steps=_count(row.get("step")),
+        second_moments=second if isinstance(second, TensorSpec) and second.has_data else None,
+        momentum=momentum if isinstance(momentum, TensorSpec) and momentum.has_data else None,
+    )
+
+
+def _count(step: object) -> int | None:
+    """A step count, an int before torch 1.12 and a 0-d tensor since."""
+    if isinstance(step, TensorSpec) and step.numel == 1 and step.has_data:
+        return int(tensor_statistics(step).maximum)
+    return int(step) if isinstance(step, (int, float)) and math.isfinite(step) else None
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _hyperparameters(group: Mapping[str, object]) -> dict[str, float]:

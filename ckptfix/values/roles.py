@@ -6,6 +6,7 @@ a parameter.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.target import BUFFER, Target
 from ckptfix.values.scan import TensorStatistics
 
-_SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size)")
+_SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
 """In the names of buffers that stay from release to release, which is why ``ckptfix.buffers`` does not list them."""
 
 _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
@@ -23,11 +24,14 @@ _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention
 _RANGE = re.compile(r"(^|\.)(min_vals?|max_vals?|min_value|max_value|value)$")
 """Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric."""
 
-_EMBEDDING = re.compile(r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos)(_|\.|$)", re.IGNORECASE)
+_EMBEDDING = re.compile(
+    r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)", re.IGNORECASE
+)
 
 _ZERO_BY_DESIGN = re.compile(
     r"""(?<![a-z])(
-      lora_(embedding_)?b | lora_up | hada_w2               # adapters: arXiv:2106.09685, LyCORIS
+      \w*lora_(embedding_)?b | lora_up | hada_w2 | lokr_w\d      # adapters: arXiv:2106.09685, LyCORIS, peft
+    | b?oft_r | miss_block | \w*_lambda
     | zero_(conv|proj|linear|module)s? | controlnet\w* | input_hint_block | middle_block_out   # arXiv:2302.05543
     | conv_out | proj_out | out_layers | out(?=\.\d)        # zero_module in the UNet of guided-diffusion
     | ada_?ln\w* | adaptive\w* | \w*modulation | norm_out | final_layer | norm\d*(?=\.linear)  # arXiv 2212.09748
@@ -41,6 +45,9 @@ _ZERO_BY_DESIGN = re.compile(
 )
 """Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first."""
 
+
+_HEAD = re.compile(r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])", re.IGNORECASE)
+"""The last layer of a classifier, which some models start at zero or at a thousandth of the others."""
 
 _SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")
 """The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use."""
@@ -76,6 +83,11 @@ def is_zero_by_design(key: str) -> bool:
     return bool(_ZERO_BY_DESIGN.search(key))
 
 
+def is_head(key: str) -> bool:
+    """Whether the name is that of a last layer."""
+    return bool(_HEAD.search(key))
+
+
 def is_scale_free(key: str) -> bool:
     """Whether the layer divides this matrix by its norm, so that its scale means nothing."""
     return bool(_SCALE_FREE.search(key))
@@ -88,11 +100,21 @@ def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
     return floating and not is_vector and not is_buffer(key, spec, target)
 
 
+def is_embedding(key: str) -> bool:
+    """Whether the name is that of an embedding, a codebook, or learned positions."""
+    return bool(_EMBEDDING.search(key))
+
+
+def usual_rms(spec: TensorSpec) -> float:
+    """The RMS of a matrix or kernel after torch's default initialisation: uniform within 1/sqrt(fan_in)."""
+    return 1 / math.sqrt(3 * math.prod(spec.shape[1:]))
+
+
 def kind(key: str, spec: TensorSpec) -> str:
     """The family whose magnitudes can be compared: ``convolution``, ``embedding`` or ``linear``."""
     if len(spec.shape) > 2:
         return "convolution"
-    return "embedding" if _EMBEDDING.search(key) else "linear"
+    return "embedding" if is_embedding(key) else "linear"
 
 
 @dataclass(frozen=True)

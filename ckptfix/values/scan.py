@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.values.decode import Encoding
+from ckptfix.values.narrowing import Narrowing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -32,7 +33,8 @@ class TensorStatistics:
 
     ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to
     ``rms`` are over the finite numbers, and 0.0 where there are none. ``first_nonfinite`` is the flat row-major index
-    of the first element that is NaN or infinite; None where there is none, and for sparse tensors.
+    of the first element that is NaN or infinite; None where there is none, and for sparse tensors. ``overflowing`` and
+    ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
     """
 
     numel: int
@@ -47,6 +49,8 @@ class TensorStatistics:
     mean: float = 0.0
     rms: float = 0.0
     first_nonfinite: int | None = None
+    overflowing: int = 0
+    vanishing: int = 0
 
     @property
     def nonfinite(self) -> int:
@@ -58,17 +62,40 @@ class TensorStatistics:
         """Whether there are numbers, and each is zero."""
         return 0 < self.numel == self.zeros
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether there are two numbers or more, all finite and of one value."""
+        return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum
+
+
+def magnitudes(values: Array) -> Array:
+    """The bits of float32 or float64 without the sign, doubled: integers that are ordered as the magnitudes are.
+
+    No mode of the processor that flushes subnormals touches them."""
+    import numpy as np
+
+    bits = np.uint32 if values.dtype.itemsize == 4 else np.uint64
+    doubled: Array = values.view(bits) << bits(1)
+    return doubled
+
 
 class Scanner:
     """Gathers the statistics of one tensor from its bytes.
 
     ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
-    where that is the order in which the elements are fed.
+    where that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
     """
 
-    def __init__(self, encoding: Encoding, order: Callable[[Array], Array] | None = None) -> None:
+    def __init__(
+        self,
+        encoding: Encoding,
+        order: Callable[[Array], Array] | None = None,
+        narrowing: Narrowing | None = None,
+    ) -> None:
         self._encoding = encoding
         self._order = order
+        self._narrowing = narrowing
+        self._overflowing = self._vanishing = 0
         self._seen = self._finite = 0
         self._nan = self._pos_inf = self._neg_inf = self._zeros = self._subnormals = 0
         self._minimum, self._maximum = math.inf, -math.inf
@@ -108,24 +135,31 @@ class Scanner:
             mean=self._mean,
             rms=self._rms,
             first_nonfinite=self._first,
+            overflowing=self._overflowing,
+            vanishing=self._vanishing,
         )
 
     def _take(self, values: Array) -> None:
-        """One block of float32 or float64. Magnitudes are compared as integers, which no flush-to-zero mode touches."""
+        """One block of float32 or float64."""
         import numpy as np
 
-        bits = np.uint32 if values.dtype.itemsize == 4 else np.uint64
-        magnitude = values.view(bits) << bits(1)  # without the sign, doubled; ordered as the magnitudes are
+        magnitude = magnitudes(values)
+        smallest, largest = magnitude.min(), magnitude.max()
         infinity, normal = (
-            np.asarray(bound, values.dtype).view(bits) << bits(1)
-            for bound in (math.inf, self._encoding.smallest_normal)
+            magnitudes(np.asarray(bound, values.dtype)) for bound in (math.inf, self._encoding.smallest_normal)
         )
-        if magnitude.min() <= normal:
+        if smallest <= normal:
             zeros = len(values) - int(np.count_nonzero(magnitude))
             self._zeros += zeros
             self._subnormals += int(np.count_nonzero(magnitude < normal)) - zeros if normal else 0
+        if self._narrowing is not None:
+            vanishes, overflows = (magnitudes(np.asarray(bound, values.dtype)) for bound in self._narrowing.bounds)
+            if smallest <= vanishes:
+                self._vanishing += int(np.count_nonzero(magnitude <= vanishes) - np.count_nonzero(magnitude == 0))
+            if largest > overflows:
+                self._overflowing += int(np.count_nonzero((magnitude > overflows) & (magnitude < infinity)))
         finite = values
-        if magnitude.max() >= infinity:
+        if largest >= infinity:
             self._count_nonfinite(values, magnitude, infinity)
             finite = values[magnitude < infinity]
         self._seen += len(values)

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
+from ckptfix.progress import Task
 from ckptfix.values.decode import encoding
 from ckptfix.values.integrity import Integrity
+from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.scan import Scanner, TensorStatistics
 from ckptfix.values.walk import Walk
 
@@ -19,28 +21,37 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are
     those of the stored bytes: a lazy conjugation or negation is not applied, and a quantised tensor counts by its
-    integers. Access raises ``UnreadableError`` where the bytes are not in the file.
+    integers. Access raises ``UnreadableError`` where the bytes are not in the file. ``narrowing`` is the cast that was
+    asked for, whose losses are counted in the same pass.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, narrowing: Narrowing | None = None) -> None:
+        self._narrowing = narrowing
         self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
+        self._of_key: dict[str, TensorStatistics] = {}
         # The spec is kept beside its figures because a view is known by the identity of its storage.
         self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
+        self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
         self.integrity = Integrity()
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
         """The statistics of an edited view of the checkpoint. What both share is not computed again."""
-        other = Statistics(checkpoint)
+        other = Statistics(checkpoint, self._narrowing)
         other._of_view = self._of_view
+        other._task = self._task
         other.integrity = self.integrity
         return other
 
     def __getitem__(self, key: str) -> TensorStatistics:
+        if key in self._of_key:
+            return self._of_key[key]
         spec = self._specs[key]
         view = (spec.view, spec.layout, *(part.view for part in spec.parts.values()))
         if view not in self._of_view:
-            self._of_view[view] = (spec, tensor_statistics(spec))
-        return self._of_view[view][1]
+            self._of_view[view] = (spec, tensor_statistics(spec, self._narrowing))
+            self._task.advance(spec.nbytes)
+        self._of_key[key] = self._of_view[view][1]
+        return self._of_key[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs
@@ -64,27 +75,28 @@ def _values(spec: TensorSpec) -> TensorSpec | None:
     return spec.parts.get("values") if spec.parts else spec if spec.has_data else None
 
 
-def tensor_statistics(spec: TensorSpec) -> TensorStatistics:
+def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> TensorStatistics:
     """The statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
 
     Raises ``UnreadableError`` where the bytes are not in the file.
     """
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
-    figures = _strided(values)
+    figures = _strided(values, narrowing)
     if values is spec:
         return figures
     numbers = spec.numel * (2 if DTYPES[values.dtype].is_complex else 1)
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
 
 
-def _strided(spec: TensorSpec) -> TensorStatistics:
+def _strided(spec: TensorSpec, narrowing: Narrowing | None) -> TensorStatistics:
     stored = encoding(spec.dtype)
     assert stored is not None, f"{spec.dtype} holds no numbers"
     if spec.numel == 0:
         return TensorStatistics(0)
     walk = Walk(spec)
-    scanner = Scanner(stored, None if walk.is_row_major else walk.logical_order)
+    order = None if walk.is_row_major else walk.logical_order
+    scanner = Scanner(stored, order, narrowing if DTYPES[spec.dtype].is_float else None)
     for block in walk.blocks():
         scanner.feed(block)
     figures = scanner.result()
@@ -97,6 +109,8 @@ def _strided(spec: TensorSpec) -> TensorStatistics:
         neg_inf=figures.neg_inf * times,
         zeros=figures.zeros * times,
         subnormals=figures.subnormals * times,
+        overflowing=figures.overflowing * times,
+        vanishing=figures.vanishing * times,
         first_nonfinite=None if first is None else walk.flat_index(first),
     )
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.checkpoint import TensorSpec, contiguous_strides
+from ckptfix.formats.sources import stream
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -69,7 +70,7 @@ class Walk:
         return self.memory_axes == self.axes
 
     def blocks(self) -> Iterator[memoryview]:
-        """The bytes of the distinct elements, in memory order, in blocks of bounded size.
+        """The bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the next.
 
         Raises ``UnreadableError`` where the bytes are not in the file.
         """
@@ -80,10 +81,11 @@ class Walk:
         dims_in_memory = self._merged()
         overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view is larger than what is read for it
         for offset, dims in _pieces(self.spec.offset, dims_in_memory, max(CHUNK // itemsize // overlap, 1)):
-            block = storage.source.read(offset * itemsize, (offset + _span(dims)) * itemsize)
+            start, stop = offset * itemsize, (offset + _span(dims)) * itemsize
             if dims in ((), ((_span(dims), 1),)):
-                yield block
+                yield from stream(storage.source, start, stop)
             else:
+                block = storage.source.read(start, stop)
                 view = np.lib.stride_tricks.as_strided(
                     np.frombuffer(block, dtype=np.dtype((np.void, itemsize))),
                     [size for size, _ in dims],

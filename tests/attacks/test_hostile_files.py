@@ -4,6 +4,7 @@ memory, with nothing run and nothing written."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 import ckptfix
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError
+from ckptfix.finding import Level
 from tests.attacks.crafted import (
     PROTO,
     STORAGE,
@@ -358,6 +360,15 @@ def _doubled() -> bytes:
     return buffer.getvalue()
 
 
+def _packed_by(method: int) -> bytes:
+    """A good zip file whose headers and directory name another method of packing."""
+    content = bytearray(torch_zip(state_dict()))
+    for signature, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        for found in re.finditer(re.escape(signature), bytes(content)):
+            content[found.start() + place : found.start() + place + 2] = struct.pack("<H", method)
+    return bytes(content)
+
+
 def _bomb(nbytes: int, declared: int) -> bytes:
     """A deflated data.pkl whose directory entry declares another size."""
     content = torch_zip(state_dict(x=b"X" + struct.pack("<I", nbytes) + b"a" * nbytes), method=zipfile.ZIP_DEFLATED)
@@ -438,7 +449,7 @@ REFUSED_ZIPS: dict[str, Crafted] = {
     ),
     "a bomb that says so": lambda: _bomb(1 << 10, 0xFFFFFFF0),
     "a bomb that says little": lambda: _bomb(1 << 20, 100),
-    "a method of packing that is none": lambda: torch_zip(state_dict(), method=zipfile.ZIP_LZMA),
+    "a method of packing that is none": lambda: _packed_by(77),
     "no data.pkl": lambda: torch_zip(state_dict()).replace(b"data.pkl", b"data.txt"),
     "a storage shorter than its tensor": lambda: torch_zip(state_dict(), {"data/0": STORAGE[:-1]}),
     "a thousand storages at one place": lambda: _overlapping(1000, zipfile.ZIP_STORED),
@@ -664,11 +675,79 @@ def test_a_payload_is_named_and_never_run(payload, where, place):
     assert [entry.name for entry in place.iterdir()] == ["payload.pth"]
 
 
+SYSTEM = call("os.system", text("touch PWNED"))
+STOP = b"."
+
+UNREADABLE = {
+    "no weights": lambda: PROTO + SYSTEM + STOP,
+    "a persistent id": lambda: torch_zip(PROTO + b"}(" + text("w") + tensor() + text("x") + SYSTEM + b"Qu."),
+    "the class of a storage": lambda: torch_zip(PROTO + call("torch.FloatStorage", SYSTEM) + b"Q."),
+    "a tensor of the result": lambda: torch_zip(PROTO + call("torch._utils._rebuild_tensor", SYSTEM, b"K\0))") + STOP),
+    "an end that is cut off": lambda: torch_zip(PROTO + b"}(" + text("x") + SYSTEM),
+    "a byte that is no opcode": lambda: torch_zip(PROTO + SYSTEM + b"\xff."),
+    "behind other bytes": lambda: b"HTTP/1.1 200 OK\r\n\r\n" + torch_zip(PROTO + SYSTEM + STOP),
+    "the magic number": lambda: PROTO + SYSTEM + b"0" + PROTO + SYSTEM + STOP,
+    "the list of storages": lambda: legacy(state_dict(), keys=SYSTEM + b"0](e"),
+}
+
+
+@pytest.mark.parametrize("build", [pytest.param(build, id=case) for case, build in UNREADABLE.items()])
+def test_a_payload_is_named_where_the_file_cannot_be_read(build, place):
+    path = place / "payload.pth"
+    path.write_bytes(build())
+    for salvage in (False, True):
+        with pytest.raises(HostileError, match=r"built to run code.*os\.system \(FIL901\).*do not load it"):
+            ckptfix.open_checkpoint(path, salvage=salvage)
+    assert outcome(path) == REFUSED
+    assert [entry.name for entry in place.iterdir()] == ["payload.pth"]
+
+
+def test_a_payload_is_named_where_a_folder_cannot_be_read(place):
+    for name_, content in {".metadata": PROTO + SYSTEM + STOP, "__0_0.distcp": b"0"}.items():
+        (place / name_).write_bytes(content)
+    with pytest.raises(HostileError, match=r"os\.system"):
+        ckptfix.open_checkpoint(place)
+
+
+def test_an_object_in_the_place_of_hooks_is_said_and_not_written(place):
+    hooked = tensor(hooks=b"\x89" + call("mylib.make", text("x")))
+    path = place / "hooks.pth"
+    path.write_bytes(torch_zip(PROTO + b"}(" + text("w") + hooked + b"u."))
+    (finding,) = ckptfix.check(path).findings
+    assert finding.code == "FIL102"
+    assert "mylib.make" in finding.message
+    assert ckptfix.repair(path, output=place / "out.pth").report.exit_code == 0
+    assert ckptfix.check(place / "out.pth").findings == ()
+
+
+@pytest.mark.parametrize("hidden", ["behind its end", "under a name in capitals"])
+def test_a_pickle_that_nobody_reads_is_noticed(hidden, place):
+    behind = PROTO + SYSTEM + STOP
+    path = place / "hidden.pth"
+    in_capitals = hidden == "under a name in capitals"
+    members = {"data/0": STORAGE, **({"DATA.PKL": behind} if in_capitals else {})}
+    path.write_bytes(torch_zip(state_dict() + (b"" if in_capitals else behind), members))
+    (finding,) = ckptfix.check(path).findings
+    assert (finding.code, finding.level) == ("FIL901", Level.WARNING)
+    path.write_bytes(torch_zip(state_dict() + bytes(64)))
+    assert ckptfix.check(path).findings == ()
+
+
 def _zipped(build: Crafted) -> bytes:
     return torch_zip(build())
 
 
 EXHAUSTING: dict[str, Crafted] = {
+    "two million empty lists": lambda: torch_zip(around(x=b"](" + b"]" * 2_000_000 + b"e")),
+    "a million objects of three bytes each": lambda: torch_zip(
+        around(x=name("models.A") + b"q\x050](" + b"h\x05)\x81" * 1_000_000 + b"e")
+    ),
+    "calls of what calls gave": lambda: torch_zip(around(x=name("models.A") + b")R" * 1_000_000)),
+    "a value doubled five million times": lambda: torch_zip(around(x=b"N" + b"2" * 5_000_000)),
+    "sixty million opcodes in sixty thousand bytes": lambda: torch_zip(
+        PROTO + b"N0" * 30_000_000, method=zipfile.ZIP_DEFLATED
+    ),
+    "a header of a million empty objects": lambda: safetensors(b'{"a":[' + b"{}," * 1_000_000 + b"0]}"),
     "five million sets": lambda: torch_zip(around(x=b"](" + b"\x8f" * 5_000_000 + b"e")),
     "five million marks": lambda: torch_zip(PROTO + b"(" * 5_000_000),
     "twenty million sets in twenty thousand bytes": lambda: torch_zip(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import random
+import tarfile
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckptfix
 from ckptfix.errors import CkptfixError
@@ -16,7 +26,12 @@ from tests.attacks.outcomes import bounded
 CASES = 500
 """Mutations in each of the four shares. ``campaign`` with another seed and more rounds runs longer."""
 
+ROUNDS = 30
+"""Mutations of each archive and folder."""
+
 LARGEST = 60_000
+STATE_DICT = {f"layer{number}.weight": torch.arange(24.0).reshape(4, 6) + number for number in range(4)}
+SAYING = ("data.pkl", ".metadata", "model.bin.index.json", "model.safetensors.index.json")
 OPCODES = b"(.01234FIJKLMNPQRSTUVX]abcdeghijlopqrstu}" + bytes(
     (*range(0x80, 0x83), *range(0x85, 0x8D), *range(0x8E, 0x97))
 )
@@ -114,6 +129,87 @@ def test_damage_ends_in_a_checkpoint_or_a_typed_error(share, corpus, tmp_path, m
     assert len(chosen) > 10
     campaign(chosen, -(-CASES // len(chosen)), share, tmp_path)
     assert not list(tmp_path.glob("PWNED*"))
+
+
+WRAPPED = ("gz", "bz2", "xz", "tar", "tar.gz", "zip")
+
+
+def wrapped(place: Path) -> list[Path]:
+    """A checkpoint in each kind of archive and compressed file."""
+    inner = place / "inner.pth"
+    torch.save(STATE_DICT, inner)
+    data = inner.read_bytes()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(inner, "folder/inner.pth")
+    contents = {
+        "gz": gzip.compress(data),
+        "bz2": bz2.compress(data),
+        "xz": lzma.compress(data),
+        "tar": archive.getvalue(),
+        "tar.gz": gzip.compress(archive.getvalue()),
+    }
+    for suffix, content in contents.items():
+        (place / f"wrapped.{suffix}").write_bytes(content)
+    with zipfile.ZipFile(place / "wrapped.zip", "w", zipfile.ZIP_DEFLATED) as outer:
+        outer.write(inner, "folder/inner.pth")
+    return [place / f"wrapped.{suffix}" for suffix in WRAPPED]
+
+
+def folders(place: Path) -> list[Path]:
+    """A checkpoint in each form that is a folder."""
+    inner = place / "inner.pth"
+    torch.save(STATE_DICT, inner)
+    exploded, dcp = place / "exploded", place / "dcp"
+    with zipfile.ZipFile(inner) as archive:
+        archive.extractall(exploded)
+    made = [exploded]
+    for name, suffix in (("sharded", "bin"), ("safetensors shards", "safetensors")):
+        folder = place / name
+        folder.mkdir()
+        weight_map = {}
+        for number, (key, tensor) in enumerate(STATE_DICT.items()):
+            file = f"model-{number}.{suffix}"
+            weight_map[key] = file
+            if suffix == "bin":
+                torch.save({key: tensor}, folder / file)
+            else:
+                save_file({key: tensor}, folder / file)
+        (folder / f"model.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        made.append(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        save_distributed(STATE_DICT, checkpoint_id=dcp, no_dist=True)
+    return [*made, dcp]
+
+
+def folder_campaign(folder: Path, rounds: int, seed: int) -> int:
+    """How many times a file of a folder was damaged, and put right again."""
+    parts = sorted(path for path in folder.rglob("*") if path.is_file())
+    for number in range(rounds):
+        rng = random.Random(f"{folder.name} {seed} {number}")
+        # The small file that says what the others are is the one to attack.
+        part = rng.choice([*parts, *(path for path in parts if path.name in SAYING)])
+        content = part.read_bytes()
+        part.write_bytes(mutated(content, rng))
+        try:
+            survive(folder, rng)
+        except BaseException as error:
+            raise AssertionError(f"{part} seed {seed} round {number}") from error
+        part.write_bytes(content)
+    return rounds
+
+
+def test_damage_of_a_wrapper_ends_in_a_checkpoint_or_a_typed_error(tmp_path):
+    made = wrapped(tmp_path)
+    assert all(len(ckptfix.open_checkpoint(path).specs) == len(STATE_DICT) for path in made)
+    campaign(made, ROUNDS, 0, tmp_path)
+
+
+def test_damage_in_a_folder_ends_in_a_checkpoint_or_a_typed_error(tmp_path):
+    for folder in folders(tmp_path):
+        assert len(ckptfix.open_checkpoint(folder).specs) == len(STATE_DICT)
+        folder_campaign(folder, ROUNDS, 0)
 
 
 def campaign(chosen: list[Path], rounds: int, seed: int, place: Path) -> int:

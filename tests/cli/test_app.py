@@ -22,7 +22,9 @@ def test_the_version_is_that_of_the_package():
     assert re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) == [__version__]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["check", "-h"], ["repair", "-h"], ["inspect", "-h"], ["rule", "-h"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["check", "-h"], ["repair", "-h"], ["inspect", "-h"], ["rule", "-h"], ["explain", "-h"]]
+)
 def test_help(tmp_path, words):
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 0
@@ -78,7 +80,10 @@ def test_a_closed_pipe_is_quiet(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
-def test_ctrl_c_is_quiet(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
+)
+def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time, sys\n\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )
@@ -93,7 +98,8 @@ def test_ctrl_c_is_quiet(tmp_path):
     assert program.stdout is not None
     assert program.stderr is not None
     assert program.stderr.readline() == b"ready\n"  # what a factory prints goes to stderr
-    program.send_signal(signal.SIGINT)
-    assert program.stderr.read() == b""
+    program.send_signal(number)
+    line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
+    assert program.stderr.read().decode() == line
     assert program.stdout.read() == b""
-    assert program.wait(60) == 130
+    assert program.wait(60) == 128 + number

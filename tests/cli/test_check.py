@@ -1,7 +1,9 @@
 import json
 
 import pytest
+import torch
 
+from tests.checks import bytes_of
 from tests.cli.programs import run
 
 
@@ -96,3 +98,19 @@ def test_the_advice_is_a_command_that_works(folder):
     advice = run("check", "wrapped.pth", "--model", "zoo:tiny", cwd=folder).stdout.splitlines()[-1]
     assert advice.startswith("  run: ckptfix ")
     assert run(*advice.split()[2:], cwd=folder).returncode == 0
+
+
+@pytest.mark.parametrize("more", [["--salvage"], ["--model", "zoo:rotary"]])
+def test_damage_is_a_finding_and_no_warning_of_python(folder, more):
+    """A buffer that the model has too is looked at, and its storage fails its checksum."""
+    inv_freq = torch.arange(1.0, 9.0)
+    torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "inv_freq": inv_freq}, folder / "rot.pth")
+    data = bytearray((folder / "rot.pth").read_bytes())
+    data[data.index(bytes_of(inv_freq)) + 3] ^= 0x40
+    (folder / "rot.pth").write_bytes(data)
+    with (folder / "zoo.py").open("a") as zoo:
+        zoo.write("\n\ndef rotary():\n    made = tiny()\n")
+        zoo.write("    made.register_buffer('inv_freq', torch.arange(1.0, 9.0), persistent=False)\n    return made\n")
+    done = run("check", "rot.pth", *more, cwd=folder)
+    assert done.stderr == ""
+    assert "FIL201" in done.stdout

@@ -8,7 +8,7 @@ from ckptfix.settings import Settings, SmokeSettings
 
 def chosen(given, configured):
     """What ``choose`` makes of a command with every option."""
-    names = ("model", "model_args", "like", "select", "seed", "unsafe_fixes", "quiet", "verbose", "weights")
+    names = ("model", "model_args", "like", "select", "seed", "unsafe_fixes", "quiet", "verbose", "weights", "compare")
     return choose({**dict.fromkeys(names), **given}, Configuration(configured))
 
 
@@ -30,6 +30,9 @@ def chosen(given, configured):
             id="arguments for the same target",
         ),
         pytest.param({"verbose": True}, {"quiet": True}, {"verbose": True}, id="loud against quiet"),
+        pytest.param({}, {"compare": "a.pth"}, {}, id="a comparison is for commands with a model"),
+        pytest.param({"compare": "a.pth"}, {}, {"compare": "a.pth"}, id="unless it was asked for"),
+        pytest.param({"model": "m:f"}, {"compare": "a.pth"}, {"model": "m:f", "compare": "a.pth"}, id="with a model"),
     ],
 )
 def test_the_command_line_wins(given, configured, expected):
@@ -53,12 +56,20 @@ def test_every_choice_reaches_its_setting():
             "for_torch": "0.4.0",
             "fill": "target",
             "drop_mismatched": True,
+            "replace": ["VAL101,layer4.*", "fc.weight"],
+            "reset_running_stats": True,
+            "zero_non_finite": True,
+            "flush_subnormals": True,
+            "dtype": "fp16",
             "seed": 7,
             "format": "safetensors",
             "smoke": False,
             "input": ["2x3", "mask=2x3:int:0:2"],
             "device": "cpu",
             "timeout": 10.0,
+            "train_mode": True,
+            "backward": True,
+            "compare": "source",
             "output_format": "json",
         }
     )
@@ -71,12 +82,17 @@ def test_every_choice_reaches_its_setting():
         unsafe_fixes=True,
         fill="target",
         drop_mismatched=True,
+        replace=("VAL101", "layer4.*", "fc.weight"),
+        reset_running_stats=True,
+        zero_non_finite=True,
+        flush_subnormals=True,
+        dtype="fp16",
         for_torch="0.4.0",
         values=False,
         seed=7,
         format="safetensors",
         smoke=False,
-        smoke_settings=SmokeSettings(("2x3", "mask=2x3:int:0:2"), "cpu", 10.0, 7),
+        smoke_settings=SmokeSettings(("2x3", "mask=2x3:int:0:2"), "cpu", 10.0, 7, True, True, "source"),
     )
 
 
@@ -104,10 +120,13 @@ def test_the_command_of_the_advice_repeats_what_was_given():
         "no_values": False,
         "unsafe_fixes": True,
         "smoke": False,
+        "backward": True,
+        "compare": "b.pth",
         "seed": 7,
         "output_format": "json",
     }
     assert repair_command("a.pth", choices) == (
-        *("ckptfix", "repair", "a.pth", "--model", "m:f", "--model-args", '{"depth": 18}', "--seed", "7"),
-        *("--input", "2x3", "--input", "4x5", "--unsafe-fixes", "--no-smoke"),
+        *("ckptfix", "repair", "a.pth", "--model", "m:f", "--model-args", '{"depth": 18}'),
+        *("--compare", "b.pth", "--seed", "7"),
+        *("--input", "2x3", "--input", "4x5", "--unsafe-fixes", "--backward", "--no-smoke"),
     )

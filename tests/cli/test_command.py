@@ -10,6 +10,7 @@ from tests.cli.programs import run
         ("repair", "repair [OPTIONS] PATH"),
         ("inspect", "inspect [OPTIONS] PATH"),
         ("rule", "rule [OPTIONS] [CODE]"),
+        ("explain", "explain [OPTIONS] [TEXT]..."),
     ],
 )
 def test_the_usage_line_has_no_braces(command, usage, tmp_path):

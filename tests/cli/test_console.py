@@ -4,8 +4,9 @@ import sys
 import pytest
 import typer
 
-from ckptfix.cli.console import Console
+from ckptfix.cli.console import Console, Stopped
 from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
+from ckptfix.progress import tell_slower
 
 
 class Terminal(io.StringIO):
@@ -84,13 +85,39 @@ def test_our_bug_has_a_traceback_with_verbose(capsys):
     assert err.startswith("Traceback (most recent call last)")
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
-def test_a_signal_ends_it_without_a_word(error, code, capsys, monkeypatch):
-    monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda: None)
+@pytest.mark.parametrize(
+    ("error", "code", "name"),
+    [(KeyboardInterrupt(), 130, "Interrupt"), (Stopped(15), 143, "Terminated"), (Stopped(1), 129, "Hangup")],
+)
+def test_a_signal_ends_it_with_one_line(error, code, name, capsys):
     with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
         raise error
     assert end.value.exit_code == code
+    line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
+    monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda: None)
+    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+        raise BrokenPipeError
+    assert end.value.exit_code == 141
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        pytest.param({}, "", id="not unless asked"),
+        pytest.param({"verbose": True}, "ckptfix: slower than a plain copy: 2.5 GB cast to another dtype\n", id="-v"),
+    ],
+)
+def test_what_took_a_slower_way(settings, line, capsys):
+    with Console(**settings).watching():
+        for _ in range(5):
+            tell_slower("cast to another dtype", 500_000_000)
+        tell_slower("compressed in the source", 0)
+    assert capsys.readouterr() == ("", line)
 
 
 def test_guarding_ends_with_two(capsys):

@@ -56,8 +56,10 @@ def test_a_saved_plan_is_applied(folder):
 
 
 def test_forward_test_and_coverage(folder):
-    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", "--device", "cpu", "--input", "4x3", cwd=folder)
+    words = ("--device", "cpu", "--input", "4x3", "--compare", "source")
+    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", *words, cwd=folder)
     assert done.returncode == 0
+    assert "  outputs against wrapped.pth after safe repairs: bit-equal\n" in done.stdout
     assert "coverage: 100 % of 8 parameters (by number of elements) came from the file; buffers none\n" in done.stdout
     assert "forward test: passed on cpu" in done.stdout
     assert "float32[4, 3] → float32[4, 2]" in done.stdout
@@ -139,6 +141,10 @@ def test_a_plan_replaces_an_older_plan(folder):
         pytest.param(["--timeout", "nan", "--model", "zoo:tiny"], id="no number"),
         pytest.param(["--input", "2x3"], id="an input without a model"),
         pytest.param(["--device", "cpu"], id="a device without a model"),
+        pytest.param(["--compare", "good.pth"], id="a comparison without a model"),
+        pytest.param(["--compare", "absent.pth", "--model", "zoo:broken"], id="a comparison with what is not there"),
+        pytest.param(["--compare", "source", "--model", "zoo:tiny", "--no-smoke"], id="a comparison without a test"),
+        pytest.param(["-o", "link.pth", "--compare", "good.pth", "--model", "zoo:tiny"], id="the output is compared"),
         pytest.param(["--smoke"], id="a forward test without a model"),
         pytest.param(["--fill", "target"], id="a fill without a target"),
     ],

@@ -1,8 +1,11 @@
-"""A damaged storage never goes into a file that would make it look sound."""
+"""A damaged storage is never given out as sound, and never goes into a file that would make it look so."""
 
 from __future__ import annotations
 
 import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,11 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.errors import WriteError
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
+from ckptfix.errors import DamageWarning, UnreadableError, WriteError
+from ckptfix.formats.checksums import is_sound
+from ckptfix.tensors import cast_spec
+from tests.checks import assert_same, bytes_of
 
 STATE: dict[str, torch.Tensor] = {"weight": torch.arange(64.0), "view": torch.arange(100.0)[:10]}
 
@@ -72,3 +79,116 @@ def test_nothing_is_written_while_damage_remains(form, tmp_path):
     assert "nothing is written while a storage fails its checksum; --salvage leaves its tensors out" in report.remarks
     ckptfix.repair(source, output=tmp_path / "out", format=form, salvage=True)
     assert ckptfix.open_checkpoint(tmp_path / "out").keys() == ["view"]
+
+
+class CountedBytes:
+    """A source that counts what is read of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.nbytes, self.count = data, len(data), 0
+
+    def read(self, start: int, stop: int) -> memoryview:
+        self.count += stop - start
+        return memoryview(self.data)[start:stop]
+
+
+def counted(tensor: torch.Tensor, crc32: int | None, parts: int) -> tuple[Checkpoint, CountedBytes]:
+    """A checkpoint whose tensors are equal parts of one storage."""
+    source = CountedBytes(bytes_of(tensor))
+    size = tensor.numel() // parts
+    spec = TensorSpec("float32", (size,), (1,), Storage("0", source, crc32=crc32))
+    return Checkpoint("model.pth", "torch-zip", {f"t{n}": replace(spec, offset=n * size) for n in range(parts)}), source
+
+
+def crc_of(tensor: torch.Tensor) -> int:
+    return zlib.crc32(bytes_of(tensor))
+
+
+WHOLE = torch.arange(600.0)
+
+
+@pytest.mark.parametrize("crc32", [None, crc_of(WHOLE)], ids=["without checksum", "with its checksum"])
+def test_a_storage_is_read_once(crc32: int | None) -> None:
+    checkpoint, source = counted(WHOLE, crc32, 1)
+    assert torch.equal(checkpoint.read("t0"), WHOLE)
+    assert source.count == source.nbytes
+
+
+def test_a_view_costs_one_pass_over_its_storage_and_the_next_ones_nothing_more() -> None:
+    checkpoint, source = counted(WHOLE, crc_of(WHOLE), 6)
+    for number in range(6):
+        assert torch.equal(checkpoint.read(f"t{number}"), WHOLE[100 * number : 100 * number + 100])
+    assert source.count == 2 * source.nbytes
+
+
+def test_a_view_of_a_storage_without_checksum_costs_its_own_bytes() -> None:
+    checkpoint, source = counted(WHOLE, None, 6)
+    checkpoint.read("t3")
+    assert source.count == source.nbytes // 6
+
+
+@pytest.mark.parametrize("parts", [1, 6])
+def test_no_read_gives_damaged_values_in_silence(parts: int) -> None:
+    for _ in range(2):
+        checkpoint, _ = counted(WHOLE, crc_of(WHOLE) ^ 1, parts)
+        with pytest.raises(UnreadableError, match=r"the storage of t0.* fails its checksum"):
+            checkpoint.state_dict()
+        with pytest.warns(DamageWarning, match=r"the storage of t0.* fails its checksum"):
+            checkpoint.read("t0")
+
+
+def test_what_is_made_of_a_damaged_storage_is_damaged() -> None:
+    sound, damaged = (counted(WHOLE, crc_of(WHOLE) ^ wrong, 1)[0].specs["t0"] for wrong in (0, 1))
+    for spec, expected in ((sound, True), (damaged, False)):
+        storage = cast_spec(spec, "float16", "model.pth").storage
+        assert storage is not None
+        assert is_sound(storage) is expected
+
+
+def scripted(folder: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    module = torch.jit.script(torch.nn.Linear(30, 20))
+    module.save(str(folder / "model.pt"))
+    yield folder / "model.pt", module.weight
+
+
+def plain(folder: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    torch.save(torch.nn.Linear(30, 20).state_dict(), folder / "model.pt")
+    yield folder / "model.pt", torch.load(folder / "model.pt")["weight"]
+
+
+def big_endian(folder: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    swapped = torch.nn.Linear(30, 20).weight.detach().view(torch.uint8).reshape(-1, 4).flip(1).reshape(20, 120)
+    torch.save({"weight": swapped.clone().view(torch.float32)}, folder / "little.pt")
+    with zipfile.ZipFile(folder / "model.pt", "w") as archive:
+        for info in (little := zipfile.ZipFile(folder / "little.pt")).infolist():
+            archive.writestr(info.filename, b"big" if info.filename.endswith("byteorder") else little.read(info))
+    yield folder / "model.pt", swapped
+
+
+@pytest.mark.parametrize("made", [plain, scripted, big_endian])
+def test_no_form_of_zip_file_is_loaded_with_a_flipped_bit(made: Any, tmp_path: Path) -> None:
+    ((path, stored),) = made(tmp_path)
+    assert ckptfix.open_checkpoint(path).read("weight").shape == (20, 30)
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes_of(stored)) + 2] ^= 4
+    path.write_bytes(data)
+    with pytest.warns(DamageWarning, match="the storage of weight fails its checksum"):
+        ckptfix.open_checkpoint(path).read("weight")
+    report = ckptfix.check(path)
+    assert [finding.keys for finding in report.findings if finding.code == "FIL201"] == [("weight",)]
+    with pytest.raises(WriteError, match="the storage of weight fails its checksum"):
+        ckptfix.repair(path, output=tmp_path / "out.safetensors", values=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"values": False}], ids=["values read", "values not read"])
+def test_load_puts_no_damaged_value_into_a_model(settings: Any, tmp_path: Path) -> None:
+    ((path, weight),) = plain(tmp_path)
+    ckptfix.load(torch.nn.Linear(30, 20), path, **settings)
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes_of(weight)) + 2] ^= 4
+    path.write_bytes(data)
+    model = torch.nn.Linear(30, 20)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(UnreadableError, match=r"the storage of weight fails its checksum.*salvage=True"):
+        ckptfix.load(model, path, **settings)
+    assert_same(dict(model.state_dict()), before)

@@ -6,12 +6,14 @@ import os
 import pickle
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -24,9 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
+from ckptfix.finding import Level
 from ckptfix.formats.sources import FileBytes, WindowBytes
-from tests.checks import assert_same
+from tests.checks import assert_same, bytes_of
 
 STATE = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
@@ -145,7 +148,8 @@ def remove(folder: Path, metadata: Metadata) -> None:
 
 def cut(folder: Path, metadata: Metadata) -> None:
     path = folder / "__1_0.distcp"
-    path.write_bytes(path.read_bytes()[:-30])
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(bytes_of(torch.arange(6.0, 12.0))) + 4])
 
 
 def zero(folder: Path, metadata: Metadata) -> None:
@@ -187,6 +191,119 @@ def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, sa
     lost = checkpoint.lost["w"]
     assert lost is not None
     assert lost.shape == (4, 3)
+
+
+def test_a_part_that_is_cut_short_costs_what_lies_behind_the_cut(saved: Path, tmp_path: Path) -> None:
+    """Of a file that torch wrote, at every place: all tensors in front of the cut, whole, and none behind it."""
+    (path,) = saved.glob("*.distcp")
+    data = path.read_bytes()
+    keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or lie transposed
+    ends = {key: data.index(bytes_of(STATE[key])) + STATE[key].nbytes for key in keys}
+    for stop in range(100, len(data), 307):
+        path.write_bytes(data[:stop])
+        whole = {key for key, end in ends.items() if end <= stop}
+        try:
+            checkpoint = ckptfix.open_checkpoint(saved, weights="model", salvage=True)
+        except UnreadableError:
+            assert not whole
+            continue
+        assert whole <= set(checkpoint.specs), stop
+        assert_same(dict(checkpoint.state_dict()), {key: STATE[key] for key in checkpoint.specs})
+        with pytest.raises(UnreadableError, match=f"{path.name} is cut short"):
+            ckptfix.open_checkpoint(saved)
+
+
+def test_a_flipped_bit_in_a_part_is_found(tmp_path: Path) -> None:
+    metadata = chunked(tmp_path)
+    path = tmp_path / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes_of(torch.arange(6.0, 12.0))) + 1] ^= 2
+    path.write_bytes(data)
+    write_metadata(tmp_path, metadata)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("a"), torch.ones(2))
+    with pytest.warns(DamageWarning, match="the storage of w fails its checksum"):
+        checkpoint.read("w")
+    with pytest.raises(UnreadableError, match="the storage of w fails its checksum"):
+        checkpoint.state_dict()
+    assert [(f.code, f.keys) for f in ckptfix.check(tmp_path).findings] == [("FIL201", ("w",))]
+    with pytest.raises(WriteError, match="the storage of w fails its checksum"):
+        ckptfix.repair(tmp_path, output=tmp_path / "out.pth", values=False)
+
+
+def test_a_part_of_another_save_is_not_taken(saved: Path, tmp_path: Path) -> None:
+    (path,) = saved.glob("*.distcp")
+    write_chunks(tmp_path / "other", {"w": (torch.ones(9), [((0,), torch.ones(9))])})
+    path.write_bytes((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    with pytest.raises(UnreadableError, match="it is damaged, or of another save"):
+        ckptfix.open_checkpoint(saved)
+
+
+def test_a_part_that_an_earlier_save_left_is_a_note(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    assert ckptfix.check(tmp_path).findings == ()
+    (tmp_path / "__7_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes())
+    (finding,) = ckptfix.check(tmp_path).findings
+    assert (finding.code, finding.level) == ("FIL203", Level.NOTE)
+    assert finding.message.startswith("__7_0.distcp holds nothing of this checkpoint")
+
+
+def test_a_save_that_was_never_finished(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    (tmp_path / ".metadata").rename(tmp_path / ".metadata.tmp")
+    with pytest.raises(UnreadableError, match="the save was stopped before it was finished"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+Ranks = list[dict[str, tuple[Tensor, Sequence[Part]]]]
+
+
+def write_ranks(folder: Path, ranks: Ranks) -> None:
+    """What ranks write that do not talk to each other: files of their own, each with its own metadata."""
+    for rank, tensors in enumerate(ranks):
+        metadata = write_chunks(folder / f"of {rank}", tensors)
+        for index, info in list(metadata.storage_data.items()):
+            metadata.storage_data[index] = replace(info, relative_path=info.relative_path.replace("__0", f"__{rank}"))
+        (folder / f"of {rank}" / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+
+
+WHOLE = torch.arange(12.0).reshape(4, 3)
+TOP, BOTTOM = ((0, 0), WHOLE[:2].clone()), ((2, 0), WHOLE[2:].clone())
+ONES: tuple[Tensor, Sequence[Part]] = (torch.ones(2), [((0,), torch.ones(2))])
+
+
+def test_metadata_of_each_rank_is_put_together(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [{"w": (WHOLE, [TOP]), "a": ONES}, {"w": (WHOLE, [BOTTOM]), "a": ONES}])
+    assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), {"w": WHOLE, "a": torch.ones(2)})
+    (tmp_path / "__1.metadata").unlink()
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert (checkpoint.keys(), list(checkpoint.lost)) == (["a"], ["w"])
+
+
+def test_ranks_that_saved_different_values_under_one_name(tmp_path: Path) -> None:
+    other = (torch.ones(2), [((0,), torch.zeros(2))])
+    write_ranks(tmp_path, [{"a": ONES, "b": ONES}, {"a": other, "b": ONES}])
+    with pytest.raises(UnreadableError, match="holds different values of a from several ranks"):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert_same(checkpoint.state_dict(), {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [{"a": ONES}, {"a": (WHOLE, [TOP, BOTTOM])}])
+    with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it in as many"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_rank_alone_as_torch_writes_it(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        save(dict(STATE), checkpoint_id=tmp_path / "step", use_collectives=False)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [path.name for path in (tmp_path / "step").glob("*.metadata")] == ["__0.metadata"]
+    assert_same(ckptfix.open_checkpoint(tmp_path / "step").state_dict(), STATE)
 
 
 def test_nothing_whole_is_an_error_even_when_salvaging(tmp_path: Path) -> None:
@@ -244,3 +361,11 @@ def test_a_leaf_inside_of_a_leaf_is_damage(tmp_path: Path) -> None:
     write_chunks(tmp_path, {"a": (one, [((0,), one)]), "b": (one, [((0,), one)])}, planner_data=paths)
     with pytest.raises(UnreadableError, match="no place of its own"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_file_of_the_folder_is_not_the_checkpoint(saved: Path) -> None:
+    with pytest.raises(UnreadableError, match=r"is the \.metadata of torch\.distributed.*name its folder"):
+        ckptfix.open_checkpoint(saved / ".metadata")
+    chunks = next(saved.glob("*.distcp"))
+    with pytest.raises(UnreadableError, match=r"one of several; name its folder instead, which has to hold \.metadata"):
+        ckptfix.open_checkpoint(chunks)

@@ -35,6 +35,39 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
         ckptfix.open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        pytest.param(["pytorch_model.bin", "saved_model.pb"], "name one of the files in it: pyt", id="torch-beside-tf"),
+        pytest.param(["mp_rank_00/model_optim_rng.pt"], "name one of the files in it: mp_rank_00", id="megatron-alone"),
+        pytest.param(
+            ["saved_model.pb", "variables/variables.index"], "a SavedModel of TensorFlow; load it", id="saved-model"
+        ),
+        pytest.param(
+            ["checkpoint", "m.ckpt-1.index", "m.ckpt-1.data-00000-of-00001"], "a checkpoint of TensorFlow;", id="tf"
+        ),
+        pytest.param(["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"], "a checkpoint of Orbax", id="orbax"),
+        pytest.param(["blobs/0a", "snapshots/5b/model.safetensors"], "a cache of the Hugging Face Hub; name", id="hub"),
+        pytest.param(["byteorder", "data/0"], "but not its data.pkl, which has their names; unpack", id="no-pickle"),
+        pytest.param(["Manifest.json", "Data/com.apple.CoreML/m.mlmodel"], "a Core ML package", id="core-ml"),
+        pytest.param(
+            ["zero_to_fp32.py", "step9/zero_pp_rank_0_mp_rank_00_optim_states.pt", "step9/mp_rank_00_model_states.pt"],
+            "a checkpoint of DeepSpeed, one file for each rank; run zero_to_fp32.py",
+            id="deepspeed",
+        ),
+        pytest.param(
+            ["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"], "of Megatron, .*convert", id="megatron"
+        ),
+    ],
+)
+def test_folders_of_others_are_named(tmp_path: Path, files: list[str], said: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_shards_of_the_corpus(corpus: Path) -> None:
     whole = ckptfix.open_checkpoint(corpus / "modern" / "hf_sharded_bin")
     same = ckptfix.open_checkpoint(corpus / "modern" / "dcp_dir", weights="model")

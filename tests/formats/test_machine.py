@@ -115,3 +115,10 @@ def test_a_pickle_cut_anywhere_is_refused(value):
     for end in range(0, len(data), max(1, len(data) // 50)):
         with pytest.raises(UnreadableError, match=r"some\.pkl"):
             run(data[:end])
+
+
+@pytest.mark.parametrize("number", [b"L%sL\n.", b"I%s\n.", b"Np%s\n.", b"g%s\n."], ids=["long", "int", "put", "get"])
+def test_a_number_of_too_many_digits_is_said_without_the_interpreters_own_words(number):
+    with pytest.raises(UnreadableError, match="a number of 5000 digits") as caught:
+        run(number % (b"9" * 5000))
+    assert "sys." not in str(caught.value)

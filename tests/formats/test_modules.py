@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckptfix
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.formats.modules import is_module, module_state_dict
@@ -40,6 +41,44 @@ def test_a_pickled_module_gives_its_state_dict_without_its_class(new, tmp_path):
     assert {path: row.get("version") for path, row in built._metadata.items()} == {
         path: row.get("version") for path, row in expected._metadata.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_hook_of_spectral_norm_has_its_row(tmp_path):
+    net = torch.nn.Sequential(torch.nn.utils.spectral_norm(torch.nn.Linear(3, 4)))
+    expected: Any = net.state_dict()
+    built: Any = opened(saved(net, tmp_path)).state_dict()
+    assert list(built._metadata.items()) == list(expected._metadata.items())
+    kept: Any = opened(saved(expected, tmp_path)).state_dict()
+    assert list(kept._metadata.items()) == list(expected._metadata.items())
+    assert ckptfix.check(saved(expected, tmp_path)).findings == ()
+
+
+def test_a_compiled_module_gives_the_one_in_it(tmp_path):
+    net: Any = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
+    path = saved(net, tmp_path)
+    built: Any = opened(path).state_dict()
+    expected: Any = net.state_dict()
+    assert list(built) == list(expected)
+    assert list(built._metadata.items()) == list(expected._metadata.items())
+    assert [finding.code for finding in ckptfix.check(path, select=("FIL",)).findings] == ["FIL102"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "state_dict"])
+def test_lazy_parameters_that_never_ran_are_left_out_and_named(whole, tmp_path):
+    net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 2))
+    path = saved(net if whole else net.state_dict(), tmp_path)
+    report = ckptfix.repair(path, output=tmp_path / "out.pth").report
+    (left,) = report.remaining
+    assert (left.code, left.keys) == ("FIL102", ("0.weight", "0.bias"))
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["1.weight", "1.bias"]
+
+
+def test_a_module_that_packs_itself_in_a_way_of_its_own_is_kept_as_it_is():
+    packed = Opaque(Global("m", "Packed"), state=(TensorSpec("float32", ()), True))
+    entries = module_state_dict(module({"a": packed, "b": Opaque(Global("m", "Empty"), state=(1,))}), "f")
+    assert list(entries) == ["p", "a"]
+    assert entries["a"] is packed
 
 
 def module(children: dict[str, Any], **more: Any) -> Opaque:

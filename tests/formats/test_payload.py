@@ -8,14 +8,15 @@ HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.Ord
     pathlib.PosixPath numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr
     __builtin__.set builtins.slice _codecs.encode copyreg._reconstructor torch.nn.modules.conv.Conv2d
     omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter codecs.encode functools.partial
-    types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net""".split()
+    types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net
+    sympy.core.symbol.Symbol sympy.core.function._rebuild_undef sympy.functions.elementary.trigonometric.sin""".split()
 
 PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __builtin__.execfile builtins.exec
     builtins.__import__ runpy._run_code importlib.import_module ctypes.CDLL socket.socket webbrowser.open
     pty.spawn shutil.rmtree pickle.loads torch.serialization.os.system torch.load torch.hub.load numpy.load
     numpy.testing._private.utils.runstring types.CodeType operator.attrgetter code.InteractiveInterpreter
     pdb.run timeit.timeit cloudpickle.loads builtins.open io.open torch.utils.cpp_extension.load bdb.Bdb.run
-    pip._internal.main asyncio.unix_events""".split()
+    pip._internal.main asyncio.unix_events copyreg.add_extension sympy.core.sympify.sympify sympy.lambdify""".split()
 
 
 @pytest.mark.parametrize("name", HARMLESS)

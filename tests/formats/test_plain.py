@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import ckptfix
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.plain import plain_root
 from tests.attacks.crafted import around, get, name, put, text, torch_zip
@@ -106,8 +107,8 @@ def test_python_2_and_3_name_the_same_classes(module, kind, args, expected, tmp_
 
 def test_a_bare_name_becomes_text_and_says_so(tmp_path):
     assert plain(..., tmp_path) == (
-        "__builtin__.Ellipsis",
-        [("x", "__builtin__.Ellipsis", "the text '__builtin__.Ellipsis'")],
+        "builtins.Ellipsis",
+        [("x", "builtins.Ellipsis", "the text 'builtins.Ellipsis'")],
     )
 
 
@@ -117,6 +118,20 @@ def test_an_unknown_class_becomes_what_it_held(tmp_path):
     assert crafted(tmp_path, x=name("m.A") + text("b") + b"\x85R")["x"] == {"class": "m.A", "args": ("b",)}
     assert crafted(tmp_path, x=name("m.A"))["x"] == "m.A"
     assert crafted(tmp_path, x=name("m.A") + b")\x81")["x"] == "m.A"
+
+
+def test_a_layout_stays_one_and_a_storage_becomes_a_tensor(tmp_path):
+    path = saved(
+        {"state_dict": {"w": torch.ones(1)}, "x": torch.sparse_csr, "y": torch.arange(3.0).storage()}, tmp_path
+    )
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert loaded["x"] is torch.sparse_csr
+    assert torch.equal(loaded["y"], torch.arange(3.0))
+
+
+def test_a_key_of_a_known_class_is_listed_too(tmp_path):
+    assert plain({np.int64(3): 1}, tmp_path) == ({3: 1}, [("x", "key numpy._core.multiarray.scalar", "int")])
 
 
 def test_a_list_that_holds_itself_stays_one(tmp_path):

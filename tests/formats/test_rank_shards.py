@@ -41,6 +41,13 @@ def sharded(name: str = "ShardedTensor") -> Opaque:
         pytest.param(None, {"flat_parameters.weight": MATRIX}, id="a-module-named-flat"),
         pytest.param({"sharded": Opaque(Global("my.code", "ShardedTensor"))}, {}, id="a-class-of-the-same-name"),
         pytest.param({"state": {}, "param_groups": []}, {}, id="an-optimizer"),
+        pytest.param({"ds_version": "0.9", "mp_world_size": 1}, {"a.weight": MATRIX}, id="deepspeed-on-one-rank"),
+        pytest.param(
+            {"args": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}, "iteration": 9},
+            {"a.weight": MATRIX},
+            id="megatron-on-one-rank",
+        ),
+        pytest.param({"args": {"tensor_model_parallel_size": 8}}, {"a.weight": MATRIX}, id="other-arguments"),
     ],
 )
 def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
@@ -149,3 +156,21 @@ def test_any_other_stays_closed(size: tuple[int, ...], placement: str) -> None:
 @pytest.mark.parametrize("state", [None, {}, (None, {"_local_tensor": 3}), OrderedDict(a=1)], ids=str)
 def test_no_local_tensor(state: Any) -> None:
     assert local_part(Global("torch.distributed.tensor", "DTensor"), (2, 3), state) is NotImplemented
+
+
+def sharded_state(*shapes: tuple[int, ...]) -> Any:
+    """What a ``ShardedTensor`` pickles (its ``__getstate__``): the shards of this rank, and four things more."""
+    cls = Global("torch.distributed._shard.sharded_tensor.shard", "Shard")
+    tensors = [TensorSpec("float32", shape, (1,) * len(shape)) for shape in shapes]
+    return [Opaque(cls, state=(None, {"tensor": tensor, "metadata": None})) for tensor in tensors], None, None, None, {}
+
+
+def test_the_only_shard_of_a_sharded_tensor_is_the_tensor() -> None:
+    state = sharded_state((2, 3))
+    assert local_part(sharded().cls, (2, 3), state) is state[0][0].attributes["tensor"]
+
+
+@pytest.mark.parametrize("shapes", [((1, 3),), ((1, 3), (1, 3)), ((2, 3), (0, 3)), ()], ids=str)
+def test_a_sharded_tensor_of_several_ranks_stays_closed(shapes: tuple[tuple[int, ...], ...]) -> None:
+    made = local_part(sharded().cls, (2, 3), sharded_state(*shapes))
+    assert rank_shard({"_flat_param": made}, {}) is not None

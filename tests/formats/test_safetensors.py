@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ckptfix.dtypes import DTYPES
@@ -36,27 +39,134 @@ def test_notes_of_others_come_along(tmp_path):
     assert ("by", "me") in {(remark.where, remark.detail) for remark in again.remarks}
 
 
-@pytest.mark.parametrize(
-    ("content", "clause"),
-    [
-        (safetensors(GOOD, STORAGE, length=1 << 40), "HeaderTooLarge"),
-        (safetensors(b"{", STORAGE), "no valid JSON"),
-        (safetensors(b'{"a":1,"a":2}'), "stands twice"),
-        (safetensors({**GOOD, "v": GOOD["w"]}, STORAGE), "overlap"),
-        (safetensors({"w": {**GOOD["w"], "shape": [15], "data_offsets": [4, 64]}}, STORAGE), "leave a gap"),
-        (safetensors({"w": {**GOOD["w"], "shape": [15]}}, STORAGE), "needs 60 bytes and its data_offsets give 64"),
-        (safetensors({"w": {**GOOD["w"], "dtype": "F33"}}, STORAGE), "'F33', which this version does not know"),
-        (safetensors(GOOD, STORAGE + b"x"), "1 bytes behind its last tensor"),
-        (safetensors({"__metadata__": {"a": 1}, **GOOD}, STORAGE), "not a map of texts"),
-        (safetensors({"w": {"dtype": "F32"}}, STORAGE), "record of 'w' is malformed"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_violated_clause_is_named(content, clause, tmp_path):
+def record(**fields: object) -> dict[str, object]:
+    return {**GOOD["w"], **fields}
+
+
+def text(header: str) -> bytes:
+    return safetensors(header.encode("utf-8"), STORAGE)
+
+
+RECORD = json.dumps(GOOD["w"])
+VIOLATIONS: dict[str, tuple[bytes, str]] = {
+    "overlap": (safetensors({**GOOD, "v": GOOD["w"]}, STORAGE), "no overlap, no holes.*overlap the tensor before"),
+    "a hole": (
+        safetensors({"w": record(shape=[15], data_offsets=[4, 64])}, STORAGE),
+        "no holes.*leave a gap at byte 4",
+    ),
+    "an empty tensor inside of another": (
+        safetensors({**GOOD, "v": record(shape=[0], data_offsets=[32, 32])}, STORAGE),
+        "no overlap",
+    ),
+    "offsets in the wrong order": (safetensors({"w": record(data_offsets=[64, 0])}, STORAGE), "data_offsets in order"),
+    "beyond the end": (safetensors({"w": record(shape=[32], data_offsets=[0, 128])}, STORAGE), "describes 128 bytes"),
+    "dtype times shape": (safetensors({"w": record(shape=[15])}, STORAGE), "needs 60 bytes .* give 64"),
+    "an overflow": (safetensors({"w": record(shape=[1 << 32] * 2)}, STORAGE), "no overflow"),
+    "an overflow before a zero": (
+        safetensors({"w": record(shape=[1 << 40, 1 << 40, 0], data_offsets=[0, 0])}, b""),
+        "no overflow",
+    ),
+    "a header that is too long": (safetensors(GOOD, STORAGE, length=1 << 40), "HeaderTooLarge"),
+    "a header that ends early": (safetensors(b"{", STORAGE), "no valid JSON"),
+    "a field twice": (text(f'{{"w": {RECORD[:-1]}, "dtype": "F32"}}}}'), "no duplicate keys"),
+    "__metadata__ twice": (text(f'{{"__metadata__":{{}},"__metadata__":{{}},"w":{RECORD}}}'), "no duplicate keys"),
+    "bytes that are no UTF-8": (safetensors(b'{"\xff":' + RECORD.encode() + b"}", STORAGE), "no UTF-8"),
+    "half a surrogate pair": (text(f'{{"\\ud800":{RECORD}}}'), "surrogates not allowed"),
+    "UTF-16": (safetensors(json.dumps(GOOD).encode("utf-16-le"), STORAGE), "no valid JSON"),
+    "NaN": (text(f'{{"w":{RECORD[:-1]},"x":NaN}}}}'), "NaN is no number"),
+    "trailing bytes": (safetensors(GOOD, STORAGE + b"x"), "1 bytes behind its last tensor"),
+    "text behind the header": (text(json.dumps(GOOD) + "x"), "Extra data"),
+    "zeros behind the header": (text(json.dumps(GOOD) + "\0"), "Extra data"),
+    "a negative offset": (
+        safetensors({"w": record(data_offsets=[-64, 0])}, STORAGE),
+        "data_offsets holds whole numbers",
+    ),
+    "a negative size": (safetensors({"w": record(shape=[-4, -4])}, STORAGE), "shape holds whole numbers"),
+    "a bool": (safetensors({"w": record(shape=[True, 16])}, STORAGE), "shape holds whole numbers.*True"),
+    "a float": (safetensors({"w": record(shape=[16.0])}, STORAGE), "shape holds whole numbers.*16.0"),
+    "a nested shape": (safetensors({"w": record(shape=[[16]])}, STORAGE), "shape holds whole numbers.*a list"),
+    "a null": (safetensors({"w": record(shape=[None])}, STORAGE), "shape holds whole numbers"),
+    "three offsets": (safetensors({"w": record(data_offsets=[0, 64, 64])}, STORAGE), "two data_offsets"),
+    "a shape that is no list": (safetensors({"w": record(shape="16")}, STORAGE), "shape is a list"),
+    "no shape": (safetensors({"w": {"dtype": "F32"}}, STORAGE), "it has no shape"),
+    "a record that is no object": (safetensors({"w": None}, STORAGE), "a record of dtype"),
+    "nested 3000 deep": (text('{"w":' + "[" * 3000 + "]" * 3000 + "}"), "no valid JSON"),
+    "a dtype that is none": (
+        safetensors({"w": record(dtype="F33")}, STORAGE),
+        "'F33': the specification knows no such",
+    ),
+    "a dtype that is a number": (safetensors({"w": record(dtype=3)}, STORAGE), "a known dtype"),
+    "half a byte": (safetensors({"w": record(dtype="F4", shape=[3], data_offsets=[0, 2])}, b"ab"), "fill whole bytes"),
+    "__metadata__ of a number": (safetensors({"__metadata__": {"a": 1}, **GOOD}, STORAGE), "not a map of texts"),
+    "__metadata__ that is a list": (safetensors({"__metadata__": ["a"], **GOOD}, STORAGE), "not a map of texts"),
+}
+
+
+@pytest.mark.parametrize("case", VIOLATIONS)
+def test_a_violated_clause_is_named(case, tmp_path):
+    content, clause = VIOLATIONS[case]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
+    with pytest.raises(SafetensorError), safe_open(path, "pt") as official:
+        official.keys()
     with pytest.raises(UnreadableError, match=clause):
         opened(path)
+
+
+# What the library reads and torch cannot hold, or what has two meanings.
+REFUSED_HERE: dict[str, tuple[bytes, str]] = {
+    "a key twice": (text(f'{{"w":{RECORD},"w":{RECORD}}}'), "no duplicate keys; 'w'"),
+    "a note twice": (text(f'{{"__metadata__":{{"a":"b","a":"c"}},"w":{RECORD}}}'), "no duplicate keys; 'a'"),
+    "six bits": (
+        safetensors({"w": record(dtype="F6_E2M3", shape=[8], data_offsets=[0, 6])}, b"abcdef"),
+        "torch has no",
+    ),
+    "rows that end inside of a byte": (
+        safetensors({"w": record(dtype="F4", shape=[8, 3], data_offsets=[0, 12])}, STORAGE[:12]),
+        "fill whole bytes",
+    ),
+    "65 dimensions": (safetensors({"w": record(shape=[1] * 64 + [16])}, STORAGE), "it has 65 dimensions"),
+    "no tensor": (safetensors({}, b""), "no weights found"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_HERE)
+def test_what_the_library_alone_reads_is_refused_by_name(case, tmp_path):
+    content, clause = REFUSED_HERE[case]
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(content)
+    with safe_open(path, "pt") as official:
+        assert official.keys() is not None
+    with pytest.raises(UnreadableError, match=clause):
+        opened(path)
+
+
+ACCEPTED: dict[str, bytes] = {
+    "as written": safetensors(GOOD, STORAGE),
+    "white space around the header": text(f"  {json.dumps(GOOD)} \t\n"),
+    "fields of others": safetensors({"w": record(note=[1, {"a": None}])}, STORAGE),
+    "__metadata__ that is null": safetensors({"__metadata__": None, **GOOD}, STORAGE),
+    "keys in another order than the tensors": safetensors(
+        {"b": record(shape=[8], data_offsets=[32, 64]), "a": record(shape=[8], data_offsets=[0, 32])}, STORAGE
+    ),
+    "an empty tensor at the end": safetensors({"v": record(shape=[0], data_offsets=[64, 64]), **GOOD}, STORAGE),
+    "a zero before large sizes": safetensors({"v": record(shape=[0, 1 << 40], data_offsets=[0, 0]), **GOOD}, STORAGE),
+    "an empty key": safetensors({"": GOOD["w"]}, STORAGE),
+    "a surrogate pair": text(f'{{"\\ud83d\\ude00":{RECORD}}}'),
+    "eight bits of exponent": safetensors({"w": record(dtype="F8_E8M0", shape=[64])}, STORAGE),
+    "four bits": safetensors({"w": record(dtype="F4", shape=[128])}, STORAGE),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_the_library_reads_is_read_the_same(case, tmp_path):
+    path = tmp_path / "good.safetensors"
+    path.write_bytes(ACCEPTED[case])
+    got = read_all(opened(path))
+    with safe_open(path, "pt") as official:
+        assert set(got) == set(official.keys())
+        for key in official.keys():  # noqa: SIM118 - it is no dict
+            same(got[key], official.get_tensor(key), key)
 
 
 def test_a_tie_is_stored_once_and_read_as_one(tmp_path):

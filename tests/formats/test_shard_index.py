@@ -53,6 +53,8 @@ def test_a_total_that_is_no_size_is_none(total: Any) -> None:
         pytest.param('{"weight_map": {"a": 1}}', "a file name for every key", id="number-for-a-file"),
         pytest.param('{"weight_map": ["a"]}', "a file name for every key", id="list-for-a-map"),
         pytest.param('{"weight_map": {}}', "names no tensor", id="empty"),
+        pytest.param("[]", "no JSON object", id="a-list"),
+        pytest.param('"weight_map"', "no JSON object", id="a-text"),
         pytest.param('{"weight_map": ' + "[" * 100_000, "no valid JSON", id="nested-too-deep"),
     ],
 )
@@ -73,6 +75,11 @@ def test_names_inside_of_the_folder(tmp_path: Path, name: str) -> None:
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(HostileError, match="leads out of the folder"):
         file_inside(tmp_path, name, str(tmp_path / "index.json"))
+
+
+def test_a_name_that_no_file_system_can_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostileError, match="cannot be followed"):
+        file_inside(tmp_path, "\ud800", str(tmp_path / "index.json"))
 
 
 def test_links(tmp_path: Path) -> None:

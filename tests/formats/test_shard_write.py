@@ -162,3 +162,25 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="is no size"):
         ckptfix.repair(state(), shard_size=text)
+
+
+def test_a_clean_file_is_written_in_shards(tmp_path: Path) -> None:
+    """What was asked for is a change of form, so that nothing to repair is no reason to write nothing."""
+    source = tmp_path / "model.safetensors"
+    ckptfix.repair(state(), output=source)
+    report = ckptfix.repair(source, beside=True, shard_size="90B").report
+    index = tmp_path / "model.fixed.safetensors.index.json"
+    assert report.output == str(index)
+    assert_same(ckptfix.open_checkpoint(index).state_dict(), ckptfix.open_checkpoint(source).state_dict())
+    assert ckptfix.repair(index, beside=True).report.output is None
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_whole_model_is_written_in_shards(suffix: str, tmp_path: Path) -> None:
+    """Its parameters require gradients, which safetensors has no place for."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    torch.save(module, tmp_path / "model.pt")
+    report = ckptfix.repair(tmp_path / "model.pt", output=tmp_path / f"out{suffix}", shard_size="50B").report
+    assert report.output is not None
+    written = ckptfix.open_checkpoint(report.output).state_dict()
+    assert_same({key: tensor.detach() for key, tensor in written.items()}, dict(module.state_dict()))

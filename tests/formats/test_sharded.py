@@ -209,9 +209,61 @@ def test_an_index_that_names_itself_ends(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
-def test_shards_that_are_containers_are_not_torn_out_of_them(tmp_path: Path) -> None:
-    torch.save({"epoch": 3, "state_dict": {"a": torch.ones(2)}}, tmp_path / "net-00001-of-00001.pt")
-    with pytest.raises(UnreadableError, match="more than a state_dict"):
+def write_containers(folder: Path, *around: dict[str, Any]) -> None:
+    """Shards of one tensor each, with something around it."""
+    for number, beside in enumerate(around, 1):
+        shard = {**beside, "state_dict": {f"layer{number}.weight": torch.full((2,), float(number))}}
+        torch.save(shard, folder / f"net-0000{number}-of-0000{len(around)}.pt")
+
+
+def test_shards_in_the_same_container_are_read_with_it(tmp_path: Path) -> None:
+    write_containers(tmp_path, {"epoch": 3, "arch": "net"}, {"epoch": 3, "arch": "net"})
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert checkpoint.container == ("state_dict",)
+    assert isinstance(checkpoint.root, dict)
+    assert list(checkpoint.root) == ["epoch", "arch", "state_dict"]
+    assert checkpoint.root["epoch"] == 3
+    assert_same(
+        checkpoint.state_dict(), {f"layer{number}.weight": torch.full((2,), float(number)) for number in (1, 2)}
+    )
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        pytest.param(({"epoch": 3}, {"epoch": 4}), id="other-values"),
+        pytest.param(({"epoch": 3}, {}), id="other-names"),
+        pytest.param(({"optimizer": {"lr": [1]}}, {"optimizer": {"lr": [1]}}), id="more-than-numbers-and-texts"),
+    ],
+)
+def test_shards_in_containers_that_differ_are_not_torn_out_of_them(tmp_path: Path, around: Any) -> None:
+    write_containers(tmp_path, *around)
+    with pytest.raises(UnreadableError, match=r"more than a state_dict each.*weights at state_dict.*save the checkp"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_the_index_says_how_much_is_missing(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    missing(tmp_path, index)
+    with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys, 24 of 44 bytes \(54\.5 %\):"):
+        ckptfix.open_checkpoint(tmp_path)
+    index["metadata"]["total_size"] = 20  # less than what is there: not to be believed
+    write_index(tmp_path, index)
+    with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys: fetch"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_shard_of_a_name_that_is_too_long_is_missing(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    index["weight_map"]["a"] = "a" * 300
+    write_index(tmp_path, index)
+    with pytest.raises(UnreadableError, match=r"lacks the shard aaa.*with 1 key.*4 of 5 tensors with --salvage"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_many_missing_shards_are_one_clause(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00009.safetensors")
+    with pytest.raises(UnreadableError, match=r"lacks 8 shards: model-00002-of-00009.* and 4 more: fetch"):
         ckptfix.open_checkpoint(tmp_path)
 
 

@@ -40,6 +40,27 @@ def test_a_file_cut_anywhere_is_refused(end, tmp_path):
         opened(path)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6])
+def test_zeros_that_begin_in_the_pickles_are_named(share, tmp_path):
+    path = old({f"layers.{index}.weight": torch.ones(1) for index in range(40)}, tmp_path)
+    content = path.read_bytes()
+    filled = int(len(content) * share)
+    path.write_bytes(content[:filled] + bytes(len(content) - filled))
+    with pytest.raises(UnreadableError, match=r"is zeros from byte \d+ of \d+ on.*begin in its object"):
+        opened(path)
+
+
+def test_a_damaged_pickle_is_no_unfilled_one_where_the_file_ends_in_zeros(tmp_path):
+    path = old({"w": torch.zeros(64)}, tmp_path)
+    path.write_bytes(
+        path.read_bytes().replace(
+            b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02\xff"
+        )
+    )
+    with pytest.raises(UnreadableError, match="is no pickle opcode"):
+        opened(path)
+
+
 def test_a_view_of_a_storage_counts_from_its_own_beginning(tmp_path):
     """torch 0.1 to 0.3 wrote tensors of one buffer as views (key, offset, size) of its storage."""
     view = b"(" + text("view") + number(4) + number(8) + b"t"

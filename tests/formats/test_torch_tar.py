@@ -169,3 +169,23 @@ def test_a_payload_is_seen_and_does_not_run(file: Path, monkeypatch: pytest.Monk
     file.write_bytes(made(pickle=b"\x80\x02}(" + weight + b"X\x01\0\0\0xcposix\nsystem\nX\x04\0\0\0true\x85Ru."))
     assert "FIL901" in [finding.code for finding in ckptfix.check(file).findings]
     assert ran == []
+
+
+def test_a_file_cut_anywhere_in_its_storages_gives_what_is_whole(file: Path) -> None:
+    data = made()
+    want = {"fc.weight": WEIGHT, "tied": WEIGHT, "fc.tail": TAIL, "n": COUNT}
+    starts = {"fc.weight": data.index(struct.pack("<6f", *range(6))), "n": data.index(struct.pack("<2q", 1, 2**40))}
+    for cut in range(1024, len(data.rstrip(b"\0")), 17):
+        file.write_bytes(data[:cut])
+        with pytest.raises(UnreadableError):
+            ckptfix.open_checkpoint(file)
+        try:
+            checkpoint = ckptfix.open_checkpoint(file, salvage=True)
+        except UnreadableError:
+            assert cut < starts["fc.weight"] + 24
+            continue
+        got = set(checkpoint.keys())
+        assert {*got, *checkpoint.lost} == set(want), cut
+        assert ("n" in got) == (cut >= starts["n"] + 16), cut
+        assert_same({key: checkpoint.read(key) for key in got}, {key: want[key] for key in got})
+        assert "the tar archive has" in checkpoint.damage[0]

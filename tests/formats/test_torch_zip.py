@@ -7,7 +7,7 @@ import torch
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import open_file
-from ckptfix.formats.sources import FileBytes
+from ckptfix.formats.sources import OpenFile
 from tests.attacks.crafted import STORAGE, around, state_dict, torch_zip
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
@@ -54,13 +54,18 @@ def test_a_checksum_of_zero_is_none(tmp_path):
 
 
 def test_opening_reads_no_tensor(tmp_path, monkeypatch):
-    path, read, taken = saved({"w": torch.zeros(100_000)}, tmp_path), FileBytes.read, []
+    path, read, fill, taken = saved({"w": torch.zeros(100_000)}, tmp_path), OpenFile.read, OpenFile.fill, []
 
-    def watched(source: FileBytes, start: int, stop: int) -> memoryview:
-        taken.append(stop - start)
-        return read(source, start, stop)
+    def watched_read(file: OpenFile, start: int, count: int) -> bytes:
+        taken.append(count)
+        return read(file, start, count)
 
-    monkeypatch.setattr(FileBytes, "read", watched)
+    def watched_fill(file: OpenFile, buffer: memoryview, start: int) -> None:
+        taken.append(len(buffer))
+        fill(file, buffer, start)
+
+    monkeypatch.setattr(OpenFile, "read", watched_read)
+    monkeypatch.setattr(OpenFile, "fill", watched_fill)
     checkpoint = opened(path)
     assert sum(taken) < 1000
     checkpoint.read("w")
@@ -120,7 +125,7 @@ def test_the_other_tensors_of_a_file_that_lacks_a_storage_are_salvaged(left, tmp
 def test_a_pickle_that_fails_its_checksum_is_damage(tmp_path):
     path = saved({"first": torch.ones(2)}, tmp_path)
     path.write_bytes(path.read_bytes().replace(b"first", b"fisrt"))
-    with pytest.raises(UnreadableError, match=r"data.pkl fails its checksum.*--salvage"):
+    with pytest.raises(UnreadableError, match=r"data.pkl that fails its checksum.*--salvage"):
         open_file(str(path))
     assert list(open_file(str(path), salvage=True).specs) == ["fisrt"]
 

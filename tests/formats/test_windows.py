@@ -23,6 +23,9 @@ def test_slices_like_bytes(window: WindowBuffer) -> None:
     assert len(window) == 6
     for start, stop in ((0, 6), (2, 4), (-2, None), (None, 99), (4, 2), (7, 9), (None, None)):
         assert window[start:stop] == b"inside"[start:stop]
+    assert [window[index] for index in range(6)] == list(b"inside")
+    with pytest.raises(IndexError, match="no byte 6 of 6"):
+        window[6]
 
 
 def test_finds_only_what_is_inside(window: WindowBuffer) -> None:

@@ -143,14 +143,32 @@ def test_member_is_refused_where_there_is_no_archive(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "gzip cut short": (gzip.compress(saved())[:-30], UnreadableError, "gzip stream is cut short after"),
-    "gzip with a wrong checksum": (gzip.compress(saved())[:-8] + bytes(8), UnreadableError, "gzip stream is damaged"),
-    "xz cut short": (lzma.compress(saved())[:-30], UnreadableError, "xz stream is cut short after"),
-    "bzip2 damaged": (bz2.compress(saved())[:60] + bytes(200), UnreadableError, "bzip2 stream is damaged"),
+    "gzip cut short": (
+        gzip.compress(saved())[:-30],
+        UnreadableError,
+        r"gzip stream ends early, \d+ bytes.*with --salvage",
+    ),
+    "gzip with a wrong checksum": (
+        gzip.compress(saved())[:-8] + bytes(8),
+        UnreadableError,
+        r"gzip stream fails after \d+ bytes were expanded \(wrong checksum\).*take all 2 tensors with --salvage",
+    ),
+    "xz cut short": (lzma.compress(saved())[:-30], UnreadableError, "xz stream ends early"),
+    "bzip2 damaged": (
+        bz2.compress(saved())[:60] + bytes(200),
+        UnreadableError,
+        "bzip2 stream fails after 0 bytes.*nothing of it",
+    ),
     "gzip of nothing": (gzip.compress(b""), UnreadableError, "what is packed in it is empty"),
-    "tar cut short": (tarred({"model.pth": saved()})[:1024], UnreadableError, "tar archive is cut short: 'model.pth'"),
+    "tar cut short": (
+        tarred({"model.pth": saved()})[:1024],
+        UnreadableError,
+        r"the tar archive has 1024 bytes and its file model\.pth ends at byte \d+; has 512 of its",
+    ),
     "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", UnreadableError, "is packed by 7-Zip, which ckptfix does not unpack"),
     "zstd": (b"\x28\xb5\x2f\xfd\0\4", UnreadableError, "is packed by zstd"),
+    "lzma": (lzma.compress(b"x", lzma.FORMAT_ALONE), UnreadableError, r"is packed by LZMA without xz \(\.lzma\)"),
+    "compress": (b"\x1f\x9d\x90PK", UnreadableError, r"is packed by compress \(\.Z\)"),
     "archive of pictures": (zipped({"a.png": b"\x89PNG"}), UnreadableError, r"without a checkpoint in it.*a\.png"),
     "archive of a git-lfs pointer": (
         zipped({"model.pth": b"version https://git-lfs.github.com/spec/v1\nsize 9"}),
@@ -198,7 +216,7 @@ BOMB = b"\x80\x02" + bytes(80 << 20)
 def test_a_bomb_ends_in_an_error_before_it_is_expanded(tmp_path: Path, wrapper: str) -> None:
     path = tmp_path / "bomb.pth"
     path.write_bytes(gzip.compress(BOMB) if wrapper == "zip, stored" else WRAPPERS[wrapper](BOMB))
-    with pytest.raises(HostileError, match="expands more than 100 times"):
+    with pytest.raises(HostileError, match="expands more than 50 times"):
         ckptfix.open_checkpoint(path)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -15,11 +16,13 @@ from ckptfix.formats.zip_writer import ALIGNMENT, ZipWriter
 from tests.formats.files import opened
 
 
-def archive(members: dict[str, bytes], crc: int | None = None) -> bytes:
+def archive(members: dict[str, bytes], crc: Callable[[bytes], int | Callable[[], int]] = zlib.crc32) -> bytes:
     file = io.BytesIO()
     writer = ZipWriter(file)
     for name, data in members.items():
-        writer.write(name, [data[: len(data) // 2], data[len(data) // 2 :]], len(data), crc)
+        with writer.member(name, len(data), crc(data)):
+            file.write(data[: len(data) // 2])
+            file.write(data[len(data) // 2 :])
     writer.close()
     return file.getvalue()
 
@@ -48,15 +51,29 @@ def test_equal_content_gives_equal_files():
 
 
 def test_a_given_checksum_is_written_without_a_look_at_the_data():
-    with zipfile.ZipFile(io.BytesIO(archive({"a": b"x"}, crc=5))) as read:
+    with zipfile.ZipFile(io.BytesIO(archive({"a": b"x"}, crc=lambda data: 5))) as read:
         assert read.infolist()[0].CRC == 5
-    with zipfile.ZipFile(io.BytesIO(archive({"a": b"x"}))) as read:
-        assert zlib.crc32(b"x") == read.infolist()[0].CRC
+
+
+def test_a_checksum_that_is_known_late_gives_the_same_file():
+    assert archive(MEMBERS, crc=lambda data: lambda: zlib.crc32(data)) == archive(MEMBERS)
+
+
+def test_a_member_from_memory_has_its_checksum():
+    file = io.BytesIO()
+    writer = ZipWriter(file)
+    writer.write("a", b"abc")
+    writer.close()
+    assert file.getvalue() == archive({"a": b"abc"})
 
 
 def test_a_member_of_another_size_than_declared_is_our_bug():
-    with pytest.raises(ValueError, match="was declared with 5 bytes and got 3"):
-        ZipWriter(io.BytesIO()).write("a", [b"abc"], 5)
+    file = io.BytesIO()
+    with (
+        pytest.raises(ValueError, match="was declared with 5 bytes and got 3"),
+        ZipWriter(file).member("a", 5, 0),
+    ):
+        file.write(b"abc")
 
 
 class Zeros:
@@ -112,7 +129,7 @@ def test_a_directory_of_65535_members_has_a_zip64_record():
     file = io.BytesIO()
     writer = ZipWriter(file)
     for index in range(0xFFFF):
-        writer.write(str(index), [], 0)
+        writer.write(str(index), b"")
     writer.close()
     assert b"PK\x06\x06" in file.getvalue()[-200:]
     with zipfile.ZipFile(file) as read:

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import pytest
 
-from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Reshape, Retag, Tie
+from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Replace, Reshape, Retag, Tie, Zero
 from ckptfix.report.edits import edit_lines, rename_pattern
 
 
@@ -44,6 +44,13 @@ def test_each_kind_in_its_words():
         Drop("head.1"),
         Fill("n", "int64", (), "zeros"),
         Fill("fc.weight", "float32", (10, 512), "target"),
+        Replace("bn.running_mean", "float32", (8,), "zeros"),
+        Replace("bn.running_var", "float32", (8,), "ones"),
+        Replace("a.weight", "float32", (2, 2), "twin", "module.a.weight", "state_dict_ema"),
+        Replace("b.weight", "float32", (2, 2), "twin", "c.weight"),
+        Replace("c.weight", "float32", (2, 2), "donor", "c.weight"),
+        Zero("d.weight", "float32", "non-finite"),
+        Zero("e.weight", "float32", "subnormal"),
         Tie("dec.weight", "emb.weight"),
         Cast("x.w", "float16", "float32"),
         Reshape("n2", (1,), ()),
@@ -55,6 +62,12 @@ def test_each_kind_in_its_words():
         "drop 2 keys: head.{0,1}",
         "fill 1 key (1 element) with zeros: n  int64[]",
         "fill 1 key (5.12 k elements) from the initial values of the target (not trained): fc.weight  float32[10, 512]",
+        "reset 2 keys of running statistics: bn.{running_mean,running_var}",
+        "replace 1 key (4 elements) from state_dict_ema: a.weight  float32[2, 2]",
+        "replace 1 key (4 elements) from its twin in the same state_dict: b.weight  float32[2, 2]",
+        "replace 1 key (4 elements) from the donor file: c.weight  float32[2, 2]",
+        "set the non-finite values of 1 key to zero: d.weight",
+        "set the subnormal values of 1 key to zero: e.weight",
         "tie dec.weight to emb.weight",
         "cast 1 key from float16 to float32: x.w",
         "reshape 1 key from [1] to []: n2",

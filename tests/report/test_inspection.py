@@ -40,6 +40,10 @@ def test_facts():
         "source": "model.pth",
         "format": "torch-zip",
         "producer": None,
+        "member": None,
+        "damage": [],
+        "lost": [],
+        "unknown_classes": {},
         "container": "model.weights",
         "candidates": [
             {"name": "model.weights", "tensors": 4, "numel": 341},
@@ -86,7 +90,7 @@ beside the state_dict:
   epoch: 3
   args: object of argparse.Namespace
   model.ema: dict of 0
-objects of classes:
+objects of known classes:
   argparse.Namespace (1)
 remarks:
   protocol: 4 (data.pkl)

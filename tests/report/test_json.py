@@ -54,6 +54,8 @@ def test_a_repair_in_full():
     assert data["coverage"]["share"] == 1.0
     assert data["coverage"]["buffers_from_file"] == 9597
     assert data["smoke"]["outputs"] == ["float32[2, 10]"]
+    assert data["smoke"]["checks"] == []
+    assert data["smoke"]["compared"] is None
     assert (data["output"], data["exit_code"]) == ("resnet.fixed.pth", 0)
 
 

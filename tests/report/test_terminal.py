@@ -92,6 +92,8 @@ def test_what_was_filled_is_said_beside_the_coverage():
     [
         (SmokeResult(None, note="no model was given"), "forward test: no verdict: no model was given\n"),
         (SmokeResult(False, "cuda:0", "NaN in the output"), "forward test: failed on cuda:0 (NaN in the output)\n"),
+        (SmokeResult(False), "forward test: failed\n"),
+        (SmokeResult(True, "cpu", checks=("a", "b")), "forward test: passed on cpu\n  a\n  b\n"),
     ],
 )
 def test_forward_test(smoke, line):

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ckptfix.applying import Step, Supplies
+from ckptfix.applying import Step
 from ckptfix.finding import Context, Finding, Rule
 from ckptfix.live import open_state_dict
 from ckptfix.plan import Plan
 from ckptfix.settings import Settings
+from ckptfix.supplies import Supplies
 from ckptfix.target import Target, target_from_module
 from ckptfix.values import Statistics
 

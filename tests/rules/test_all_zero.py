@@ -4,6 +4,7 @@ from torch import nn
 
 from ckptfix.finding import Level
 from ckptfix.rules.all_zero import all_zero
+from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import loud, propose, without_values
 
@@ -28,6 +29,9 @@ def test_healthy_models_are_quiet(name):
         pytest.param(net(norm__bias=(8, 8)), id="bias-of-a-2d-layer-norm"),
         pytest.param(net(q__lora_B__weight=(8, 2)), id="lora"),
         pytest.param(net(q__lora_B__default__weight=(8, 2)), id="peft"),
+        pytest.param(net(q__delora_B__default=(8, 2)), id="another-lora"),
+        pytest.param(net(q__randlora_lambda=(8, 2)), id="randlora"),
+        pytest.param(net(q__weight_integer=(8, 8)), id="integer-copy"),
         pytest.param(net(zero_convs__0__0__weight=(8, 8, 1, 1)), id="controlnet"),
         pytest.param(net(controlnet_down_blocks__0__weight=(8, 8, 1, 1)), id="controlnet-in-diffusers"),
         pytest.param(net(blocks__0__adaLN_modulation__1__weight=(48, 8)), id="adaln-zero"),
@@ -67,7 +71,7 @@ def test_the_model_outweighs_the_name():
 def test_a_zero_matrix_is_a_warning(key):
     (finding,) = propose(all_zero, net(**{key: (8, 16)}))
     assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, (key.replace("__", "."),), None)
-    assert finding.message == "1 of 6 weight matrices hold nothing but zeros"
+    assert finding.message == "1 of 6 weight matrices holds nothing but zeros"
     assert finding.evidence["tensors"][finding.keys[0]] == {"zeros": 128, "numel": 128}
 
 
@@ -82,15 +86,48 @@ def test_a_file_of_mostly_zeros_is_an_error_whatever_the_names():
     assert (finding.level, len(finding.keys)) == (Level.ERROR, 3)
 
 
-def test_an_adapter_that_was_never_trained_is_a_warning():
+def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not():
     def adapter(b: torch.Tensor) -> dict[str, torch.Tensor]:
         pairs = {f"{index}.lora_A.weight": torch.randn(2, 8) for index in range(2)}
         return pairs | {"0.lora_B.weight": torch.zeros(8, 2), "1.lora_B.weight": b}
 
     assert propose(all_zero, adapter(torch.randn(8, 2))) == []
-    (finding,) = propose(all_zero, adapter(torch.zeros(8, 2)))
-    assert (finding.level, finding.keys) == (Level.WARNING, ("0.lora_B.weight", "1.lora_B.weight"))
+    for root, level in ((None, Level.NOTE), ({"step": 400}, Level.WARNING)):
+        (finding,) = propose(all_zero, adapter(torch.zeros(8, 2)), root=root)
+        assert (finding.level, finding.keys) == (level, ("0.lora_B.weight", "1.lora_B.weight"))
 
 
 def test_values_are_left_alone_where_the_user_says_so():
     assert without_values(all_zero) == []
+
+
+@pytest.mark.parametrize("key", ["head.weight", "head.fc.weight", "embeddings.time_embeddings", "classifier.weight"])
+def test_a_last_layer_may_start_at_zero_and_not_stay_there(key):
+    state = net(**{key.replace(".", "__"): (8, 16)})
+    assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, (key,))]
+    assert [finding.keys for finding in propose(all_zero, state, root={"step": 400})] == [(key,)]
+    trained = {**state, "bn.num_batches_tracked": torch.tensor(7)}
+    assert [finding.keys for finding in propose(all_zero, trained)] == [(key,)]
+
+
+def test_what_is_zero_in_every_block_may_start_there_and_not_stay_there():
+    state = net(blocks__0__conv4__3__weight=(8, 8), blocks__1__conv4__3__weight=(8, 8))
+    both = ("blocks.0.conv4.3.weight", "blocks.1.conv4.3.weight")
+    assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, both)]
+    assert [finding.level for finding in propose(all_zero, state, root={"step": 400})] == [Level.WARNING]
+    alive = {**state, "blocks.2.conv4.3.weight": torch.ones(8, 8)}
+    assert [(finding.level, finding.keys) for finding in propose(all_zero, alive)] == [(Level.WARNING, both)]
+
+
+def test_an_adapter_alone_is_no_file_of_zeros():
+    state = {f"base_model.model.layers.{index}.q_proj.boft_R": torch.zeros(8, 8) for index in range(4)}
+    assert propose(all_zero, state) == []
+    full = {f"base_model.model.{index}.lora_{side}.weight": torch.zeros(8, 8) for index in range(4) for side in "AB"}
+    assert [finding.level for finding in propose(all_zero, full)] == [Level.ERROR]
+
+
+def test_a_zero_matrix_is_replaced_where_that_was_asked_for():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
+    before = {"a.weight": torch.zeros(8, 8), "b.weight": torch.randn(8, 8)}
+    after = {**before, "a.weight": model.get_parameter("a.weight").detach()}
+    check_repaired(before, after, "VAL202", model, replace="VAL202", fill="target")

@@ -104,3 +104,34 @@ def test_bytes_behind_a_legacy_file_are_a_note(tmp_path: Path) -> None:
     report = ckptfix.check(whole)
     assert [(f.code, f.level) for f in report.findings] == [("FIL203", Level.NOTE)]
     assert report.exit_code == 0
+
+
+def misnamed(folder: Path) -> Path:
+    """A file of which a bit of a name has flipped: the counter of its norm is there under another name."""
+    norm = torch.nn.BatchNorm1d(3)
+    norm(torch.ones(2, 3))
+    path = folder / "rot.pth"
+    torch.save(dict(norm.state_dict()), path)
+    path.write_bytes(path.read_bytes().replace(b"num_batches_tracked", b"num_batchds_tracked"))
+    return path
+
+
+def test_a_damaged_list_of_names_stays_a_warning_and_nothing_is_made_up(tmp_path: Path) -> None:
+    done = ckptfix.repair(misnamed(tmp_path), salvage=True, output=tmp_path / "out.pth")
+    left = [finding for finding in done.report.remaining if finding.code in ("FIL203", "BUF101")]
+    assert [(finding.code, finding.level) for finding in left] == [("FIL203", Level.WARNING), ("BUF101", Level.WARNING)]
+    assert "data.pkl that fails its checksum: names, shapes and places" in left[0].message
+    assert done.report.exit_code == 1
+    written = torch.load(tmp_path / "out.pth")
+    assert list(written) == ["weight", "bias", "running_mean", "running_var", "num_batchds_tracked"]
+    assert written["num_batchds_tracked"] == 1
+
+
+def test_a_damaged_list_of_names_fits_no_model_unasked(tmp_path: Path) -> None:
+    path, norm = misnamed(tmp_path), torch.nn.BatchNorm1d(3)
+    report = ckptfix.repair(path, norm, salvage=True, output=tmp_path / "out.pth").report
+    assert (report.exit_code, report.output) == (1, None)
+    with pytest.raises(ckptfix.CkptfixError, match="does not fit"):
+        ckptfix.load(norm, path, salvage=True)
+    ckptfix.load(norm, path, salvage=True, unsafe_fixes=True)
+    assert norm.num_batches_tracked == 0

@@ -4,6 +4,7 @@ from torch import nn
 
 from ckptfix.finding import Level
 from ckptfix.rules.decayed import decayed
+from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import propose, without_values
 
@@ -164,3 +165,30 @@ def test_light_decay_is_not_reported():
 
 def test_values_are_left_alone_where_the_user_says_so():
     assert without_values(decayed) == []
+
+
+def test_a_last_layer_may_start_at_a_thousandth():
+    state = {**scaled(1), "head.weight": torch.randn(64, 64) * 2e-5}
+    assert propose(decayed, state) == []
+    renamed = {"mlp.weight" if key == "head.weight" else key: value for key, value in state.items()}
+    assert [finding.keys for finding in propose(decayed, renamed)] == [("mlp.weight",)]
+
+
+def test_many_matrices_of_one_round_scale_were_initialised_so():
+    tiny = {f"{index}.weight": torch.randn(64, 64 + 32 * index) * 1e-10 for index in range(9)}
+    healthy = {f"fc{index}.weight": torch.randn(64, 64) * 0.1 for index in range(9)}
+    assert propose(decayed, {**tiny, **healthy}) == []
+    decays = {key: value * 3 for key, value in tiny.items()}
+    assert [finding.keys for finding in propose(decayed, {**decays, **healthy})] == [tuple(decays)]
+
+
+def test_few_large_weights_say_that_the_matrix_lives_on():
+    state = {**scaled(1), "fc2.weight": torch.randn(256, 256) * 1e-7}
+    state["fc2.weight"][3, 3] = 0.01
+    assert propose(decayed, state) == []
+
+
+def test_it_is_replaced_where_that_was_asked_for():
+    model, before = Net(), scaled(1e-5)
+    after = {**before, "conv3.weight": model.state_dict()["conv3.weight"]}
+    check_repaired(before, after, "VAL201", model, replace="VAL201", fill="target")

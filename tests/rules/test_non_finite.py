@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 
+import ckptfix
 from ckptfix.checkpoint import Candidate
-from ckptfix.finding import Level
+from ckptfix.finding import Level, Replace
 from ckptfix.formats import open_file
 from ckptfix.live import open_state_dict
 from ckptfix.rules.non_finite import non_finite
+from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import loud, propose, without_values
 
@@ -69,8 +71,8 @@ def test_the_counts_and_the_first_place_are_given():
     (finding,) = propose(non_finite, {"conv.weight": weight, "fc.weight": torch.tensor([[1.0, NAN]])})
     assert finding.message == "2 tensors are not finite: 2 NaN, 1 +Inf, 72 -Inf among 722 values"
     figures = finding.evidence["tensors"]["conv.weight"]
-    expected = {"nan": 1, "pos_inf": 1, "neg_inf": 72, "numel": 720, "first_index": [2, 1, 0, 2]}
-    assert figures == expected
+    counts = {"nan": 1, "pos_inf": 1, "neg_inf": 72, "numel": 720, "first_index": [2, 1, 0, 2]}
+    assert figures == {**counts, "channels": [2, 3, 9], "of_channels": [3, 10]}
 
 
 def test_one_in_ten_million_is_found():
@@ -90,10 +92,10 @@ def test_a_finite_twin_is_named():
         candidates=tuple(Candidate((name,), 1, 1) for name in ("state_dict", "worse", "state_dict_ema")),
     )
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy == "take the set that is finite there: --weights state_dict_ema"
+    assert finding.remedy.startswith("--replace VAL101 --fill twin takes them from state_dict_ema")
     checkpoint = replace(checkpoint, candidates=checkpoint.candidates[:2])
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy == "see whether another set of this file is finite: --weights worse"
+    assert finding.remedy.startswith("see whether another set of this file is finite: --weights worse")
 
 
 def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
@@ -101,7 +103,7 @@ def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
     torch.save({"epoch": 3, "state_dict": raw, "nested": {"ema": averaged}}, tmp_path / "model.pth")
     checkpoint = open_file(str(tmp_path / "model.pth"), "state_dict")
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy == "take the set that is finite there: --weights nested.ema"
+    assert finding.remedy.endswith("or take that set: --weights nested.ema")
 
 
 def test_values_are_left_alone_where_the_user_says_so():
@@ -111,3 +113,64 @@ def test_values_are_left_alone_where_the_user_says_so():
 def test_infinities_in_other_buffers_are_a_warning():
     findings = loud(propose(non_finite, {"kv_cache": torch.full((2, 2), INF)}))
     assert [finding.level for finding in findings] == [Level.WARNING]
+
+
+BROKEN = {"bn.running_mean": torch.zeros(2), "bn.running_var": torch.tensor([1.0, NAN]), "fc.weight": torch.ones(2, 3)}
+BROKEN["fc.weight"][1, 2] = INF
+
+
+def test_nothing_is_changed_unasked():
+    (finding,) = propose(non_finite, BROKEN)
+    assert finding.fix is None
+    assert "--zero-non-finite" in finding.remedy
+
+
+def test_zeros_are_the_last_resort_and_leave_all_other_values():
+    before = {"fc.weight": BROKEN["fc.weight"], "fc.bias": torch.ones(2)}
+    after = {**before, "fc.weight": torch.tensor([[1.0, 1, 1], [1, 1, 0]])}
+    report = check_repaired(before, after, "VAL101", zero_non_finite=True)
+    assert [edit.kind for edit in report.edits] == ["zero"]
+
+
+def test_zero_is_no_variance():
+    repaired, report = ckptfix.repair_state_dict(BROKEN, select=("VAL101",), zero_non_finite=True)
+    assert [finding.keys for finding in report.remaining] == [("bn.running_var",)]
+    assert repaired["bn.running_var"].isnan().any()
+
+
+def test_a_norm_is_made_fresh():
+    before = {key: value for key, value in BROKEN.items() if key.startswith("bn")}
+    before = {**before, "bn.running_mean": torch.ones(2), "bn.num_batches_tracked": torch.tensor(5)}
+    after = dict(nn.BatchNorm1d(2, affine=False).state_dict(prefix="bn."))
+    check_repaired(before, after, "VAL101", reset_running_stats=True)
+
+
+def test_the_twin_is_taken_key_by_key(tmp_path):
+    raw, averaged = {"a": torch.tensor([NAN]), "b": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.full((1,), 2.0)}
+    torch.save({"state_dict": raw, "state_dict_ema": averaged}, tmp_path / "m.pth")
+    done = ckptfix.repair(tmp_path / "m.pth", weights="state_dict", replace="VAL101", fill="twin", select="VAL")
+    assert done.state_dict() == {"a": torch.zeros(1), "b": torch.ones(1)}
+    assert done.report.exit_code == 0
+    assert done.report.edits == (Replace("a", "float32", (1,), "twin", "a", "state_dict_ema"),)
+
+
+@pytest.mark.parametrize("names", ["VAL101", "VAL", "fc.weight", "fc.*"])
+def test_a_model_and_a_file_supply_what_is_named(names, tmp_path):
+    model = nn.Linear(3, 2)
+    before = {f"fc.{key}": value.clone() for key, value in model.state_dict().items()}
+    before["fc.weight"][0, 0] = NAN
+    torch.save({"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2)}, tmp_path / "donor.pth")
+    target = nn.ModuleDict({"fc": model})
+    for fill, expected in (("target", model.weight), (str(tmp_path / "donor.pth"), torch.ones(2, 3))):
+        after = {**before, "fc.weight": expected.detach()}
+        check_repaired(before, after, "VAL101", target, replace=names, fill=fill)
+    check_repaired(before, {**before, "fc.weight": torch.ones(2, 3)}, "VAL101", replace=names, fill=fill)
+
+
+def test_a_source_that_is_broken_itself_is_not_taken():
+    before = {"weight": torch.full((2, 3), NAN)}
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.constant_(model.weight, NAN)
+    _, report = ckptfix.repair_state_dict(before, model, select=("VAL101",), replace="VAL101", fill="target")
+    assert not report.fixed
+    assert report.exit_code == 1

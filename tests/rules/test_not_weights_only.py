@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_noop(tmp_path, content):
         pytest.param(np.float64(0.5), 0.5, id="a number of numpy"),
         pytest.param({"deep": [argparse.Namespace(out=Path("x"))]}, {"deep": [{"out": "x"}]}, id="nested"),
         pytest.param(frozenset({1}), {1}, id="frozenset"),
-        pytest.param(len, "__builtin__.len", id="a function"),
+        pytest.param(len, "builtins.len", id="a function"),
     ],
 )
 def test_plain_data_instead_of_objects(tmp_path, value, becomes):
@@ -78,7 +78,51 @@ def test_each_conversion_is_listed(tmp_path):
     assert "argparse.Namespace" in finding.message
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
+class Custom:
+    """A class that torch does not know."""
+
+
+EVERYTHING = {
+    "numbers": [1, -5, 1 << 100, 0.5, True, None, 1j],
+    "text": ["a", "\ud800", b"ab\xff", bytearray(b"ab")],
+    "containers": [(), (1,), (1, 2, 3, 4), [], {}, {1: 2, (3, 4): 5, None: 6}, {1, 2}, OrderedDict(a=1)],
+    "a frozen set": frozenset({1}),
+    "words of torch": [torch.float16, torch.Size([2]), torch.device("cpu"), torch.strided, torch.per_tensor_affine],
+    "tensors": [nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse(), torch.ones(2).half()],
+    "a counter": Counter("aab"),
+    "a path": Path("x"),
+    "a number of numpy": np.float64(0.5),
+    "a key of numpy": {np.int64(3): 1},
+    "an array": np.arange(3),
+    "a class": nn.ReLU,
+    "an object": Custom(),
+    "a module": nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", EVERYTHING.values(), ids=EVERYTHING)
+@pytest.mark.filterwarnings("ignore")
+def test_the_finding_is_there_exactly_where_torch_refuses(tmp_path, value, protocol, zipped):
+    content = {"state_dict": weights(), "x": value}
+    try:
+        file = saved(tmp_path, content, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    except TypeError:
+        pytest.skip("Python does not pickle these by the old protocol")
+    try:
+        torch.load(file, weights_only=True)
+        refused = False
+    except (pickle.UnpicklingError, RuntimeError):
+        refused = True
+    assert bool(ckptfix.check(file, select=("FIL102",)).findings) == refused
+    ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL101",))
+    assert (tmp_path / "out.pth").exists() or not refused
+    if (tmp_path / "out.pth").exists():
+        torch.load(tmp_path / "out.pth", weights_only=True)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 4, 5])
 def test_another_protocol(tmp_path, protocol):
     file = saved(tmp_path, weights(), pickle_protocol=protocol)
     ckptfix.repair(file, output=tmp_path / "out.pth")

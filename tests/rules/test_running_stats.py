@@ -4,6 +4,7 @@ from torch import nn
 
 from ckptfix.finding import Level
 from ckptfix.rules.running_stats import running_stats
+from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import loud, propose, without_values
 
@@ -57,6 +58,52 @@ def test_a_negative_variance_is_an_error_because_eval_gives_nan():
 def test_the_level_follows_the_harm(state, level):
     (finding,) = propose(running_stats, state)
     assert (finding.level, finding.keys, finding.fix) == (level, ("bn.running_var",), None)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        pytest.param(
+            {**norm(variance=0.0), "bn.weight": torch.zeros(8)},
+            "running_var and weight are zero",
+            id="a-norm-that-is-off",
+        ),
+        pytest.param(norm(mean=0.0), "only one of mean and variance ever moved", id="variance-alone-moved"),
+        pytest.param(norm(variance=1.0), "only one of mean and variance ever moved", id="mean-alone-moved"),
+        pytest.param(
+            {**norm(batches=0), **{f"other.{key}": value for key, value in norm().items()}},
+            "statistics moved, but no batch counted",
+            id="uncounted-beside-counted",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_a_note(state, message):
+    (finding,) = propose(running_stats, state)
+    assert finding.level is Level.NOTE
+    assert message in finding.message
+
+
+def test_mean_and_variance_that_changed_places():
+    state = {"bn.running_mean": torch.rand(16) + 0.1, "bn.running_var": torch.randn(16)}
+    (finding,) = loud(propose(running_stats, state))
+    assert (finding.level, "look swapped" in finding.message) == (Level.ERROR, True)
+
+
+@pytest.mark.parametrize("bad", [norm(variance=-1.0), norm(variance=0.0), norm(mean=0.0, variance=1.0)])
+def test_broken_statistics_are_reset_where_that_was_asked_for(bad):
+    fresh = dict(nn.BatchNorm1d(8, affine=False).state_dict(prefix="bn."))
+    check_repaired({**bad, **norm_named("other")}, {**fresh, **norm_named("other")}, "VAL103", reset_running_stats=True)
+
+
+def test_mean_and_variance_are_replaced_together(tmp_path):
+    torch.save(norm(mean=0.3, variance=0.4), tmp_path / "donor.pth")
+    after = {**norm(mean=0.3, variance=0.4, batches=9)}
+    check_repaired(norm(variance=-1.0, batches=9), after, "VAL103", replace="VAL103", fill=str(tmp_path / "donor.pth"))
+
+
+def norm_named(name: str) -> dict[str, torch.Tensor]:
+    """A sound norm of another name."""
+    return {key.replace("bn", name): value for key, value in norm().items()}
 
 
 def test_values_are_left_alone_where_the_user_says_so():

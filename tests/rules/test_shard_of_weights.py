@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptfix
 from tests.checks import check_noop
@@ -23,6 +25,41 @@ CODE = "FIL105"
 )
 def test_noop(state_dict: dict[str, Any]) -> None:
     check_noop(state_dict, CODE)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("model-00001-of-00001.safetensors", 0, id="the-only-one"),
+        pytest.param("model-2-of-3.safetensors", 0, id="another-numbering"),
+        pytest.param("model-00002-of-00005.fixed.safetensors", 0, id="repaired-by-itself"),
+        pytest.param("model-00002-of-00005.safetensors", 5, id="one-of-five"),
+        pytest.param("pytorch_model-00001-of-00002.bin", 2, id="one-of-two"),
+    ],
+)
+def test_a_numbered_shard_alone(tmp_path: Path, name: str, count: int) -> None:
+    write = save_file if name.endswith("safetensors") else torch.save
+    write({"weight": torch.ones(2)}, tmp_path / name)
+    report = ckptfix.check(tmp_path / name, select=(CODE,))
+    said = [(finding.level.name, finding.message) for finding in report.findings]
+    assert [level for level, _ in said] == ["NOTE"] * bool(count)
+    assert all(f"one of {count} shards" in message and "name the folder" in message for _, message in said)
+    assert report.exit_code == 0
+
+
+def test_a_folder_of_shards_is_whole(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({f"{number}.weight": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    assert ckptfix.check(tmp_path, select=(CODE,)).findings == ()
+
+
+def test_a_rank_of_megatron(tmp_path: Path) -> None:
+    args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    saved = {"args": args, "checkpoint_version": 3.0, "iteration": 9, "model": {"embed.weight": torch.ones(2, 2)}}
+    torch.save(saved, tmp_path / "model_optim_rng.pt")
+    (finding,) = ckptfix.check(tmp_path / "model_optim_rng.pt", select=(CODE,)).findings
+    assert "one of 8 ranks" in finding.message
+    assert "tools/checkpoint/convert.py" in finding.remedy
 
 
 def test_model_states_of_zero_3(tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ def test_all_tensors_of_the_storage_are_named_and_nothing_is_changed(tmp_path: P
     (finding,) = (finding for finding in repaired.report.remaining if finding.code == "FIL201")
     assert finding.keys == ("b.head", "b.tail")
     assert repaired.report.exit_code == 1
-    assert list(repaired.state_dict()) == list(state_dict)
+    assert repaired.checkpoint.keys() == list(state_dict)
+    with pytest.raises(ckptfix.UnreadableError, match=r"the storage of b\.head and of 1 more fails its checksum"):
+        repaired.state_dict()
 
 
 def test_a_copy_keeps_the_checksum_so_that_the_damage_stays_visible(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ckptfix.finding import Applicability, Level
 from ckptfix.live import open_state_dict
 from ckptfix.rules.transient_buffer import transient_buffer
 from ckptfix.target import target_from_checkpoint, target_from_module
+from tests.checks import bytes_of
 from tests.rules.proposals import propose, repaired
 
 IDS = torch.arange(8)[None]
@@ -175,3 +176,16 @@ def test_statistics_of_an_old_instance_norm():
     (finding,) = propose(transient_buffer, state, model)
     assert finding.keys == ("0.running_mean", "0.running_var")
     model.load_state_dict(repaired(transient_buffer, state, model), strict=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_damaged_buffer_is_compared_with_nothing(tmp_path):
+    """Its values are not those that were saved, and Python says nothing of that to whoever runs the command line."""
+    path = tmp_path / "model.pth"
+    torch.save(state_of("inv_freq", FREQUENCIES), path)
+    data = path.read_bytes()
+    place = data.index(bytes_of(FREQUENCIES)) + 3
+    path.write_bytes(data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :])
+    report = ckptfix.check(path, Embeddings("inv_freq", FREQUENCIES, persistent=False))
+    found = [(finding.code, finding.level) for finding in report.findings if finding.code != "FIT102"]
+    assert found == [("FIL201", Level.ERROR), ("BUF104", Level.ERROR)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +54,16 @@ class Hangs(Net):
             Path(os.environ["PID_FILE"]).write_text(str(process.pid))
             while True:
                 time.sleep(1)
+
+
+class Lingers(Net):
+    """Leaves a thread and a process running, whose id it writes to the file that $PID_FILE names."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(os.environ["PID_FILE"]).write_text(str(process.pid))
+        return super().forward(x)
 
 
 class Refuses(Net):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ckptfix.smoke.arguments import make_arguments
 from ckptfix.smoke.derive import derive_inputs
-from ckptfix.smoke.inputs import make_arguments
 
 
 class LeNet(nn.Module):
@@ -85,6 +85,12 @@ class Last(nn.Module):
         return output
 
 
+def loaded(lazy: nn.Module, other: nn.Module) -> nn.Module:
+    """A lazy module that has the tensors of another one, and has not run yet."""
+    lazy.load_state_dict(other.state_dict())
+    return lazy
+
+
 def first_that_runs(model: nn.Module) -> str:
     model.eval()
     for guess in derive_inputs(model):
@@ -109,6 +115,9 @@ def first_that_runs(model: nn.Module) -> str:
         pytest.param(LeNet(), "2x1x28x28", id="a size that is not the first guess"),
         pytest.param(Patches(), "2x3x20x30", id="a size that the model states"),
         pytest.param(Siamese(), "2x1x28x28 2x1x28x28", id="two images"),
+        pytest.param(loaded(nn.LazyLinear(2), nn.Linear(5, 2)), "2x5", id="a lazy layer that was loaded"),
+        pytest.param(loaded(nn.LazyConv2d(2, 3), nn.Conv2d(6, 2, 3)), "2x6x64x64", id="lazy conv2d"),
+        pytest.param(loaded(nn.LazyConvTranspose2d(2, 3), nn.ConvTranspose2d(6, 2, 3)), "2x6x1x1", id="lazy, upwards"),
         pytest.param(nn.Embedding(7, 3), "2x8:int:0:7", id="embedding"),
         pytest.param(Positions(), "2x4:int:0:10", id="tokens no longer than the model states"),
         pytest.param(Recommender(), "2x8:int:0:3 2x8:int:0:3", id="the smallest vocabulary suits both"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from ckptfix.errors import UnreadableError
-from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input, is_user_file
+from ckptfix.smoke.diagnosis import (
+    blame_of_assert,
+    diagnose,
+    holds_for_any_input,
+    is_cudnn_failure,
+    is_dtype_mismatch,
+    is_out_of_memory,
+    is_sticky,
+    is_user_file,
+)
 from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, Failure, Figures, Origin
 from ckptfix.smoke.proof import NotLoadedError
+from tests.smoke.second_tries import ASSERT_PRINTED
 
-ORIGIN = Origin("bn", "BatchNorm2d", Figures("output", "float32[2]", nan=2))
+SOUND = Origin("bn", "BatchNorm2d", Figures("output", "float32[2]", nan=2))
+BROKEN = replace(SOUND, weights=(Figures("weight", "float32[2]", nan=1),))
 
 
 def error_of(call: Callable[[], Any]) -> Exception:
@@ -62,6 +74,9 @@ def test_genuine_messages_about_the_input(call: Callable[[], Any]) -> None:
         pytest.param("build", ValueError("no"), MODEL, id="factory"),
         pytest.param("read", UnreadableError("w.pth: cut off"), CHECKPOINT, id="reading"),
         pytest.param("load", NotLoadedError("1 missing key", ("a",)), CHECKPOINT, id="strict load"),
+        pytest.param("read", ImportError("cannot import name 'x'"), ENVIRONMENT, id="reading without a library"),
+        pytest.param("read", OSError(5, "Input/output error"), ENVIRONMENT, id="reading from a bad disk"),
+        pytest.param("move", NotImplementedError("Cannot copy out of meta tensor; no data!"), MODEL, id="no memory"),
         pytest.param("device", RuntimeError("broken"), ENVIRONMENT, id="device"),
         pytest.param("build", MemoryError(), ENVIRONMENT, id="memory of Python"),
         pytest.param("load", torch.OutOfMemoryError("CUDA out of memory. Tried"), ENVIRONMENT, id="memory of CUDA"),
@@ -70,6 +85,21 @@ def test_genuine_messages_about_the_input(call: Callable[[], Any]) -> None:
         pytest.param(
             "forward", RuntimeError("\"conv\" not implemented for 'Half'"), ENVIRONMENT, id="no such operator"
         ),
+        pytest.param(
+            "forward",
+            RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            ),
+            MODEL,
+            id="a tensor that the code made on another device",
+        ),
+        pytest.param(
+            "forward",
+            AttributeError("module 'torch._C' has no attribute '_cuda_getDevice'"),
+            ENVIRONMENT,
+            id="a torch without CUDA",
+        ),
+        pytest.param("training", ValueError("no targets"), MODEL, id="backward"),
     ],
 )
 def test_whose_fault(stage: str, error: Exception, blame: str) -> None:
@@ -77,7 +107,65 @@ def test_whose_fault(stage: str, error: Exception, blame: str) -> None:
 
 
 def test_a_genuine_lack_of_memory_is_the_environments() -> None:
-    assert diagnose("forward", error_of(lambda: torch.empty(2**60))).blame == ENVIRONMENT
+    failure = diagnose("forward", error_of(lambda: torch.empty(2**50)))
+    assert failure.blame == ENVIRONMENT
+    assert is_out_of_memory(failure)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: nn.Linear(3, 2)(torch.ones(2, 3, dtype=torch.float64)), id="linear"),
+        pytest.param(lambda: nn.Linear(3, 2).half()(torch.ones(2, 3)), id="half"),
+        pytest.param(lambda: nn.Conv1d(3, 2, 1)(torch.ones(2, 3, 4, dtype=torch.float64)), id="convolution"),
+        pytest.param(lambda: nn.LSTM(3, 2)(torch.ones(2, 2, 3, dtype=torch.float64)), id="lstm"),
+        pytest.param(lambda: torch.ones(2, 2).double() @ torch.ones(2, 2), id="matrices"),
+    ],
+)
+def test_genuine_mismatches_of_dtypes(call: Callable[[], Any]) -> None:
+    failure = diagnose("forward", error_of(call))
+    assert is_dtype_mismatch(failure)
+    assert failure.blame == INPUT
+    assert not any((is_out_of_memory(failure), is_cudnn_failure(failure), is_sticky(failure.error)))
+
+
+def test_a_mismatch_of_shapes_is_none_of_dtypes() -> None:
+    assert not is_dtype_mismatch(diagnose("forward", error_of(conv(2, 1, 8, 8))))
+    assert not is_dtype_mismatch(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "cudnn", "memory", "sticky"),
+    [
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True, False, False),
+        ("RuntimeError: Unable to find a valid cuDNN algorithm to run convolution", True, False, False),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB", False, True, False),
+        ("MemoryError", False, True, False),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False, False, True),
+        ("RuntimeError: CUDA error: device-side assert triggered", False, False, True),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", False, False, False),
+    ],
+)
+def test_what_may_be_tried_again(error: str, cudnn: bool, memory: bool, sticky: bool) -> None:
+    failure = Failure("forward", ENVIRONMENT, error)
+    assert (is_cudnn_failure(failure), is_out_of_memory(failure), is_sticky(error)) == (cudnn, memory, sticky)
+
+
+@pytest.mark.parametrize(
+    ("printed", "blame"),
+    [
+        pytest.param(ASSERT_PRINTED, INPUT, id="embedding"),
+        pytest.param(
+            'IndexKernel.cu:93: operator(): block [0,0,0] Assertion `i < sizes[i] && "index out of bounds"` failed.',
+            INPUT,
+            id="index",
+        ),
+        pytest.param("Assertion `x > 0` failed.", None, id="another"),
+        pytest.param("index out of bounds", None, id="no assert"),
+    ],
+)
+def test_what_a_kernel_printed(printed: str, blame: str | None) -> None:
+    assert blame_of_assert(printed) == blame
 
 
 def test_a_wrong_call_is_the_inputs_at_the_model_and_the_codes_within() -> None:
@@ -86,8 +174,9 @@ def test_a_wrong_call_is_the_inputs_at_the_model_and_the_codes_within() -> None:
     assert diagnose("forward", error, ("head", "Linear"), depth=2).blame == MODEL
 
 
-def test_an_error_after_a_nan_is_the_checkpoints() -> None:
-    assert diagnose("forward", ValueError("NaN loss"), origin=ORIGIN).blame == CHECKPOINT
+def test_an_error_after_the_nan_of_a_broken_weight_is_the_checkpoints() -> None:
+    assert diagnose("forward", ValueError("NaN loss"), origin=BROKEN).blame == CHECKPOINT
+    assert diagnose("forward", ValueError("NaN loss"), origin=SOUND).blame == MODEL
 
 
 def test_the_message_is_one_line() -> None:

@@ -29,6 +29,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def assert_ends(pid: int) -> None:
+    """It was killed, which takes a moment."""
+    for _ in range(100):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
 def test_what_the_model_prints_is_no_answer(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,23 +70,43 @@ def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> No
     assert ending.outcome.device == "cpu"
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from /proc")
+def test_a_limit_of_memory_is_met_with_a_smaller_batch_and_half_precision(save: Save) -> None:
+    job = Job(save(models.Net()), "tests.smoke.second_tries:Limited", inputs=("4x3x16x16",), device="cpu")
+    outcome = launch(asdict(job), 120).outcome
+    assert outcome.is_good
+    assert outcome.inputs == ("bfloat16[1, 3, 16, 16]",)
+    assert outcome.notes == (
+        "a batch of 4 did not fit into memory, so it was cut to 1 and float32 reduced to bfloat16",
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_what_the_model_leaves_running_is_not_waited_for(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    ending = start(save(models.Net()), "Lingers")
+    assert ending.answered
+    assert not ending.timed_out
+    assert ending.outcome.is_good
+    assert_ends(int((tmp_path / "pid").read_text()))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_time_out_ends_the_child_and_all_that_it_started(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
-    ending = start(save(models.Net()), "Hangs", timeout=10)
+    file = save(models.Net())
+    # On a busy machine the shorter time may be over before torch is there.
+    ending = next(ending for timeout in (4, 20) if (ending := start(file, "Hangs", timeout)).stage == "forward")
     assert not ending.answered
     assert ending.timed_out
     assert ending.stage == "forward"
     assert "in forward" in ending.stack
-    pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        if not is_running(pid):
-            break
-        time.sleep(0.05)
-    assert not is_running(pid)
+    assert_ends(int((tmp_path / "pid").read_text()))
 
 
 def test_arguments_that_are_no_json_are_refused() -> None:

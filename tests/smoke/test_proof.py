@@ -37,6 +37,15 @@ def test_a_lazy_model_is_made_by_the_load() -> None:
     assert lazy.weight.shape == (2, 3)
 
 
+def test_a_model_without_memory_gets_its_tensors_from_the_load() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    state = nn.Linear(3, 2).state_dict()
+    load_strictly(model, state)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    assert model.weight.requires_grad
+
+
 def test_nan_of_the_file_is_no_proof_against_the_load() -> None:
     load_strictly(Net(), {**Net().state_dict(), "fc.weight": NAN})
 

@@ -117,3 +117,22 @@ def test_after_an_error_the_innermost_module_is_still_running() -> None:
 def test_an_error_that_the_model_catches_is_left_behind() -> None:
     trace = trace_of(Catches(), torch.ones(1, 2))
     assert trace.running is None
+
+
+class Borrows(nn.Module):
+    """Uses the weight of its child directly; the child has no part in the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.child.weight
+
+
+def test_a_weight_that_is_borrowed_from_a_child_is_named_and_a_mask_is_not() -> None:
+    origin = trace_of(_with_nan(Borrows(), "child.weight"), torch.ones(1, 2)).origin
+    assert origin is not None
+    assert [figures.tensor for figures in origin.weights] == ["child.weight", "mask"]
+    assert origin.broken == ("child.weight",)

@@ -1,0 +1,134 @@
+"""Runs ways of doing one thing in turn, each as a process of its own, and takes medians."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.speed_files import warm
+
+ROUNDS = 5
+SLOW = 20.0
+"""Seconds above which a way is run three times and not five: a peer that takes ten times as long as all others."""
+
+SAMPLES_PER_SECOND = 200
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way: a command that reads ``source`` and writes into the folder ``out``, which is emptied after each run."""
+
+    name: str
+    command: Sequence[str]
+    source: Path | None = None
+    out: Path | None = None
+
+
+@dataclass
+class Runs:
+    """What came of a way: seconds and the peak of anonymous memory in bytes, run by run."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The fastest and the slowest run, in seconds."""
+        return min(self.seconds), max(self.seconds)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of anonymous memory."""
+        return max(self.memory)
+
+
+def environment() -> dict[str, str]:
+    """That of an installed program: its modules are compiled once and not at every start."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def measure(ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, Runs]:
+    """Run the ways one after another, round by round, so that a noisy minute of the machine strikes all of them."""
+    runs = {way.name: Runs() for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            done = runs[way.name]
+            if len(done.seconds) >= 3 and done.median > SLOW:
+                continue
+            if way.source is not None:
+                warm(way.source)
+            seconds, memory = run(way)
+            done.seconds.append(seconds)
+            done.memory.append(memory)
+    return runs
+
+
+def run(way: Way) -> tuple[float, int]:
+    """The seconds and the peak of anonymous memory of one run. Raises ``SystemExit`` where it fails."""
+    if way.out is not None:
+        shutil.rmtree(way.out, ignore_errors=True)
+        way.out.mkdir()
+        os.sync()
+    began = time.perf_counter()
+    child = subprocess.Popen(way.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
+    peak = 0
+    try:
+        while child.poll() is None:
+            peak = max(peak, _anonymous(child.pid))
+            time.sleep(1 / SAMPLES_PER_SECOND)
+        seconds = time.perf_counter() - began
+    finally:
+        if child.poll() is None:
+            child.kill()
+        output, _ = child.communicate()
+    # 1 says that findings remain, as they do where random numbers stand for weights.
+    if child.returncode not in (0, 1) or (way.out is not None and not any(way.out.iterdir())):
+        raise SystemExit(f"{way.name}: ended with {child.returncode}\n{output.decode()[-2000:]}")
+    if way.out is not None:
+        shutil.rmtree(way.out)
+    return seconds, peak
+
+
+def _anonymous(process: int) -> int:
+    """``RssAnon`` of a process and its children, in bytes; mapped files and the page cache do not count."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return 0
+    line = next((line for line in status.splitlines() if line.startswith("RssAnon:")), None)
+    return (int(line.split()[1]) << 10 if line else 0) + sum(_anonymous(int(child)) for child in children)
+
+
+def time_answer(command: Sequence[str], rounds: int = 11) -> float:
+    """The median seconds of a short process, from its start to its end."""
+    seconds = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, env=environment(), check=False)
+        seconds.append(time.perf_counter() - began)
+        if done.returncode not in (0, 1):
+            raise SystemExit(f"{' '.join(command)}: ended with {done.returncode}\n{done.stderr.decode()[-2000:]}")
+    return statistics.median(seconds[1:])  # the first one fills caches
+
+
+def ask(module: str, *arguments: str) -> list[float]:
+    """The numbers that a module prints, run as a program in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, env=environment(), check=False, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)}: {done.stderr[-2000:]}")
+    return [float(number) for number in done.stdout.split()]

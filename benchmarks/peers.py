@@ -1,0 +1,87 @@
+"""What others do to a checkpoint, step by step as their scripts do it: ``python -m benchmarks.peers WAY SOURCE OUT``.
+
+Each is a process of its own, so that its memory and its imports are its own too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+
+def timm_clean(source: str, out: Path) -> None:
+    """``clean_checkpoint.py`` of timm: load, take off the prefix, save, hash, rename."""
+    import torch
+
+    if not torch.cuda.is_available():
+        # PyPI's torchvision is built for CUDA: without it, its operators are missing and their registration stops the
+        # import of timm. Nothing here calls one.
+        sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
+    from timm.models import clean_state_dict
+
+    cleaned = clean_state_dict(torch.load(source, map_location="cpu", weights_only=True))
+    temporary = out / "temporary.pth"
+    torch.save(cleaned, temporary)
+    digest = hashlib.sha256()
+    with temporary.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    _flush(temporary)
+    temporary.rename(out / f"model-{digest.hexdigest()[:8]}.pth")
+
+
+def hf_convert(source: str, out: Path) -> None:
+    """``convert.py`` of safetensors: load, save, load the result again and compare every tensor."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    loaded = torch.load(source, map_location="cpu", weights_only=True)
+    converted = {key.removeprefix("module."): tensor.contiguous() for key, tensor in loaded.items()}
+    save_file(converted, out / "model.safetensors", metadata={"format": "pt"})
+    again = load_file(out / "model.safetensors")
+    for key, tensor in converted.items():
+        if not torch.equal(tensor, again[key]):
+            raise SystemExit(f"{key} differs")
+    _flush(out / "model.safetensors")
+
+
+def torch_save(source: str, out: Path) -> None:
+    """The loop that everybody writes."""
+    import torch
+
+    loaded = torch.load(source, map_location="cpu", weights_only=True)
+    torch.save({key.removeprefix("module."): tensor for key, tensor in loaded.items()}, out / "model.pth")
+    _flush(out / "model.pth")
+
+
+def mmap_save_file(source: str, out: Path) -> None:
+    """The same by a mapped file and safetensors, which is the most frugal way with these two libraries."""
+    import torch
+    from safetensors.torch import save_file
+
+    loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    named = {key.removeprefix("module."): tensor for key, tensor in loaded.items()}
+    save_file(named, out / "model.safetensors", metadata={"format": "pt"})
+    _flush(out / "model.safetensors")
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk, as ``ckptfix`` and the ``cp`` of the table do."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+PEERS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
+    "timm": ("timm's clean_checkpoint", timm_clean),
+    "hf": ("HF convert with comparison", hf_convert),
+    "torch": ("torch.load + torch.save", torch_save),
+    "mmap": ("torch.load(mmap) + safetensors save_file", mmap_save_file),
+}
+
+if __name__ == "__main__":
+    PEERS[sys.argv[1]][1](sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""How fast ckptfix is, beside ``cp`` and its peers, and how much memory it takes: ``make bench``.
+
+    python -m benchmarks.speed [--size 4GB] [--only NAME] [--folder DIR] [--readme benchmarks/README.md]
+
+Everything is made, measured and removed in a folder of its own; at most five times the size is on the disk at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.measure import Runs, Way, ask, measure, time_answer
+from benchmarks.peers import PEERS
+from benchmarks.speed_files import check_room, make_file, make_shards, many_keys, shapes
+from benchmarks.speed_report import Section, duration, machine, memory, rate, size_name, write_readme
+
+CKPTFIX = [str(Path(sys.executable).with_name("ckptfix"))]
+DTYPES = (("float32", 4, 0.6), ("bfloat16", 2, 0.4), ("float16", 2, 0.4), ("float8_e4m3fn", 1, 0.1))
+"""What is scanned: the dtype, its bytes, and the share of the read bandwidth that is wanted."""
+
+KEYS = (100, 1_000, 10_000, 50_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=_size, default="4GB", help="of the main files, as in 256MB  [default: 4GB]")
+    parser.add_argument("--only", default="", help=f"sections whose name has this in it: {', '.join(SECTIONS)}")
+    parser.add_argument("--folder", type=Path, help="where the files go; its file system is what is measured")
+    parser.add_argument("--readme", type=Path, help="write the tables there as well")
+    given = parser.parse_args()
+    size: int = given.size
+    check_room(given.folder or Path(tempfile.gettempdir()), 4 * size)
+    began, sections = time.time(), []
+    for name, make in SECTIONS.items():
+        if given.only not in name:
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="ckptfix-bench-", dir=given.folder))
+        try:
+            for section in make(folder, size):
+                sections.append(section)
+                print(section, flush=True)
+        finally:
+            shutil.rmtree(folder)
+    if given.readme is not None:
+        write_readme(given.readme, sections, size, time.time() - began)
+    print(machine())
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError("give a size such as 256MB or 4GB")
+    return int(float(found[1]) * (1e6 if found[2] == "MB" else 1e9))
+
+
+def _cp(source: Path, out: Path) -> Way:
+    goal = out / source.name
+    return Way("cp, fsync", ["sh", "-c", 'cp "$0" "$1" && sync "$1"', str(source), str(goal)], source, out)
+
+
+def _repair(name: str, source: Path, out: Path, suffix: str, *options: str) -> Way:
+    command = [*CKPTFIX, "repair", str(source), "-o", str(out / f"model{suffix}"), *options]
+    return Way(f"**ckptfix**: {name}", command, source, out)
+
+
+def _peer(name: str, source: Path, out: Path) -> Way:
+    label, _ = PEERS[name]
+    return Way(label, [sys.executable, "-m", "benchmarks.peers", name, str(source), str(out)], source, out)
+
+
+def _compare(title: str, source: Path, ways: Sequence[Way]) -> Section:
+    """The ways beside the first one, which is ``cp``."""
+    runs = measure(ways)
+    cp = next(iter(runs.values())).median
+
+    def row(name: str, done: Runs) -> list[str]:
+        low, high = done.spread
+        times = f"{duration(done.median)} ({duration(low)} to {duration(high)}, {len(done.seconds)} runs)"
+        return [name, f"{done.median / cp:.2f}", times, memory(done.peak)]
+
+    rows = [row(name, done) for name, done in runs.items()]
+    return Section(
+        f"{title}, {size_name(source.stat().st_size)}",
+        ["way", "times cp", "median (range)", "peak of anonymous memory"],
+        rows,
+    )
+
+
+def torch_files(folder: Path, size: int) -> Iterator[Section]:
+    """``.pth`` in: key repair, conversion, full repair, and the peers."""
+    source, out = make_file(folder / "source.pth", shapes(size)), folder / "out"
+    names = "--no-values"
+    ways = [
+        _cp(source, out),
+        _repair("keys, `.pth` → `.pth`", source, out, ".pth", names),
+        _repair("`.pth` → safetensors", source, out, ".safetensors", names),
+        _repair("full repair, `.pth` → `.pth`", source, out, ".pth"),
+        _peer("mmap", source, out),
+        _peer("torch", source, out),
+        _peer("hf", source, out),
+        _peer("timm", source, out),
+    ]
+    yield _compare("A `.pth` file", source, ways)
+
+
+def safetensors_files(folder: Path, size: int) -> Iterator[Section]:
+    """safetensors in."""
+    source, out = make_file(folder / "source.safetensors", shapes(size)), folder / "out"
+    ways = [
+        _cp(source, out),
+        _repair("keys, safetensors → safetensors", source, out, ".safetensors", "--no-values"),
+        _repair("safetensors → `.pth`", source, out, ".pth", "--no-values"),
+        _repair("full repair, safetensors → safetensors", source, out, ".safetensors"),
+    ]
+    yield _compare("A safetensors file", source, ways)
+
+
+def legacy_files(folder: Path, size: int) -> Iterator[Section]:
+    """A file of torch ≤ 1.5 in, a quarter of the size."""
+    source, out = make_file(folder / "source.legacy.pth", shapes(size // 4)), folder / "out"
+    ways = [
+        _cp(source, out),
+        _repair("keys, legacy → `.pth`", source, out, ".pth", "--no-values"),
+        _repair("legacy → safetensors", source, out, ".safetensors", "--no-values"),
+        _repair("full repair, legacy → `.pth`", source, out, ".pth"),
+    ]
+    yield _compare("A legacy file", source, ways)
+
+
+def sharded_files(folder: Path, size: int) -> Iterator[Section]:
+    """Shards in, shards out, a quarter of the size."""
+    out = folder / "out"
+    index = make_shards(folder / "shards", size // 4, 4)
+    source = make_file(folder / "source.safetensors", shapes(size // 4))
+    limit = f"{size // 16 // 1_000_000}MB"
+    ways = [
+        _cp(source, out),
+        _repair("4 shards → safetensors", index, out, ".safetensors", "--no-values"),
+        _repair("safetensors → shards", source, out, ".safetensors", "--no-values", "--shard-size", limit),
+    ]
+    yield _compare("Shards of safetensors", source, ways)
+
+
+def value_scan(folder: Path, size: int) -> Iterator[Section]:
+    """The statistics of every tensor, against the rate at which one thread reads memory."""
+    rows = []
+    for dtype, itemsize, wanted in DTYPES:
+        source = make_file(folder / f"{dtype}.safetensors", shapes(size // 4, itemsize), dtype)
+        nbytes = source.stat().st_size
+        megabytes = 512
+        bandwidth = (megabytes << 20) / ask("benchmarks.in_process", "read", str(megabytes))[0]
+        scanned = nbytes / ask("benchmarks.in_process", "scan", str(source))[0]
+        source.unlink()
+        rows.append(
+            [dtype, size_name(nbytes), rate(scanned), rate(bandwidth), f"{scanned / bandwidth:.0%}", f"{wanted:.0%}"]
+        )
+    title = "The value scan alone, from a warm cache"
+    yield Section(title, ["dtype", "file", "scan", "one thread reads", "share", "wanted"], rows)
+
+
+def first_answers(folder: Path, size: int) -> Iterator[Section]:
+    """Whole processes, from start to end."""
+    source = make_file(folder / "source.pth", shapes(size))
+    other = make_file(folder / "source.safetensors", shapes(size // 4))
+    large, small = (size_name(file.stat().st_size) for file in (source, other))
+    commands: list[tuple[str, list[str], str]] = [
+        ("`python -c pass`", [sys.executable, "-c", "pass"], ""),
+        ("`ckptfix --version`", [*CKPTFIX, "--version"], "180 ms"),
+        ("`ckptfix --help`", [*CKPTFIX, "--help"], "350 ms"),
+        (f"`ckptfix inspect`, `.pth`, {large}", [*CKPTFIX, "inspect", str(source)], "250 ms"),
+        (f"`ckptfix check --no-values`, `.pth`, {large}", [*CKPTFIX, "check", "--no-values", str(source)], "250 ms"),
+        (f"`ckptfix inspect`, safetensors, {small}", [*CKPTFIX, "inspect", str(other)], "250 ms"),
+        (
+            f"`ckptfix check --no-values`, safetensors, {small}",
+            [*CKPTFIX, "check", "--no-values", str(other)],
+            "250 ms",
+        ),
+        ("`import torch`", [sys.executable, "-c", "import torch"], ""),
+    ]
+    rows = [[name, f"{time_answer(command) * 1e3:.0f} ms", wanted] for name, command, wanted in commands]
+    yield Section("First answers", ["command", "median of 11", "wanted below"], rows)
+
+
+def growth(folder: Path, size: int) -> Iterator[Section]:
+    """How the cost grows with the number of keys, and with the size."""
+    out = folder / "out"
+    rows = []
+    for count in KEYS:
+        source = make_file(folder / "keys.pth", many_keys(count, 64_000_000))
+        check = time_answer([*CKPTFIX, "check", "--no-values", str(source)], 3)
+        done = measure([_repair("", source, out, ".pth", "--no-values")], 3)["**ckptfix**: "]
+        rows.append(
+            [
+                f"{count:,}",
+                duration(check),
+                duration(done.median),
+                f"{done.median / count * 1e6:.0f} µs",
+                memory(done.peak),
+            ]
+        )
+    heads = ["keys", "check --no-values", "key repair", "repair by key", "peak of anonymous memory"]
+    yield Section("Growth with the number of keys, 64 MB", heads, rows)
+    rows = []
+    for nbytes in (size // 400, size // 40, size // 4, size, 2 * size):
+        source = make_file(folder / "size.pth", shapes(nbytes))
+        done = measure([_repair("", source, out, ".pth", "--no-values")], 3)["**ckptfix**: "]
+        speed = source.stat().st_size / done.median
+        rows.append([size_name(source.stat().st_size), duration(done.median), rate(speed), memory(done.peak)])
+    heads = ["size", "key repair", "rate", "peak of anonymous memory"]
+    yield Section("Growth with the size, 400 keys", heads, rows)
+
+
+def into_a_model(folder: Path, size: int) -> Iterator[Section]:
+    """``ckptfix.load`` and ``repair_state_dict``, without the start of Python and the import of torch."""
+    source = make_file(folder / "healthy.pth", shapes(size // 4), prefix="")
+    wrapped = make_file(folder / "wrapped.pth", shapes(size // 4))
+    torch, ours, torch_looked, ours_looked = ask("benchmarks.in_process", "load", str(source))
+    seconds, copied = ask("benchmarks.in_process", "memory", str(wrapped))
+    rows = [
+        ["torch.load(mmap) + load_state_dict(assign)", duration(torch), duration(torch_looked), "1.00"],
+        ["**ckptfix**.load", duration(ours), duration(ours_looked), f"{ours_looked / torch_looked:.2f}"],
+        [f"**ckptfix**.repair_state_dict, keys ({copied:.0f} tensors copied)", duration(seconds), "", ""],
+    ]
+    heads = ["way", "median of 5", "and every value looked at once", "ratio of these"]
+    yield Section(f"Into a model, {size_name(source.stat().st_size)}", heads, rows)
+
+
+SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
+    "pth": torch_files,
+    "safetensors": safetensors_files,
+    "legacy": legacy_files,
+    "shards": sharded_files,
+    "scan": value_scan,
+    "answers": first_answers,
+    "growth": growth,
+    "load": into_a_model,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The tables of ``benchmarks/speed.py``, on the screen and in the README."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("torch", "safetensors", "numpy", "timm")
+README = """# Benchmarks
+
+`make bench` measures speed and memory beside `cp` and beside what others do, and writes the tables below.
+`judgement.py` measures something else: how often the value rules are right (its docstring says how to run it).
+
+## Speed and memory
+
+{date}, {machine}. Main files of {size}, {minutes:.0f} minutes in all.
+
+### Method
+
+Each way is a process of its own, from its start to its end, fsync included. The ways of a table run in turn, round by
+round, on a warm page cache; the figure is the median of five rounds (three for ways above 20 s), and the ratio is to
+the `cp` of the same file with fsync in the same rounds. Anonymous memory is `RssAnon` of the process and its children,
+sampled 200 times a second: what is private to it, without mapped files and the page cache. The files are made on the
+spot (400 tensors under the names of a vision transformer, normal random numbers, the prefix `module.` to be taken off).
+*Keys* and conversions run with `--no-values`; a *full repair* proves checksums, scans all values, and runs all rules.
+Every repair opens its result again and compares it byte by byte. The peers do what their scripts do, with the libraries
+themselves (`benchmarks/peers.py`); they compare nothing but where it is said.
+
+{sections}
+## Again
+
+```sh
+make bench                                   # {size}, into .venv-bench, this page written anew
+make bench BENCH="--size 256MB"              # a quick one
+make bench BENCH="--only scan"               # one table: pth, safetensors, legacy, shards, scan, answers, growth, load
+make bench BENCH="--folder /mnt/other"       # another disk
+```
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        lines = [self.heads, ["---"] * len(self.heads), *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"### {self.title}\n\n{table}\n"
+
+
+def write_readme(path: Path, sections: Sequence[Section], size: int, seconds: float) -> None:
+    """Write the page with the tables."""
+    tables = "\n".join(map(str, sections))
+    path.write_text(
+        README.format(
+            date=date.today().isoformat(),
+            machine=machine(),
+            size=size_name(size),
+            minutes=seconds / 60,
+            sections=tables,
+        ),
+        encoding="utf-8",
+    )
+
+
+def machine() -> str:
+    """The processor, memory, kernel, and releases that were measured, in one line."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{cores} cores of {cpu}, {ram / (1 << 30):.0f} GiB of memory, {platform.system()} "
+        f"{platform.release().partition('-')[0]}, Python {platform.python_version()}, {packages}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or milliseconds below a tenth."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def memory(nbytes: int) -> str:
+    """Mebibytes and gibibytes, as memory is counted."""
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
+
+
+def size_name(nbytes: int) -> str:
+    """Megabytes and gigabytes, as files are counted."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def rate(nbytes: float) -> str:
+    """Bytes in a second."""
+    return f"{nbytes / 1e9:.1f} GB/s"

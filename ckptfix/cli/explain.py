@@ -1,0 +1,153 @@
+"""``ckptfix explain``: say what an error message means."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ckptfix.cli import options
+from ckptfix.cli.choices import library_arguments, repair_command
+from ckptfix.cli.console import Console, begin, write_output
+from ckptfix.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptfix.explain import Explanation, Verdict
+
+UNKNOWN = 1
+"""The exit code for a text that is not known."""
+
+_MOST = 16_000_000
+"""Bytes of stdin that are kept: the end of a log is where the error stands."""
+
+File = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH", help="The checkpoint that the message is about: it is checked, and the answer is for it."
+    ),
+]
+ExplanationFormat = Annotated[
+    Literal["full", "concise", "json"] | None,
+    typer.Option("--output-format", help="How the explanation is written.  [default: full]"),
+]
+
+
+# The options are declared here for typer; their values come from the context, merged with the configuration file.
+def explain(
+    context: typer.Context,
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TEXT", help="The message or the whole traceback, in quotes; without it, stdin is read."
+        ),
+    ] = None,
+    file: File = None,
+    model: options.Model = None,
+    model_args: options.ModelArgs = None,
+    like: options.Like = None,
+    weights: options.Weights = None,
+    member: options.Member = None,
+    no_values: options.NoValues = None,
+    output_format: ExplanationFormat = None,
+    quiet: options.Quiet = None,
+    verbose: options.Verbose = None,
+) -> None:
+    """Say what an error message means, and what to do.
+
+    It knows the messages of torch 0.3 to 2.13, safetensors, CUDA and others that meet people around loading and running
+    a checkpoint. Any part of a log will do. With --file the checkpoint is looked at too.
+
+    Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read.
+    """
+    console, choices = begin(context, runs_model=file is not None)
+    code = 0
+    with console.guarding(file or ""):
+        form = choices.get("output_format", "full")
+        if form not in ("full", "concise", "json"):
+            raise UsageError(f"explain has no output format {form}; use --output-format full, concise or json")
+        code = _explain(_given(text, console), file, choices, console, form)
+    raise typer.Exit(code)
+
+
+def _explain(given: str, file: str | None, choices: dict[str, Any], console: Console, form: str) -> int:
+    # Here and not above: --help and --version need nothing of the library.
+    from ckptfix.explain import Subject, nearest
+    from ckptfix.explain import explain as explain_text
+    from ckptfix.explain.telling import concise_lines, full_lines, to_json, unknown_lines, verdict_lines
+
+    explanation = explain_text(given, Subject(file, _model_words(choices)))
+    close = nearest(given) if explanation is None else None
+    verdict = _verdict(explanation, file, choices, console) if file is not None else None
+    if form == "json":
+        write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
+    elif explanation is None:
+        console.write(unknown_lines(close))
+    elif form == "concise":
+        console.write_plain(concise_lines(explanation))
+    else:
+        console.write(full_lines(explanation, None if console.verbose else 12))
+    if verdict is not None and form != "json":
+        console.write(["", *verdict_lines(verdict)] if form == "full" else verdict_lines(verdict))
+    return 0 if explanation is not None else UNKNOWN
+
+
+def _verdict(explanation: Explanation | None, file: str, choices: dict[str, Any], console: Console) -> Verdict:
+    """What a check of the file says; a file that cannot be read is an answer too, where it is there at all."""
+    import ckptfix
+    from ckptfix.explain import Verdict, judge
+    from ckptfix.report.telling import Mode, Telling
+
+    if not Path(file).exists():
+        raise UsageError(f"--file {file}: there is no such file")
+    arguments = {name: value for name, value in choices.items() if name not in ("text", "file")}
+    console.progress(f"checking {file}")
+    try:
+        report = ckptfix.check(file, **library_arguments(arguments))
+    except ckptfix.UnreadableError as error:
+        return Verdict(f"it cannot be read as it is: {error}")
+    return judge(explanation, report, Telling(Mode.CHECK, console.verbose, repair_command(file, arguments)))
+
+
+def _model_words(choices: dict[str, Any]) -> tuple[str, ...]:
+    """The flags that name the model or the reference, as the user would type them."""
+    words = []
+    for name in ("model", "model_args", "like"):
+        if name in choices:
+            value = choices[name]
+            words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    return tuple(words)
+
+
+def _given(words: list[str] | None, console: Console) -> str:
+    """The text that is to be explained. Raises ``UsageError`` where there is none, or where it is a file's name."""
+    if words and words != ["-"]:
+        if len(words) == 1 and _is_file(words[0]):
+            raise UsageError(
+                f"{words[0]} is a file: give a log with `ckptfix explain < {words[0]}`; what is wrong with a"
+                f" checkpoint, `ckptfix check {words[0]}` says"
+            )
+        given = " ".join(words)
+    else:
+        if sys.stdin.isatty():
+            console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
+        given = _decoded(sys.stdin.buffer.read()[-_MOST:])
+    if not given.strip():
+        raise UsageError('there is no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
+    return given
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # a message is longer than any name, or has signs that no name has
+        return False
+
+
+def _decoded(raw: bytes) -> str:
+    """A log as text; what Windows' shells redirect is UTF-16."""
+    is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return raw.decode("utf-16" if is_wide else "utf-8", "replace")

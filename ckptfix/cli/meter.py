@@ -1,0 +1,68 @@
+"""How far the work is, on one line of the terminal, and what took a slower way, for ``-v``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptfix.progress import Task
+
+QUIET = 2.0
+"""Seconds of work before anything is shown: most of it is done by then."""
+
+_EVERY = 0.2
+
+
+@dataclass
+class Meter:
+    """Watches the work on one file. ``show`` takes the text of the line; ``clock`` counts seconds."""
+
+    show: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    slower: Counter[str] = field(default_factory=Counter)
+    _shown: float = 0.0
+    _began: dict[int, tuple[Task, float, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shown = self.clock() + QUIET - _EVERY
+
+    def advanced(self, task: Task) -> None:
+        """Show the task anew, five times a second."""
+        now = self.clock()
+        # The task is kept beside its start, or its id could become that of another one.
+        _, began, before = self._began.setdefault(id(task), (task, now, task.done))
+        if now - self._shown < _EVERY:
+            return
+        self._shown = now
+        text = f"{task.name}: {bytes_text(task.done)} of {bytes_text(task.total)}"
+        if now - began > _EVERY and task.done > before:
+            rate = (task.done - before) / (now - began)
+            text += f", {bytes_text(rate)}/s, {time_text((task.total - task.done) / rate)} left"
+        self.show(text)
+
+    def slowed(self, reason: str, nbytes: int) -> None:
+        """Add the bytes to those of the same reason."""
+        self.slower[reason] += nbytes
+
+    def lines(self) -> list[str]:
+        """What took a slower way, the most bytes first."""
+        return [
+            f"slower than a plain copy: {bytes_text(nbytes)} {reason}" for reason, nbytes in self.slower.most_common()
+        ]
+
+
+def bytes_text(nbytes: float) -> str:
+    """``812 bytes``, ``4.2 GB``."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}" if round(nbytes / size, 1) < 100 else f"{nbytes / size:.0f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def time_text(seconds: float) -> str:
+    """``4 s``, ``2 min``."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

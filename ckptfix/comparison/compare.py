@@ -1,0 +1,125 @@
+"""The comparison from top to bottom: open both, pair the tensors, compare what is paired.
+
+pair       by name; then, among the rest, by bytes (renames)
+specs      shapes and dtypes of the pairs
+values     in blocks, so that no tensor is held as a whole; then the checksums of both files, where they have them
+the rest   ties, entries that are no tensors, _metadata, what lies beside the state_dict
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from ckptfix.checkpoint import Checkpoint, path_name
+from ckptfix.comparison.contents import compare_entries, compare_extras, compare_metadata
+from ckptfix.comparison.difference import Difference, Gap, Pair, Side, Ties
+from ckptfix.comparison.gap import Tolerance, measure_gap
+from ckptfix.comparison.renames import find_renames, rename_modules
+from ckptfix.errors import UsageError
+from ckptfix.formats import open_file
+from ckptfix.formats.checksums import is_sound
+from ckptfix.report.figures import size
+from ckptfix.report.inspection import ties
+
+Progress = Callable[[str], None]
+"""Is told from time to time how far the comparison is, in words."""
+
+_EXACT = Tolerance()
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    weights: str | None = None,
+    other_weights: str | None = None,
+    salvage: bool = False,
+    values: bool = True,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    progress: Progress = _silent,
+) -> Difference:
+    """Compare two checkpoint files; neither is loaded whole, and none of their code runs.
+
+    ``weights`` picks the state_dict of A by its name in the container, ``other_weights`` that of B (the same as A's
+    unless given). ``atol`` and ``rtol`` are tolerances as ``torch.allclose`` takes them: a tensor within them counts
+    as equal. ``values=False`` reads no tensor, so that only names and specs are compared. Raises ``UnreadableError``
+    for a file that cannot be read, and ``UsageError`` for a tolerance without meaning."""
+    if not (atol >= 0 and rtol >= 0 and atol < float("inf") and rtol < float("inf")):
+        raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of 0 or more")
+    first = open_file(os.fspath(a), weights, salvage=salvage)
+    second = open_file(os.fspath(b), other_weights or weights, salvage=salvage)
+    return compare(first, second, values=values, tolerance=Tolerance(atol, rtol), progress=progress)
+
+
+def compare(
+    a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = _EXACT, progress: Progress = _silent
+) -> Difference:
+    """Compare two open checkpoints; the settings are those of ``diff``."""
+    pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
+    only_a = {key: spec for key, spec in a.specs.items() if key not in b.specs}
+    only_b = {key: spec for key, spec in b.specs.items() if key not in a.specs}
+    renamed = dict(find_renames(only_a, only_b)) if values else {}
+    gaps = _gaps([pair for pair in pairs if pair.a.shape == pair.b.shape], tolerance, progress) if values else []
+    ties_a, ties_b = _ties(a, b, renamed)
+    return Difference(
+        a=_side(a, values),
+        b=_side(b, values),
+        only_a={key: spec for key, spec in only_a.items() if key not in renamed},
+        only_b={key: spec for key, spec in only_b.items() if key not in renamed.values()},
+        renamed=renamed,
+        shapes=tuple(pair for pair in pairs if pair.a.shape != pair.b.shape),
+        dtypes=tuple(pair for pair in pairs if (pair.a.dtype, pair.a.layout) != (pair.b.dtype, pair.b.layout)),
+        values=tuple((pair, gap) for pair, gap in gaps if not gap.is_equal and not gap.is_close),
+        ties_a=ties_a,
+        ties_b=ties_b,
+        entries=compare_entries(a, b, values),
+        metadata=compare_metadata(a, b, rename_modules(renamed)),
+        extras=compare_extras(a, b, values, tolerance),
+        equal=sum(gap.is_equal and pair.a.dtype == pair.b.dtype for pair, gap in gaps),
+        cast=sum(gap.is_equal and pair.a.dtype != pair.b.dtype for pair, gap in gaps),
+        close=sum(gap.is_close for _, gap in gaps),
+        values_compared=values,
+    )
+
+
+def _gaps(pairs: Sequence[Pair], tolerance: Tolerance, progress: Progress) -> list[tuple[Pair, Gap]]:
+    total, done, gaps = sum(pair.a.nbytes for pair in pairs), 0, []
+    for pair in pairs:
+        progress(f"compared {size(done)} of {size(total)}")
+        gaps.append((pair, measure_gap(pair.a, pair.b, tolerance)))
+        done += pair.a.nbytes
+    return gaps
+
+
+def _ties(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> tuple[Ties, Ties]:
+    """The ties that only one side has, under the names of B, among the tensors that both have."""
+    left = [tuple(renamed.get(key, key) for key in group) for group in ties(a.specs)]
+    right = ties(b.specs)
+    both = {renamed.get(key, key) for key in a.specs} & b.specs.keys()
+    groups = [
+        dict.fromkeys(tuple(sorted(both.intersection(group))) for group in side if len(both.intersection(group)) > 1)
+        for side in (left, right)
+    ]
+    return tuple(group for group in groups[0] if group not in groups[1]), tuple(
+        group for group in groups[1] if group not in groups[0]
+    )
+
+
+def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
+    specs = checkpoint.specs.values()
+    damaged = [key for key, spec in checkpoint.specs.items() if read_values and not all(map(is_sound, spec.storages))]
+    return Side(
+        checkpoint.path,
+        checkpoint.format,
+        path_name(checkpoint.container),
+        len(checkpoint.specs),
+        sum(spec.numel for spec in specs),
+        tuple(damaged),
+        tuple(checkpoint.lost),
+    )

@@ -1,0 +1,208 @@
+"""How far the values of two tensors are apart: greatest absolute and relative difference, ULP, and whether bit-equal.
+
+Bytes are compared first: equal blocks need no arithmetic, a NaN equals itself, and 0.0 is not -0.0 (they are 0 apart,
+and 0 ULP, but not bit-equal). Differences are taken in float64, those of 64-bit integers in integers first: 2^53 and
+2^53 + 1 are one float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.checkpoint import Quantizer, TensorSpec
+from ckptfix.comparison.difference import Gap
+from ckptfix.comparison.elements import SideBySide
+from ckptfix.dtypes import DTYPES
+from ckptfix.values.decode import Encoding, encoding
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What still counts as equal: |a - b| ≤ ``absolute`` + ``relative`` · |b|, as ``torch.allclose`` has it."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether only equal bytes are equal."""
+        return not self.absolute and not self.relative
+
+
+def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = Tolerance()) -> Gap:
+    """The gap between two tensors of one shape. Raises ``UnreadableError`` where bytes are not in the file."""
+    if a.layout != b.layout or a.parts.keys() != b.parts.keys():
+        return Gap(a.numel, unread=f"layouts {a.layout} and {b.layout}")
+    if a.parts:
+        return _sparse_gap(a, b, tolerance)
+    if a.storage is None or b.storage is None:
+        return Gap(a.numel, unread="" if a.storage is b.storage else "no data on one side (meta device)")
+    if a.numel == 0 or (a.storage is b.storage and a.view == b.view):
+        return Gap(a.numel)
+    if {name for name, is_set in a.math_bits.items() if is_set} != {n for n, is_set in b.math_bits.items() if is_set}:
+        return Gap(a.numel, unread="one is a conjugated or negated view")
+    if not _same_quantizer(a.quantizer, b.quantizer):
+        return Gap(a.numel, unread="quantised with other scales or zero points")
+    both = SideBySide(a, b)
+    if not both.is_readable:
+        return Gap(a.numel, unread="a view that repeats a few elements endlessly")
+    meter = _Meter(a, b, tolerance)
+    for left, right in both.blocks():
+        meter.take(left, right)
+    return meter.result(both)
+
+
+def _sparse_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> Gap:
+    """Equal where every part is; else what the values are apart where the places are the same."""
+    if any(a.parts[name].shape != b.parts[name].shape for name in a.parts):
+        return Gap(a.numel, unread="sparse, with other places filled")
+    gaps = {name: measure_gap(a.parts[name], b.parts[name], tolerance) for name in a.parts}
+    if any(not gap.is_equal for name, gap in gaps.items() if name != "values"):
+        return Gap(a.numel, unread="sparse, with other places filled")
+    return gaps["values"]
+
+
+def _same_quantizer(a: Quantizer | None, b: Quantizer | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return (a.scheme, a.axis) == (b.scheme, b.axis) and all(
+        left.shape == right.shape and left.dtype == right.dtype and measure_gap(left, right).is_equal
+        if isinstance(left, TensorSpec) and isinstance(right, TensorSpec)
+        else left == right
+        for left, right in ((a.scale, b.scale), (a.zero_point, b.zero_point))
+    )
+
+
+class _Meter:
+    """Gathers the gap block by block."""
+
+    def __init__(self, a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> None:
+        self._codes = encoding(a.dtype), encoding(b.dtype)
+        self._same_dtype = a.dtype == b.dtype
+        self._counts_ulp = self._same_dtype and DTYPES[a.dtype].is_float and self._codes[0] is not None
+        self._tolerance = tolerance
+        self._numel = a.numel
+        self._met = self._differing = self._nonfinite = self._ulp = 0
+        self._first: int | None = None
+        self._absolute = self._relative = 0.0
+        self._is_close = True
+
+    def take(self, left: Array, right: Array) -> None:
+        """Take in equally many elements of both."""
+        import numpy as np
+
+        if not self._same_dtype or not np.array_equal(left.view(np.uint8), right.view(np.uint8)):
+            self._compare(left, right)
+        self._met += len(left)
+
+    def result(self, both: SideBySide) -> Gap:
+        """What was gathered."""
+        return Gap(
+            numel=self._numel,
+            differing=self._differing * both.repetition,
+            first=None if self._first is None else both.row_major(self._first),
+            absolute=self._absolute,
+            relative=self._relative,
+            ulp=self._ulp if self._counts_ulp and self._differing else None,
+            nonfinite=self._nonfinite * both.repetition,
+            is_close=bool(self._differing) and self._is_close and not self._tolerance.is_none,
+        )
+
+    def _compare(self, left: Array, right: Array) -> None:
+        import numpy as np
+
+        codes_a, codes_b = self._codes
+        if codes_a is None or codes_b is None or codes_a.units != codes_b.units:  # packed bits: equal or not
+            differs = (
+                (_octets(left) != _octets(right)).any(axis=1) if self._same_dtype else np.ones(len(left), dtype=bool)
+            )
+            self._count(differs)
+            self._is_close = False
+            return
+        with np.errstate(all="ignore"):
+            a, b = _numbers(left, codes_a), _numbers(right, codes_b)
+            if self._same_dtype:
+                differs = (_octets(left) != _octets(right)).any(axis=1)
+            else:
+                differs = ((a != b) & ~(np.isnan(a) & np.isnan(b))).reshape(len(left), -1).any(axis=1)
+            self._count(differs)
+            exact = _apart(left[differs], right[differs], codes_a) if self._same_dtype else None
+            self._measure(a, b, np.repeat(differs, codes_a.units), exact)
+            if self._counts_ulp:
+                self._ulp = max(self._ulp, _most_ulp(left[differs], right[differs], codes_a))
+
+    def _count(self, differs: Array) -> None:
+        count = int(differs.sum())
+        if count and self._first is None:
+            self._first = self._met + int(differs.argmax())
+        self._differing += count
+
+    def _measure(self, a: Array, b: Array, differs: Array, exact: Array | None) -> None:
+        """``exact`` is how far each differing pair is apart, where float64 cannot tell."""
+        import numpy as np
+
+        a, b = a[differs], b[differs]
+        alike = (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (a == b))
+        finite = np.isfinite(a) & np.isfinite(b)
+        strange = int((~finite & ~alike).sum())
+        self._nonfinite += strange
+        a, b = a[finite], b[finite]
+        if len(a):
+            # Halved first: the difference of two finite numbers of opposite sign can be infinite.
+            apart = np.abs(a / 2 - b / 2) if exact is None else exact / 2
+            scale = np.maximum(np.abs(a), np.abs(b)) / 2
+            self._absolute = max(self._absolute, min(2 * float(apart.max()), _LARGEST))
+            self._relative = max(self._relative, float(np.divide(apart, scale, where=scale > 0, out=0 * scale).max()))
+            allowed = self._tolerance.absolute / 2 + self._tolerance.relative * (np.abs(b) / 2)
+            self._is_close = self._is_close and bool((apart <= allowed).all())
+        self._is_close = self._is_close and not strange
+
+
+_LARGEST = math.nextafter(math.inf, 0.0)
+
+
+def _octets(elements: Array) -> Array:
+    import numpy as np
+
+    return elements.view(np.uint8).reshape(len(elements), -1)
+
+
+def _numbers(elements: Array, code: Encoding) -> Array:
+    import numpy as np
+
+    return code.decode(np.frombuffer(elements.tobytes(), dtype=code.unit)).astype(np.float64, copy=False)
+
+
+def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
+    """|a - b| of 64-bit integers, rounded only once it is known; None for all other types."""
+    import numpy as np
+
+    if code.unit.kind not in "iu" or code.unit.itemsize < 8:
+        return None
+    a, b = (np.frombuffer(side.tobytes(), dtype=code.unit) for side in (left, right))
+    # Modulo 2^64 the difference is right for signed and unsigned ones alike.
+    apart: Array = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+    return apart.astype(np.float64)
+
+
+def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
+    """The most representable numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is none."""
+    import numpy as np
+
+    if not len(left):
+        return 0
+    unsigned = np.dtype(f"<u{code.unit.itemsize}")
+    sign = np.uint64(1 << (8 * code.unit.itemsize - 1))
+    bits = [np.frombuffer(side.tobytes(), dtype=unsigned).astype(np.uint64) for side in (left, right)]
+    magnitudes = [side & (sign - np.uint64(1)) for side in bits]
+    high, low = np.maximum(*magnitudes), np.minimum(*magnitudes)
+    apart = np.where((bits[0] ^ bits[1]) & sign, high + low, high - low)  # each is below 2^63: the sum fits
+    counted = np.isfinite(_numbers(left, code)) & np.isfinite(_numbers(right, code))
+    return int(apart[counted].max()) if counted.any() else 0

@@ -1,0 +1,70 @@
+"""What a check of the very file says about a message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptfix.explain.explanation import Explanation
+from ckptfix.finding import Finding, Level, counted
+from ckptfix.report.advice import next_command
+from ckptfix.report.model import Report
+from ckptfix.report.telling import Telling, message_with_count
+
+_OF_TARGET = ("KEY", "BUF", "FIT")
+"""The families of rules that compare with a model."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the file has what the message tells of.
+
+    ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
+    ``command`` mends what can be mended, and is empty where there is none.
+    """
+
+    sentence: str
+    confirming: tuple[Finding, ...] = ()
+    others: tuple[Finding, ...] = ()
+    command: str = ""
+
+
+def judge(explanation: Explanation | None, report: Report, telling: Telling) -> Verdict:
+    """Hold an explanation against the report of the file; None for a message that is not known."""
+    codes = explanation.codes if explanation else ()
+    confirming = tuple(finding for finding in report.findings if finding.code.startswith(codes)) if codes else ()
+    others = tuple(finding for finding in report.findings if finding not in confirming)
+    defects = [finding for finding in others if finding.level > Level.NOTE]
+    if confirming:
+        sentence = f"{report.source} has what the message tells of:"
+    elif codes and not defects:
+        sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
+    elif codes:
+        sentence = f"{report.source} shows nothing of the kind, but something else:"
+    elif defects:
+        sentence = (
+            f"The message is not about the file; {report.source} has {counted(len(defects), 'defect')} of its own:"
+        )
+    elif explanation:
+        sentence = f"{report.source} is clean, which agrees with this: the file is not at fault."
+    else:
+        sentence = f"{report.source}: nothing is wrong with it{_as_far(report)}."
+    return Verdict(sentence, confirming, others, next_command(report, telling))
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding in one line without its code and name."""
+    return message_with_count(finding)
+
+
+def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
+    if "FIL101" in codes and "FIT" not in codes:
+        place = "it is a bare state_dict" if report.container == "." else f"its weights stand under {report.container}"
+        return f"It holds one set of weights: {place}."
+    if report.target is None and any(code.startswith(_OF_TARGET) for code in codes):
+        return "Name your model too (--model or --like): names and shapes can only be compared with something."
+    fits = f"It fits {report.target} as it is, so the" if report.target else "The"
+    return f"{fits} message came from another file, another model, or another release."
+
+
+def _as_far(report: Report) -> str:
+    return "" if report.target else " as far as it can be seen without your model (--model or --like)"

@@ -1,0 +1,160 @@
+"""From a text to its explanation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptfix.errors import one_line
+from ckptfix.explain.record import Advice, Record
+from ckptfix.explain.records import RECORDS
+from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
+
+FILE, MODEL = "FILE", "PKG.MOD:FACTORY"
+"""What stands in a command for a file or a model that is not known."""
+
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the user said beside the text: the file, and the flags that name its model, word by word."""
+
+    file: str | None = None
+    model: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a text means.
+
+    ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is
+    about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
+    ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
+    the message stands, empty where there is none. ``file`` is the checkpoint, where it is known.
+    """
+
+    name: str
+    said: str
+    causes: tuple[tuple[str, tuple[str, ...]], ...]
+    advice: tuple[Advice, ...]
+    source: str
+    codes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    chain: str = ""
+    file: str | None = None
+
+
+def recognise(message: Message) -> list[tuple[Record, Mapping[str, str]]]:
+    """The records that a message matches, each with what it captured; a general one only where no other does."""
+    found = [(record, said) for record in RECORDS if (said := record.match(message)) is not None]
+    return [pair for pair in found if not pair[0].general] or found
+
+
+def explain(text: str, subject: Subject | None = None) -> Explanation | None:
+    """What the text means; None where nothing in it is known.
+
+    ``text`` is a message or any log with tracebacks. Of chained exceptions the one is explained that the rest follow
+    from: the cause where one was raised from the other, and the later one where it was raised while the first was
+    handled, unless only the first is known.
+    """
+    subject = subject or Subject()
+    if subject.file is None:
+        subject = replace(subject, file=file_name(text))
+    parts = messages(text)
+    known = [(number, recognise(message)) for number, message in enumerate(parts)]
+    chosen = _choose(parts, {number: found for number, found in known if found})
+    if chosen is None or known[chosen][1][0][0].general:
+        by_frames = _by_frames(text, parts, subject)
+        if chosen is None or by_frames is not None:
+            return by_frames
+    others = tuple(dict.fromkeys(record.name for number, found in known for record, _ in found if number != chosen))
+    return _explanation(parts[chosen], known[chosen][1], _place_in_chain(parts, chosen), others, subject)
+
+
+def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation | None:
+    """What is told of a message by the lines of code that it came through."""
+    whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
+    found = [(record, said) for record in RECORDS if (said := record.match_frames(whole)) is not None]
+    return _explanation(parts[-1], found, "", (), subject) if found else None
+
+
+def _choose(parts: list[Message], known: Mapping[int, list[tuple[Record, Mapping[str, str]]]]) -> int | None:
+    """Which of the messages is explained."""
+    special = [number for number, found in known.items() if not found[0][0].general]
+    numbers = special or list(known)
+    if not numbers:
+        return None
+    chosen = numbers[-1]
+    while parts[chosen].relation is Relation.CAUSED and chosen - 1 in numbers:
+        chosen -= 1
+    return chosen
+
+
+def _place_in_chain(parts: list[Message], chosen: int) -> str:
+    chained = {Relation.CAUSED, Relation.WHILE_HANDLING}
+    begin = chosen
+    while begin and parts[begin].relation in chained:
+        begin -= 1
+    end = chosen + 1
+    while end < len(parts) and parts[end].relation in chained:
+        end += 1
+    if end - begin == 1:
+        return ""
+    rest = "the others follow from it" if chosen == begin else "the ones before it were handled"
+    if begin < chosen and parts[chosen].relation is Relation.CAUSED:
+        rest = "the ones before it are not known here"
+    return f"number {chosen - begin + 1} of {end - begin} chained exceptions; {rest}"
+
+
+def _explanation(
+    message: Message,
+    found: list[tuple[Record, Mapping[str, str]]],
+    chain: str,
+    others: tuple[str, ...],
+    subject: Subject,
+) -> Explanation:
+    (record, captured), *rest = found
+    reading = record.read(message) if record.read else None
+    own_causes = reading.causes if reading else ()
+    advice = (*(reading.advice if reading else ()), *record.advice)
+    values = {
+        **{name: one_line(text) for name, text in captured.items()},
+        "path": json.dumps(subject.file, ensure_ascii=False) if subject.file else "path",
+    }
+    return Explanation(
+        name=record.name,
+        said=record.said(message),
+        causes=((_filled(record.cause, values), ()), *own_causes),
+        advice=tuple(_filled_advice(advice, values, subject)),
+        source=record.source,
+        codes=record.codes,
+        others=tuple(dict.fromkeys(n for n in (*(other.name for other, _ in rest), *others) if n != record.name)),
+        chain=chain,
+        file=subject.file,
+    )
+
+
+def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: Subject) -> Iterator[Advice]:
+    words = {
+        "FILE": shlex.quote(_no_option(subject.file)) if subject.file else FILE,
+        "MODEL": MODEL,
+    }
+    for each in advice:
+        command = each.command
+        if subject.model:
+            command = command.replace("--model {MODEL}", shlex.join(subject.model))
+        yield Advice(_filled(each.text, values), _filled(command, words), _filled(each.code, values))
+
+
+def _no_option(file: str) -> str:
+    """The name of a file so that a command does not take it for an option."""
+    return f"./{file}" if file.startswith("-") else file
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with the values that are known in the place of their names; other braces stay."""
+    return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)

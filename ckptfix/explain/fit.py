@@ -1,0 +1,265 @@
+"""What the keys of a message say about why a file does not fit its model.
+
+The rules themselves look at them: the missing keys are the target, the unexpected ones the checkpoint. A message gives
+no shapes for them, so what the rules find here is what the names say, and only the file and the model can confirm it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckptfix.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
+from ckptfix.checkpoint import IN_MEMORY, Checkpoint, TensorSpec
+from ckptfix.diagnosis import diagnose
+from ckptfix.explain.mismatch import Mismatch, read_mismatch
+from ckptfix.explain.record import Advice, Reading
+from ckptfix.explain.shapes import shape_causes
+from ckptfix.explain.text import Message
+from ckptfix.finding import Finding, Rename, counted
+from ckptfix.rules.wrappers import MODULE, WRAPPER_SEGMENTS
+from ckptfix.settings import Settings
+from ckptfix.target import BUFFER, PARAMETER, Slot, Target
+
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
+"""Keys under which trainers keep the weights, beside epoch and optimizer."""
+
+_WRAPPERS = {
+    MODULE: "DataParallel or DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "a strategy of Lightning",
+}
+
+_FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")
+"""Keys that fit: most of a model does, and is not in the message."""
+
+
+def read_fit(message: Message) -> Reading:
+    """What the keys and shapes in a message about a state_dict say."""
+    mismatch = read_mismatch(message)
+    if name := _container_key(mismatch):
+        return Reading(
+            ((f"load_state_dict got the whole container; the weights stand in it under {name!r}.", ()),),
+            (
+                Advice("takes the weights out of the container", code=f'model.load_state_dict(checkpoint["{name}"])'),
+                Advice("shows what the container holds, and where its weights are", command="ckptfix inspect {FILE}"),
+            ),
+        )
+    findings = _diagnose(mismatch)
+    causes = [*_named_causes(findings, mismatch), *shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
+    if mismatch.is_cut:
+        causes.append(("The list of keys is cut short in this text; with all of it the answer would be surer.", ()))
+    if mismatch.running_statistics:
+        causes.append(
+            (
+                f"{counted(len(mismatch.running_statistics), 'running statistic')} of an InstanceNorm: torch before"
+                " 0.4.0 saved them, and the layer does not use them now.",
+                mismatch.running_statistics,
+            )
+        )
+    return Reading(tuple(causes), tuple(_advice(findings, mismatch)))
+
+
+def _container_key(mismatch: Mismatch) -> str | None:
+    """Where the weights are, when the unexpected keys are those of a training checkpoint."""
+    keys = set(mismatch.unexpected)
+    if not keys or any("." in key for key in keys) or not mismatch.missing or keys & set(mismatch.missing):
+        return None
+    return next((name for name in _CONTAINERS if name in keys), None)
+
+
+def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
+    """The findings of the rules on names, by code."""
+    wanted = {key: Slot("float32", () if _is_buffer(key) else None, _kind(key)) for key in mismatch.missing}
+    stored = {key: TensorSpec("int64" if _is_counter(key) else "float32", ()) for key in mismatch.unexpected}
+    # A BatchNorm whose counter is named has its statistics on both sides, or they would be named too.
+    for key in filter(_is_counter, (*mismatch.missing, *mismatch.unexpected)):
+        for leaf in ("running_mean", "running_var"):
+            name = split_key(key)[0] + leaf
+            if name not in wanted and name not in stored:
+                wanted[name], stored[name] = Slot("float32", (1,), BUFFER), TensorSpec("float32", (1,), (1,))
+    # For a state_dict without _metadata torch supplies the counters of a BatchNorm, and does not call them missing.
+    counters = {key for key in mismatch.unexpected if _is_counter(key)}
+    for head, leaf in map(split_key, mismatch.missing):
+        if leaf == "running_mean" and any(f".{key}".endswith(f".{head}{NUM_BATCHES_TRACKED}") for key in counters):
+            wanted.setdefault(head + NUM_BATCHES_TRACKED, Slot("int64", (), BUFFER))
+    # Before 0.4 torch stopped at the first unexpected key. If that is a counter, the keys before it did fit.
+    knows_target = mismatch.knows_missing or all(map(_is_counter, mismatch.unexpected))
+    if knows_target and 1 in (len(mismatch.missing), len(mismatch.unexpected)):
+        # The rules take a file of one key by that key alone; here it is one of many.
+        wanted.update({key: Slot("float32", (), PARAMETER) for key in _FILLER})
+        stored.update({key: TensorSpec("float32", ()) for key in _FILLER})
+    checkpoint = Checkpoint("the file", IN_MEMORY, stored)
+    target = Target(mismatch.model or "the model", wanted) if knows_target else None
+    settings = Settings(values=False, select=("KEY", "BUF", "FIT"), unsafe_fixes=True)
+    return {finding.code: finding for finding in diagnose(checkpoint, target, settings).findings}
+
+
+def _is_counter(key: str) -> bool:
+    return split_key(key)[1] == NUM_BATCHES_TRACKED
+
+
+def _is_buffer(key: str) -> bool:
+    return is_buffer_name(key, ())
+
+
+def _kind(key: str) -> str:
+    return BUFFER if _is_buffer(key) else PARAMETER
+
+
+def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the rules on names recognise."""
+    if finding := findings.get("KEY101"):
+        parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
+        yield f"{_share(finding, mismatch)} {_hold(finding)} the name of a wrapper ({_wrapper_names(parts)}).", ()
+    if finding := findings.get("KEY102"):
+        yield (
+            f"{_share(finding, mismatch)} {_begin(finding)} with `module.`: the file was saved from a model inside of"
+            " DataParallel or DistributedDataParallel.",
+            (),
+        )
+    if finding := findings.get("KEY103"):
+        parts = {part for key in mismatch.missing for part in key.split(".")} & {MODULE, *WRAPPER_SEGMENTS}
+        yield (
+            f"The model is wrapped ({_wrapper_names(parts)}) and the file is not, or in another way:"
+            f" {counted(len(finding.keys), 'key')} would fit with the wrapper's names.",
+            (),
+        )
+    if finding := findings.get("KEY104"):
+        yield f"{_capital(finding.message)}.", ()
+    if finding := findings.get("KEY105"):
+        yield f"{_capital(finding.message)}.", finding.keys
+    if finding := findings.get("BUF101"):
+        yield (
+            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm missing: torch saves them since"
+            " 0.4.1, so the file is older, or its state_dict was copied key by key.",
+            (),
+        )
+    if finding := findings.get("BUF102"):
+        yield (
+            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm too many: the file is of torch"
+            " 0.4.1 or later, and this torch is older, or the model has frozen BatchNorms, which do not count.",
+            (),
+        )
+    if finding := findings.get("BUF104"):
+        yield (
+            f"{counted(len(finding.keys), 'buffer')} too many that the model works out for itself: the release that"
+            " saved the file kept them, this one does not. They hold nothing learned.",
+            finding.keys,
+        )
+    if computed := _computed(findings):
+        yield (
+            f"{counted(len(computed), 'buffer')} missing that the model works out for itself: this release keeps them,"
+            " the one that saved the file did not. Nothing learned is lost.",
+            computed,
+        )
+
+
+def _wrapper_names(parts: Iterable[str]) -> str:
+    return ", ".join(f"`{part}` of {_WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
+
+
+def _computed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
+    missing = findings.get("FIT101")
+    return tuple(key for key in missing.keys if is_transient(key, ())) if missing else ()
+
+
+def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What no rule on names explains."""
+    missing, unexpected = _left(findings, "FIT101"), _left(findings, "FIT102")
+    missing = tuple(key for key in missing if not is_transient(key, ()))
+    flat = tuple(key for key in (*unexpected, *mismatch.shapes) if "_flat_param" in key or "flat_param_" in key)
+    if flat:
+        yield (
+            f"{counted(len(flat), 'key')} of a flat parameter of FSDP: one rank's part of the weights. No renaming"
+            f" makes it the model's; save again with FSDP's FULL_STATE_DICT.",
+            flat,
+        )
+        return
+    if missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
+        yield (
+            "The other names do not match: the file is of another model or another implementation of it, or the wrong"
+            " one of several state_dicts was taken.",
+            (),
+        )
+    if missing:
+        yield f"{counted(len(missing), 'key')} that the file does not have:", missing
+    if unexpected:
+        yield f"{counted(len(unexpected), 'key')} that the model has no place for:", unexpected
+
+
+def _left(findings: Mapping[str, Finding], code: str) -> tuple[str, ...]:
+    return findings[code].keys if code in findings else ()
+
+
+def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
+    named = {code for code in findings if code.startswith(("KEY", "BUF"))}
+    missing, unexpected = _left(findings, "FIT101"), _left(findings, "FIT102")
+    is_prefix_alone = named and named <= {"KEY101", "KEY102"} and not (missing or unexpected or mismatch.shapes)
+    if is_prefix_alone:
+        yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
+    else:
+        yield Advice(
+            "compares names and shapes with your model, says what can be mended, and which command does it",
+            "ckptfix check {FILE} --model {MODEL}",
+        )
+    if named == {"BUF102"}:
+        yield Advice(
+            "writes a file for a torch that does not know the counters", "ckptfix repair {FILE} --for-torch 0.4.0"
+        )
+    elif named and not is_prefix_alone:
+        yield Advice(
+            "mends the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
+        )
+    if mismatch.shapes:
+        yield Advice(
+            "takes the keys of another shape from your fresh model (untrained), and the rest from the file",
+            "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
+        )
+    if named == {"BUF102"}:
+        yield Advice(
+            "leaves the counters out",
+            code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
+        )
+    if "KEY102" in findings:
+        rename = findings["KEY102"].fix.edits if findings["KEY102"].fix else ()
+        prefix = _prefix(rename)
+        yield Advice(
+            "takes the prefix off before load_state_dict",
+            code=f'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "{prefix}")',
+        )
+    elif "KEY101" in findings and any("_orig_mod" in key for key in findings["KEY101"].keys):
+        yield Advice(
+            "saves a compiled model without the wrapper", code="torch.save(model._orig_mod.state_dict(), path)"
+        )
+    elif "KEY103" in findings:
+        inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE
+        yield Advice("loads into the model inside of the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
+
+
+def _prefix(edits: tuple[object, ...]) -> str:
+    """What the renames of KEY102 take off, ``module.`` or more of it."""
+    for edit in edits:
+        if isinstance(edit, Rename) and edit.key.endswith(edit.to):
+            return edit.key[: len(edit.key) - len(edit.to)]
+    return "module."
+
+
+def _share(finding: Finding, mismatch: Mismatch) -> str:
+    number, total = len(finding.keys), len(mismatch.unexpected)
+    if number == total:
+        return f"All {total} unexpected keys" if total > 1 else "The unexpected key"
+    return f"{number} of {total} unexpected keys" if number < total else counted(number, "key")
+
+
+def _hold(finding: Finding) -> str:
+    return "holds" if len(finding.keys) == 1 else "hold"
+
+
+def _begin(finding: Finding) -> str:
+    return "begins" if len(finding.keys) == 1 else "begin"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

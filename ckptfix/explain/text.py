@@ -1,0 +1,205 @@
+"""What people paste, and the messages in it.
+
+A log has timestamps, ranks, colours, quotation marks, progress bars and lines that a terminal has wrapped, and a
+traceback may hold several exceptions of which one matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+LONGEST = 2_000_000
+"""Characters that are looked at: the end of a log is where the error stands."""
+
+LONGEST_MESSAGE, _LONGEST_LOG = 500_000, 100_000
+"""Characters of one message, which may list ten thousand keys, and of a log without a traceback, whose end counts."""
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+_SHOWN_ESCAPE = re.compile(r"(?:\\x1b|\\033|\\u001b|\^\[|␛)\[[0-9;]*m", re.IGNORECASE)
+# A log of JSON, or a message in repr(). A path of Windows has \n too.
+_SHOWN_BREAK = re.compile(r"\\n(?=\\t|\\n|\s|$|Traceback|Missing|Unexpected|size mismatch|The above|During)")
+_SHOWN_TAB = re.compile(r"(?<=[\n:])\\t")
+_BAR = re.compile(r"[^\n%]{0,200}\d{1,3}%\|[^|\n]{0,300}\|\s*[\d.?]+\w?/[\d.?]+\w?(?:\s*\[[^\]\n]{0,100}\])?")
+
+# What loggers, launchers, mail programs and test runners put in front of a line.
+_FRONT = re.compile(
+    r"""
+      \[?\d{4}[-/]\d\d[-/]\d\d[T\s_]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :|\-]*
+    | \[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?[ :|\-]+
+    | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d\s\S+\s\S+?(?:\[\d+\])?:[ ]
+    | [EWIF]\d{4}\s\d\d:\d\d:\d\d\.\d+\s+\d+\s\S+\][ ]
+    | \[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL)\]?(?::[\w.]*:|[ ]?[:|\-][ ]*|\s+(?=\S+(?:Error|Exception):))
+    | \[rank[ ]?\d+\]:?[ ]?
+    | rank[ ]?\d+:[ ]
+    | \[(?:\d+,)?\d+\](?:<\w+>)?:[ ]?
+    | \(\w+\s(?:pid=)?\d+(?:,\sip=[\d.]+)?\)[ ]
+    | [\w.\-]+[_\-]\d+\s*\|[ ]
+    | (?:>{1,3}[ ]?)+
+    | [│|┃]\s
+    | E[ ]{2,}
+    """,
+    re.VERBOSE,
+)
+_TAIL = re.compile(r"(?<!\s)\s*[│┃]$")
+_RULE = re.compile(r"[\s╭╮╰╯─━=\-_~^*+`]*")
+
+_NAME = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
+_EXCEPTION = re.compile(rf"\s?{_NAME}(?:Error|Exception|Interrupt|Fault|Failure|Warning|RaisedError)\w*(?::|$)")
+_HEADER = re.compile(r"^.*Traceback \(most recent call last\).*$", re.MULTILINE)
+
+
+_BEGINNINGS = (
+    "Error(s) in loading state_dict for",
+    "Missing key(s) in state_dict: ",
+    "Unexpected key(s) in state_dict: ",
+)
+"""How messages begin that may be longer than a log's end that is looked at."""
+
+
+class Relation(Enum):
+    """How an exception came after the one before it."""
+
+    FIRST = "first"
+    CAUSED = "raised from it"
+    WHILE_HANDLING = "raised while it was handled"
+    SEPARATE = "separate"
+
+
+_LINKS = re.compile(
+    r"The above exception was the (?P<cause>direct) cause of the following exception:?"
+    r"|During handling of the above exception, (?P<context>another) exception occurred:?",
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One exception of a text, or a text that holds none: its lines without noise, and how it came about."""
+
+    lines: tuple[str, ...]
+    relation: Relation = Relation.FIRST
+
+    @cached_property
+    def readings(self) -> tuple[str, ...]:
+        """The message in one line, first with every line break as a space, then with none in its place: a terminal
+        breaks words.
+        """
+        spaced, joined = _one_space("\n".join(self.lines)), _one_space("".join(self.lines))
+        return (spaced,) if spaced == joined else (spaced, joined)
+
+    @property
+    def headline(self) -> str:
+        """The first line of the message that says something."""
+        return next((line.strip() for line in self.lines if line.strip()), "")
+
+
+def clean(text: str) -> str:
+    """The text without colours, progress bars and what loggers put in front of its lines."""
+    text = text[-LONGEST:].replace("\ufeff", "").replace("\r\n", "\n")
+    text = _SHOWN_ESCAPE.sub("", _ESCAPE.sub("", text))
+    # Of a line that was drawn over, such as a progress bar, every state is a line.
+    text = text.replace("\r", "\n").replace("\u2018", "'").replace("\u2019", "'")
+    if '\\"' in text:
+        text = text.replace('\\"', '"')
+    text = _SHOWN_TAB.sub("\t", _SHOWN_BREAK.sub("\n", text))
+    return "\n".join(_cleaned_line(line) for line in text.split("\n"))
+
+
+def messages(text: str) -> list[Message]:
+    """The messages of a text in their order, each cleaned; a text without a traceback is one message."""
+    found: list[Message] = []
+    for part, relation in _parts(clean(text)):
+        part = part[:LONGEST_MESSAGE] if _is_about_error(part) else _end(part)
+        lines = tuple(line for line in _message_lines(part) if line.strip() and not _RULE.fullmatch(line))
+        if lines:
+            found.append(Message(lines, relation if found else Relation.FIRST))
+    return found
+
+
+def _parts(text: str) -> Iterator[tuple[str, Relation]]:
+    """The text cut at the words between chained exceptions and at the heads of tracebacks."""
+    relation, start = Relation.FIRST, 0
+    for link in _LINKS.finditer(text):
+        yield from _tracebacks(text[start : link.start()], relation)
+        relation, start = Relation.CAUSED if link["cause"] else Relation.WHILE_HANDLING, link.end()
+    yield from _tracebacks(text[start:], relation)
+
+
+def _tracebacks(text: str, relation: Relation) -> Iterator[tuple[str, Relation]]:
+    heads = [match.start() for match in _HEADER.finditer(text)]
+    if not heads:
+        yield text, relation
+        return
+    if text[: heads[0]].strip():
+        # A log may say what matters before the traceback, as CUDA's kernels do.
+        yield text[: heads[0]], relation
+        relation = Relation.SEPARATE if relation is Relation.FIRST else relation
+    for begin, end in zip(heads, [*heads[1:], len(text)], strict=True):
+        yield text[begin:end], relation
+        relation = Relation.SEPARATE
+
+
+def _is_about_error(part: str) -> bool:
+    return _HEADER.search(part) is not None or _EXCEPTION.match(part.lstrip()) is not None
+
+
+def _end(log: str) -> str:
+    """What counts of a log without a traceback: its end, or more of it where a long message begins before that."""
+    begins = [begin for begin in map(log.rfind, _BEGINNINGS) if begin >= 0]
+    start = min([*begins, max(len(log) - _LONGEST_LOG, 0)])
+    return log[start : start + LONGEST_MESSAGE] if begins else log[start:]
+
+
+def _message_lines(part: str) -> list[str]:
+    """The lines from the exception on; all lines where no traceback is told."""
+    lines = part.split("\n")
+    if not _HEADER.search(part):
+        return lines
+    for number, line in enumerate(lines):
+        if number and _EXCEPTION.match(line):
+            return lines[number:]
+    # An exception whose class is called otherwise stands on the first line that is not indented.
+    for number, line in enumerate(lines):
+        if number and line.strip() and not line[0].isspace() and not _HEADER.match(line):
+            return lines[number:]
+    return lines
+
+
+def _cleaned_line(line: str) -> str:
+    if "%|" in line:
+        line = _BAR.sub("", line)
+    for _ in range(6):
+        front = _FRONT.match(line)
+        if front is None:
+            break
+        line = line[front.end() :]
+    return _TAIL.sub("", line).rstrip()
+
+
+def _one_space(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+_SUFFIXES = "pth|pt|ckpt|safetensors|bin|pyth|th|t7|pkl|pickle|model|tar|pth\\.tar|pt\\.gz|weights|mdl"
+_RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")
+"""Parts of an archive, and no file of the user's."""
+
+_QUOTED_FILE = re.compile(rf"""(["'])((?:(?!\1)[^\n\r]){{1,300}}\.(?:{_SUFFIXES}))\1""", re.IGNORECASE)
+_BARE_FILE = re.compile(
+    rf"(?<![\w./\\~\-])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
+)
+
+
+def file_name(text: str) -> str | None:
+    """The checkpoint that a text speaks of, where it names exactly one."""
+    text = clean(text)
+    quoted = {match[2] for match in _QUOTED_FILE.finditer(text)}
+    bare = {match[1] for match in _BARE_FILE.finditer(text)}
+    for found in (quoted, bare):
+        names = {name for name in found if not ("://" in name or "{" in name or name.endswith(_RECORDS))}
+        if names:
+            return names.pop() if len(names) == 1 else None
+    return None

@@ -1,0 +1,49 @@
+"""The memo of a pickle: what is kept under a number to be named again.
+
+Python's picklers count from 0 (or 1, in Python 2) without a gap, so that a list holds it in a tenth of a dict's memory.
+A crafted pickle may use any numbers; those lie in a dict beside it, and a large number costs no more than a small one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfix.formats.bounds import SLOT
+
+FAR = 120
+"""Bytes of a place outside of the row."""
+
+
+class Memo:
+    """Values by number, as PUT and MEMOIZE keep them and GET recalls them."""
+
+    __slots__ = ("_far", "_first", "_row")
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._row: list[Any] = []
+        self._far: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self._far)
+
+    def keep(self, index: int, value: Any) -> int:
+        """Keep a value under a number, in the place of one that may be there. Gives the bytes that its place takes."""
+        row, far = self._row, self._far
+        if not row and index == 1 and not far:
+            self._first = 1
+        place = index - self._first
+        if place == len(row) and (not far or index not in far):
+            row.append(value)
+            return SLOT
+        if 0 <= place < len(row):
+            row[place] = value
+            return 0
+        count = len(far)
+        far[index] = value
+        return FAR * (len(far) - count)
+
+    def recall(self, index: int) -> Any:
+        """The value under a number. Raises ``KeyError`` where there is none."""
+        place = index - self._first
+        return self._row[place] if 0 <= place < len(self._row) else self._far[index]

@@ -1,0 +1,151 @@
+"""Measures the running statistics of norms anew, on data of the user: ``ckptfix.recalibrate``.
+
+A layer that is measured uses the statistics of each batch, so that what comes after it sees what it would have seen in
+training; its running statistics are the averages over all batches, each weighted by its size. Everything else runs in
+eval mode: no dropout, no other statistics, no gradients. Source: torch.optim.swa_utils.update_bn, which measures all
+layers, weighs a short last batch like a full one, and runs dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.errors import TargetError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Recalibration:
+    """What was measured: how many batches and samples, and the names of the layers."""
+
+    batches: int
+    samples: int
+    layers: tuple[str, ...]
+
+
+def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[str] | None = None) -> Recalibration:
+    """Measure the running mean and variance of batch and instance norms on data, in place.
+
+    ``loader`` gives batches as a DataLoader does: a tensor, a sequence whose first item is the input, or a mapping of
+    keyword arguments; floats are cast to the model's dtype, and all goes to its device. ``layers`` are the names of the
+    modules to measure, all that keep running statistics unless given. ``num_batches_tracked`` becomes the number of
+    batches. Weights, training mode and momentum stay as they were.
+
+    Raises ``UsageError`` where there is nothing to measure or no data, and ``TargetError`` where the model gives NaN or
+    infinities on this data: then the weights or the data are broken, and the old statistics are put back. What the
+    model itself raises comes through, with the old statistics in place."""
+    import torch
+
+    norms = _chosen(model, layers)
+    batches = samples = 0
+    kept = {
+        (name, statistic): tensor.clone()
+        for name, norm in norms.items()
+        for statistic, tensor in norm.named_buffers(recurse=False)
+    }
+    try:
+        with torch.no_grad(), _measuring(model, norms.values()):
+            for batch in loader:
+                arguments, keywords = _arguments(batch, model)
+                size = _size(arguments, keywords)
+                batches, samples = batches + 1, samples + size
+                for norm in norms.values():
+                    norm.momentum = size / samples  # the new batch's share: the average over all samples so far
+                model(*arguments, **keywords)
+        if not batches:
+            raise UsageError("the data has no batch: give at least one to measure running statistics on")
+        _refuse_broken(norms)
+    except BaseException:
+        for (name, statistic), tensor in kept.items():
+            norms[name].get_buffer(statistic).copy_(tensor)
+        raise
+    return Recalibration(batches, samples, tuple(norms))
+
+
+def norms_of(model: nn.Module) -> dict[str, Any]:
+    """The layers that keep running statistics, by name."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None
+    }
+
+
+def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, Any]:
+    norms = norms_of(model)
+    if not norms:
+        raise UsageError(f"{type(model).__name__} has no layer with running statistics: there is nothing to measure")
+    for name in layers or ():
+        if name not in norms:
+            raise UsageError(
+                f"{name!r} is no norm of {type(model).__name__} with running statistics; see named_modules()"
+            )
+    return {name: norm for name, norm in norms.items() if layers is None or name in layers}
+
+
+@contextmanager
+def _measuring(model: nn.Module, norms: Iterable[Any]) -> Iterator[None]:
+    """Eval mode for all but these layers, whose statistics start anew; the modes and momenta are put back."""
+    modes = {module: module.training for module in model.modules()}
+    momenta = {norm: norm.momentum for norm in norms}
+    try:
+        model.eval()
+        for norm in momenta:
+            norm.reset_running_stats()
+            norm.train()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+
+
+def _refuse_broken(norms: Mapping[str, Any]) -> None:
+    for name, norm in norms.items():
+        if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
+            raise TargetError(
+                f"the input of {name or 'the norm'} is NaN or infinite on this data, so no statistics can be measured: "
+                "repair the weights before it first, and check the data"
+            )
+
+
+def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with; a sequence is an input and its label, as data sets have it."""
+    import torch
+
+    if isinstance(batch, Mapping):
+        return (), {name: _placed(value, model) for name, value in batch.items()}
+    if not isinstance(batch, torch.Tensor):
+        if not isinstance(batch, list | tuple) or not batch:
+            raise UsageError(f"a batch is of type {type(batch).__name__}; give a tensor, (input, …) or a mapping")
+        batch = batch[0]
+    return (_placed(batch, model),), {}
+
+
+def _placed(value: Any, model: nn.Module) -> Any:
+    """A tensor on the model's device and, where it holds floats, in the dtype of its parameters."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    if first is None:
+        return value
+    return value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device)
+
+
+def _size(arguments: Iterable[Any], keywords: Mapping[str, Any]) -> int:
+    """How many samples a batch has."""
+    import torch
+
+    tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
+    return max(math.prod(tensors[0].shape[:1]), 1) if tensors else 1

@@ -1,0 +1,88 @@
+"""VAL204 dead-channels: outputs of a layer that are always zero.
+
+## What it finds
+Weight matrices and kernels in which some, but not all, output channels hold nothing but exact zeros, and norms in
+which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace, whose
+padding row is zero by design, and so is a single row of any matrix of two dimensions.
+
+## Why it matters
+Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
+get a gradient. Good models have some: half of the filters of a face model's first layer were found near zero.
+
+## Fix safety
+There is no fix, and mostly no need for one. A pruning tool can take the channels out.
+
+## Example
+`conv1.weight`: 5 of 64 output channels are zero.
+
+## Sources
+https://github.com/deepinsight/insightface/issues/277, https://arxiv.org/abs/1708.06519 (pruning by the norm's weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
+from ckptfix.values.channels import channels_with
+from ckptfix.values.roles import is_matrix, kind
+from ckptfix.values.statistics import Statistics
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+SHOWN = 8
+"""How many channels are named."""
+
+FEWEST = 4
+"""Numbers of a channel below which a row of zeros may be chance."""
+
+
+@rule("VAL204", "dead-channels")
+def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose nothing; note the layers with channels of zeros."""
+    if context.statistics is None:
+        return
+    specs = context.checkpoint.specs
+    dead = {key: found for key in context.statistics if (found := _dead(key, context, context.statistics))}
+    if dead:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(sum(map(len, dead.values())), 'output channel')} of {counted(len(dead), 'layer')} are zero",
+            keys=tuple(dead),
+            evidence={
+                "tensors": {
+                    key: {"dead": len(found), "of": specs[key].shape[0], "channels": list(found[:SHOWN])}
+                    for key, found in dead.items()
+                }
+            },
+        )
+
+
+def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
+    """The channels of zeros of a matrix or of a norm. The second look is taken only where zeros were counted."""
+    spec, figures = context.checkpoint.specs[key], statistics[key]
+    if figures.all_zero or not figures.zeros or figures.numel != spec.numel or not spec.shape:
+        return ()
+    if is_matrix(key, spec, context.target):
+        length = spec.numel // spec.shape[0]
+        if length < FEWEST or figures.zeros < length or kind(key, spec) == "embedding":
+            return ()
+        found = channels_with(spec, _zeros, length)
+        is_padding = len(found) == 1 and len(spec.shape) == 2  # an embedding of another name
+        return () if is_padding else found
+    bias = key.removesuffix("weight") + "bias"
+    if not key.endswith(".weight") or len(spec.shape) != 1 or bias not in statistics:
+        return ()
+    if context.checkpoint.specs[bias].shape != spec.shape or not statistics[bias].zeros or statistics[bias].all_zero:
+        return ()
+    without_bias = set(channels_with(context.checkpoint.specs[bias], _zeros))
+    return tuple(channel for channel in channels_with(spec, _zeros) if channel in without_bias)
+
+
+def _zeros(values: Array) -> Array:
+    zeros: Array = values == 0
+    return zeros

@@ -1,0 +1,109 @@
+"""What takes the place of broken values where the user's flags ask for it: ``--replace`` with ``--fill``,
+``--recalibrate``, and ``--reset-running-stats``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptfix.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
+from ckptfix.checkpoint import TensorSpec
+from ckptfix.finding import Context, Replace
+from ckptfix.values import TensorStatistics
+from ckptfix.values.decode import encoding
+from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.twins import Twin, twin_sets, twins_beside
+
+FRESH = {"running_mean": "zeros", "running_var": "ones", NUM_BATCHES_TRACKED: "zeros"}
+"""What the statistics of a new norm are."""
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """The values that ``--fill`` offers for the broken tensors of a checkpoint."""
+
+    context: Context
+
+    def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
+        """What replaces the values of a key that a rule found broken; None where nothing was asked for, or nothing
+        sound is there. ``is_sound`` is what the rule thinks of the new figures."""
+        return self.beside(key, is_sound) if self.context.settings.replaces(code, key) else None
+
+    def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
+        """The same for a key that has to go with one that is replaced, whether it was named or not."""
+        spec = self.context.checkpoint.specs[key]
+        edit, found = self._offer(key, spec, is_sound)
+        if found is None or found.shape != spec.shape or not is_sound(_figures(found, spec.dtype)):
+            return None
+        return edit
+
+    @cached_property
+    def twins(self) -> Mapping[str, tuple[Twin, ...]]:
+        """The other copies of each key, those of other sets first."""
+        found: dict[str, tuple[Twin, ...]] = {}
+        for _, twins in twin_sets(self.context.checkpoint):
+            for key, twin in twins.items():
+                found[key] = (*found.get(key, ()), twin)
+        for key, twin in twins_beside(self.context.checkpoint, self.context.target).items():
+            found[key] = (*found.get(key, ()), twin)
+        return found
+
+    def sound_twin(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Twin | None:
+        """The first other copy of a key that is sound."""
+        dtype = self.context.checkpoint.specs[key].dtype
+        twins = (twin for twin in self.twins.get(key, ()) if _is_plain(twin.spec))
+        return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)
+
+    def _offer(
+        self, key: str, spec: TensorSpec, is_sound: Callable[[TensorStatistics], bool]
+    ) -> tuple[Replace, TensorSpec | None]:
+        fill = self.context.settings.fill
+        if fill == "twin":
+            twin = self.sound_twin(key, is_sound)
+            if twin is None:
+                return Replace(key, spec.dtype, spec.shape, "twin"), None
+            return Replace(key, spec.dtype, spec.shape, "twin", twin.key, twin.place or None), twin.spec
+        if fill == "target":
+            return Replace(key, spec.dtype, spec.shape, "target"), self._initial(key)
+        donor = self.context.donor.specs.get(key) if self.context.donor is not None else None
+        return Replace(key, spec.dtype, spec.shape, "donor", key), donor if donor and _is_plain(donor) else None
+
+    def _initial(self, key: str) -> TensorSpec | None:
+        target = self.context.target
+        initial = target.initial() if target is not None and target.initial else {}
+        if key not in initial:
+            return None
+        from ckptfix.live import spec_of_tensor
+
+        return spec_of_tensor(initial[key].detach())
+
+
+def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
+    """New statistics for a norm, of which ``key`` is one: measured on data, or those of a fresh layer. Nothing unless
+    asked for.
+    """
+    module, _ = split_key(key)
+    settings, specs = context.settings, context.checkpoint.specs
+    if not (settings.recalibrate or settings.reset_running_stats):
+        return ()
+    return tuple(
+        Replace(module + name, spec.dtype, spec.shape, "data", settings.recalibrate)
+        if settings.recalibrate
+        else Replace(module + name, spec.dtype, spec.shape, FRESH[name])
+        for name in sorted(RUNNING_STATISTICS)
+        if (spec := specs.get(module + name)) is not None
+    )
+
+
+def _is_plain(spec: TensorSpec) -> bool:
+    return spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
+
+
+def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
+    """The figures of a tensor in the dtype of the one whose place it takes."""
+    if spec.dtype != dtype:
+        from ckptfix.tensors import cast_spec
+
+        spec = cast_spec(spec, dtype, "replacement")
+    return tensor_statistics(spec)

@@ -1,0 +1,65 @@
+"""VAL203 subnormal: weights so small that processors compute with them slowly.
+
+## What it finds
+float32 and float64 tensors with subnormal values (in float32 below 1.2e-38): a warning where they are 1 % of a weight
+matrix or more, else a note. float16 is left in peace, whose subnormals begin at 6e-5 and cost nothing on a GPU.
+
+## Why it matters
+A forward pass on a CPU can become 5 to 50 times slower, because many processors handle each subnormal number in
+microcode. Such values are the remains of weights that decayed; what they add to an output cannot be measured.
+
+## Fix safety
+Unsafe, as it changes values: `--flush-subnormals` sets them to zero and leaves all others as they are. It is what
+`torch.set_flush_denormal(True)` does to them at run time.
+
+## Example
+    ckptfix repair efficientnet.pth --flush-subnormals
+    # 11520 subnormal values in 3 tensors
+
+## Sources
+https://github.com/lukemelas/EfficientNet-PyTorch/issues/39, https://github.com/pytorch/pytorch/issues/19651
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, Zero, counted, rule
+from ckptfix.values.roles import is_matrix
+from ckptfix.values.zeroing import SUBNORMAL, can_be_zeroed
+
+MANY = 0.01
+"""Share of a weight matrix from which on its subnormal values are worth a warning."""
+
+SLOW = ("float32", "float64")
+"""The dtypes that processors compute in."""
+
+
+@rule("VAL203", "subnormal")
+def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the tensors with subnormal values, many apart from few; flush them where that was asked for."""
+    if context.statistics is None:
+        return
+    specs, found = context.checkpoint.specs, context.statistics
+    slow = [key for key in found if specs[key].dtype in SLOW and found[key].subnormals]
+    many = [
+        key
+        for key in slow
+        if found[key].subnormals >= MANY * found[key].numel and is_matrix(key, specs[key], context.target)
+    ]
+    for level, keys in ((Level.WARNING, many), (Level.NOTE, [key for key in slow if key not in many])):
+        if keys:
+            total = sum(found[key].subnormals for key in keys)
+            edits = tuple(Zero(key, specs[key].dtype, SUBNORMAL) for key in keys if can_be_zeroed(specs[key]))
+            is_asked = context.settings.flush_subnormals and len(edits) == len(keys)
+            yield rule.finding(
+                level,
+                f"{counted(total, 'subnormal value')} in {counted(len(keys), 'tensor')}",
+                keys=tuple(keys),
+                evidence={
+                    "tensors": {key: {"subnormals": found[key].subnormals, "numel": found[key].numel} for key in keys},
+                    "threshold": MANY,
+                },
+                fix=Fix(edits, Applicability.UNSAFE, asked=True) if is_asked else None,
+                remedy="--flush-subnormals sets them to zero",
+            )

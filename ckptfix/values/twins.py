@@ -1,0 +1,123 @@
+"""Where else the same tensor was saved: in another set of weights of the container, or under a second name beside it.
+
+Trainers keep a moving average (EMA) of the weights beside the raw ones. Most write a second state_dict into the
+container; some write both into one, under other names. Writers that cannot store a tie write its tensor twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptfix.checkpoint import Candidate, Checkpoint, TensorSpec, path_name
+from ckptfix.target import Target
+
+_PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
+"""First segments of the raw weights and of their average within one state_dict."""
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "tok_embeddings.weight")
+_HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight")
+"""Names of the input and the output embedding of language models, which most of them tie."""
+
+SHARED = 0.9
+"""Share of the keys that two sets of weights have in common, from which on they are of one model."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The other copy of a tensor: ``place`` is the name of its set in the container, empty for the same state_dict."""
+
+    place: str
+    key: str
+    spec: TensorSpec
+
+    @property
+    def label(self) -> str:
+        """The place and the key, for people."""
+        return f"{self.place}: {self.key}" if self.place else self.key
+
+
+def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
+    """What the container holds under a key of one of its sets of weights; None where there is nothing."""
+    if not place:
+        return checkpoint.entries.get(key)
+    candidate = next((candidate for candidate in checkpoint.candidates if candidate.name == place), None)
+    return None if candidate is None else _entries(checkpoint, candidate).get(key)
+
+
+def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]]:
+    """The other sets of weights that are of the same model, by name, each with the twins of the keys that it has."""
+    specs = checkpoint.specs
+    for candidate in checkpoint.candidates:
+        if candidate.path == checkpoint.container:
+            continue
+        entries = _entries(checkpoint, candidate)
+        names = _matched(specs, {key: value for key, value in entries.items() if isinstance(value, TensorSpec)})
+        place = path_name(candidate.path)
+        twins = {key: Twin(place, name, spec) for key, (name, spec) in names.items()}
+        if specs and len(twins) >= SHARED * len(specs):
+            yield place, twins
+
+
+def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Twin]:
+    """The twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
+
+    Two names of one stored tensor are none: what is broken under the one is broken under the other."""
+    specs = checkpoint.specs
+    pairs = {key: other for key in specs for other in _average_names(key) if other in specs}
+    groups = target.ties if target is not None else _embedding_ties(specs)
+    for group in groups:
+        stored = [key for key in group if key in specs]
+        pairs.update(zip(stored, stored[1:] + stored[:1], strict=True))
+    both = {**{other: key for key, other in pairs.items()}, **pairs}
+    return {
+        key: Twin("", other, specs[other])
+        for key in specs
+        if (other := both.get(key)) is not None
+        if specs[key].shape == specs[other].shape and specs[key].view != specs[other].view
+    }
+
+
+def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, object]:
+    """The state_dict of a candidate."""
+    place = checkpoint.root
+    for part in candidate.path:
+        inside = place if isinstance(place, Mapping) else dict(enumerate(place)) if isinstance(place, list) else {}
+        place = inside.get(part)
+    return {str(key): value for key, value in place.items()} if isinstance(place, Mapping) else {}
+
+
+def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
+    """For the keys of one set the key and the spec of the other with the same name, but for segments in front of it.
+
+    One set may have been renamed already, and the other may have been saved from inside of a wrapper."""
+    by_tail: dict[str, list[str]] = {}
+    for name in other:
+        parts = name.split(".")
+        for start in range(1, min(len(parts), 4)):
+            by_tail.setdefault(".".join(parts[start:]), []).append(name)
+    found = {}
+    for key, spec in specs.items():
+        tails = by_tail.get(key, [])
+        same = key if key in other else tails[0] if len(tails) == 1 else None
+        if same is not None and other[same].shape == spec.shape and other[same].has_data:
+            found[key] = (same, other[same])
+    return found
+
+
+def _average_names(key: str) -> Iterator[str]:
+    """The names under which the average of a key may stand beside it."""
+    yield "ema_" + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
+    for raw, averaged in _PREFIXES:
+        if key.startswith(raw) and not key.startswith(averaged):
+            yield averaged + key.removeprefix(raw)
+
+
+def _embedding_ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
+    """The input and output embedding of a language model if the file has one of each, in one shape and dtype."""
+    inputs = [key for key in specs if key.endswith(_EMBEDDINGS)]
+    heads = [key for key in specs if key.endswith(_HEADS)]
+    if len(inputs) != 1 or len(heads) != 1:
+        return ()
+    first, last = specs[inputs[0]], specs[heads[0]]
+    return ((inputs[0], heads[0]),) if (first.shape, first.dtype) == (last.shape, last.dtype) else ()

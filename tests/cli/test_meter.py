@@ -1,0 +1,59 @@
+import pytest
+
+from ckptfix.cli.meter import Meter, bytes_text, time_text
+from ckptfix.progress import Task, tell_slower, watched_by
+
+
+def watch(seconds):
+    """What is shown of a gigabyte that takes so many seconds, a hundredth after another."""
+    now, shown = 0.0, list[str]()
+    task = Task("writing a.pth", 10**9)
+    with watched_by(Meter(shown.append, lambda: now)):
+        for _ in range(100):
+            now += seconds / 100
+            task.advance(10**7)
+    return shown
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 1.9])
+def test_work_below_two_seconds_shows_nothing(seconds):
+    assert watch(seconds) == []
+
+
+def test_longer_work_shows_bytes_rate_and_time_left():
+    shown = watch(10.0)
+    assert shown[0] == "writing a.pth: 200 MB of 1.0 GB, 100 MB/s, 8 s left"
+    assert shown[-1].endswith("0 s left")
+    assert 20 < len(shown) <= 41
+
+
+def test_nobody_has_to_watch():
+    task = Task("writing", 2)
+    task.advance(1)
+    tell_slower("cast", 1)
+    assert task.done == 1
+
+
+def test_reasons_are_added_up_the_largest_first():
+    meter = Meter(print)
+    with watched_by(meter):
+        for reason, nbytes in (("cast", 10), ("compressed", 3000), ("cast", 20)):
+            tell_slower(reason, nbytes)
+    tell_slower("cast", 5)
+    assert meter.lines() == [
+        "slower than a plain copy: 3.0 kB compressed",
+        "slower than a plain copy: 30 bytes cast",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (99_900_000, "99.9 MB"), (4_240_000_000, "4.2 GB")],
+)
+def test_bytes(nbytes, text):
+    assert bytes_text(nbytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min")])
+def test_times(seconds, text):
+    assert time_text(seconds) == text

@@ -1,0 +1,227 @@
+"""Two files and all that is different between them."""
+
+from __future__ import annotations
+
+import copy
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckptfix
+from ckptfix.comparison.json import difference_to_json
+from ckptfix.comparison.lines import difference_lines
+from ckptfix.report.style import Paper
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+
+
+def saved(folder: Path, name: str, content: Any, **options: Any) -> Path:
+    path = folder / name
+    if path.suffix == ".safetensors":
+        save_file(content, path)
+    else:
+        torch.save(content, path, **options)
+    return path
+
+
+def screen(difference: ckptfix.Difference, verbose: bool = False) -> str:
+    return Paper().write(difference_lines(difference, verbose))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("other.pth", {}), ("legacy.pth", {"_use_new_zipfile_serialization": False})],
+)
+def test_the_same_in_another_container_is_no_difference(tmp_path: Path, name: str, options: dict[str, Any]):
+    content = {"epoch": 3, "nan": float("nan"), "state_dict": model().state_dict()}
+    difference = ckptfix.diff(saved(tmp_path, "a.pth", content), saved(tmp_path, name, content, **options))
+    assert difference.is_empty
+    assert difference.exit_code == 0
+    assert difference.equal == 9
+    assert screen(difference).endswith("equal bit for bit: 9 tensors\nno difference\n")
+
+
+def test_a_file_and_itself_are_the_same_for_the_whole_corpus(corpus: Path):
+    for path in sorted(corpus.rglob("*.pth"))[:60]:
+        try:
+            ckptfix.open_checkpoint(path)
+        except ckptfix.CkptfixError:
+            continue
+        difference = ckptfix.diff(path, path)
+        assert difference.is_empty, path
+
+
+def test_safetensors_has_no_metadata_and_no_extras(tmp_path: Path):
+    weights = model().state_dict()
+    a = saved(tmp_path, "a.pth", {"epoch": 3, "optimizer": {"lr": 0.1, "state": {}}, "state_dict": weights})
+    difference = ckptfix.diff(a, saved(tmp_path, "b.safetensors", dict(weights)))
+    assert difference.equal == 9
+    assert difference.exit_code == 1
+    assert dict(difference.extras) == {"epoch": ("3", None), "optimizer": ("dict of 2", None)}
+    assert dict(difference.metadata) == {"_metadata": ("6 rows", None)}
+
+
+def test_renamed_keys_take_their_metadata_along(tmp_path: Path):
+    net = model()
+    a = saved(tmp_path, "a.pth", nn.DataParallel(net).state_dict())
+    difference = ckptfix.diff(a, saved(tmp_path, "b.pth", net.state_dict()))
+    assert dict(difference.metadata) == {}
+    assert not difference.only_a
+    assert not difference.only_b
+    assert "  rename 9 keys: module.{…} → {…}\n" in screen(difference)
+    assert "equal bit for bit: 9 tensors, 9 of them renamed\n" in screen(difference)
+
+
+def test_every_kind_of_difference_is_told(tmp_path: Path):
+    before = model().state_dict()
+    after = copy.deepcopy(before)
+    after["4.weight"][0, 0] += 1.0
+    after["0.bias"] = after["0.bias"].half()
+    after["1.weight"] = torch.ones(7)
+    after["new"] = torch.ones(3)
+    after["1.bias"] = after["1.running_mean"]
+    after._metadata["1"]["version"] = 1  # type: ignore[attr-defined] # torch hangs it on its OrderedDict
+    del after["4.bias"]
+    before["extra_state"] = {"rule": 1}
+    after["extra_state"] = {"rule": 2}
+    a = saved(tmp_path, "a.pth", {"args": {"lr": 0.1}, "state_dict": before})
+    b = saved(tmp_path, "b.pth", {"args": {"lr": 0.2}, "state_dict": after})
+    difference = ckptfix.diff(a, b)
+    told = difference_to_json(difference)
+    assert list(told["only_a"]) == ["4.bias"]
+    assert list(told["only_b"]) == ["new"]
+    assert list(told["shapes"]) == ["1.weight"]
+    assert list(told["dtypes"]) == ["0.bias"]
+    assert list(told["values"]) == ["0.bias", "4.weight"] or list(told["values"]) == ["0.bias", "1.bias", "4.weight"]
+    assert told["values"]["4.weight"]["differing"] == 1
+    assert told["values"]["4.weight"]["first"] == 0
+    assert told["ties_b"] == [["1.bias", "1.running_mean"]]
+    assert told["ties_a"] == []
+    assert told["metadata"] == {"1": {"a": "version 2", "b": "version 1"}}
+    assert told["extras"] == {"args.lr": {"a": "0.1", "b": "0.2"}}
+    assert told["entries"] == {"extra_state.rule": {"a": "1", "b": "2"}}
+    for word in ("only in A", "only in B", "another shape", "another dtype", "other values", "tied in B", "_metadata"):
+        assert f"\n{word}" in screen(difference)
+
+
+def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
+    path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}})
+    difference = ckptfix.diff(path, path, weights="model", other_weights="ema")
+    assert [pair.key for pair, _ in difference.values] == ["w"]
+
+
+def test_two_equal_sets_of_weights_in_one_file_are_no_difference(tmp_path: Path):
+    path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}})
+    assert ckptfix.diff(path, path, weights="model", other_weights="ema").is_empty
+
+
+def test_a_tensor_that_fails_its_checksum_is_named(tmp_path: Path):
+    values = torch.arange(64.0)
+    a = saved(tmp_path, "a.pth", {"w": values, "x": values + 100})
+    broken = bytearray(a.read_bytes())
+    broken[broken.index(values.numpy().tobytes()) + 16] ^= 1
+    b = tmp_path / "b.pth"
+    b.write_bytes(broken)
+    difference = ckptfix.diff(a, b)
+    assert (difference.a.damaged, difference.b.damaged) == ((), ("w",))
+    assert "   damaged: 1 tensor with other bytes than were saved (checksum)\n     w\n" in screen(difference)
+    assert ckptfix.diff(a, b, values=False).b.damaged == ()
+
+
+def test_what_a_salvaged_file_has_lost_is_named(tmp_path: Path):
+    a = saved(tmp_path, "a.pth", {"w": torch.ones(9), "x": torch.ones(4096)})
+    b = tmp_path / "b.pth"
+    b.write_bytes(a.read_bytes()[:2000])
+    difference = ckptfix.diff(a, b, salvage=True)
+    assert difference.b.lost == ("x",)
+    assert "   damaged: the bytes of 1 tensor are gone\n     x\n" in screen(difference)
+
+
+def test_a_cast_without_rounding_is_not_called_equal_bit_for_bit(tmp_path: Path):
+    a = saved(tmp_path, "a.pth", {"w": torch.ones(2), "x": torch.ones(2)})
+    b = saved(tmp_path, "b.pth", {"w": torch.ones(2).half(), "x": torch.ones(2)})
+    difference = ckptfix.diff(a, b)
+    assert (difference.equal, difference.cast) == (1, 1)
+    assert screen(difference).endswith("equal bit for bit: 1 tensor, 1 more of the same values in another dtype\n")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        pytest.param(0.0, -0.0, "the same numbers in other bits", id="minus zero"),
+        pytest.param(0.0, 1.0, "max abs 1, relative 1", id="another number"),
+        pytest.param(0.0, float("nan"), "  w  its element, 1 NaN or infinite on one side\n", id="NaN on one side"),
+    ],
+)
+def test_what_is_said_of_values(tmp_path: Path, a: float, b: float, says: str):
+    paths = [saved(tmp_path, f"{n}.pth", {"w": torch.tensor(value)}) for n, value in enumerate((a, b))]
+    assert says in screen(ckptfix.diff(*paths))
+
+
+def test_what_cannot_be_compared_is_not_called_other_values(tmp_path: Path):
+    a = saved(tmp_path, "a.pth", {"w": torch.eye(3)})
+    b = saved(tmp_path, "b.pth", {"w": torch.eye(3).to_sparse()})
+    shown = screen(ckptfix.diff(a, b))
+    assert "values not compared: 1 tensor\n  w  layouts strided and sparse_coo\n" in shown
+    assert "other values" not in shown
+
+
+def test_texts_in_a_header_of_safetensors_are_compared(tmp_path: Path):
+    paths = [tmp_path / f"{n}.safetensors" for n in range(3)]
+    for path, texts in zip(paths, ({"steps": "1"}, {"steps": "2"}, {"steps": "1", "format": "pt"}), strict=True):
+        save_file({"w": torch.ones(2)}, path, metadata=texts)
+    assert ckptfix.diff(paths[0], paths[2]).is_empty
+    assert ckptfix.diff(paths[0], paths[1]).extras == {"__metadata__.steps": ("'1'", "'2'")}
+
+
+def test_optimizer_tensors_are_compared_too(tmp_path: Path):
+    weights = {"w": torch.ones(2)}
+    paths = [
+        saved(tmp_path, f"{n}.pth", {"state_dict": weights, "optimizer": {"state": {0: {"buf": torch.full((2,), n)}}}})
+        for n in (1, 2)
+    ]
+    assert "  optimizer.state.0.buf  int64[2], other values\n" in screen(ckptfix.diff(*paths))
+
+
+def test_tolerance(tmp_path: Path):
+    a = saved(tmp_path, "a.pth", {"w": torch.ones(2)})
+    b = saved(tmp_path, "b.pth", {"w": torch.ones(2) + 1e-6})
+    assert ckptfix.diff(a, b).exit_code == 1
+    close = ckptfix.diff(a, b, atol=1e-5)
+    assert (close.exit_code, close.close, close.equal) == (0, 1, 0)
+    state = [{"state_dict": {"w": torch.ones(2)}, "moments": torch.ones(2) + far} for far in (0, 1e-6)]
+    moments = [saved(tmp_path, f"m{n}.pth", content) for n, content in enumerate(state)]
+    assert [ckptfix.diff(*moments, atol=atol).exit_code for atol in (0, 1e-5)] == [1, 0]
+    with pytest.raises(ckptfix.UsageError, match="tolerances"):
+        ckptfix.diff(a, b, atol=float("nan"))
+
+
+def test_names_alone(tmp_path: Path):
+    a = saved(tmp_path, "a.pth", {"w": torch.ones(2)})
+    b = saved(tmp_path, "b.pth", {"w": torch.zeros(2)})
+    difference = ckptfix.diff(a, b, values=False)
+    assert difference.is_empty
+    assert not difference.values_compared
+    assert "not compared" in screen(difference)
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path):
+    numel = 8 << 20
+    a = saved(tmp_path, "a.pth", {"w": torch.ones(numel)})
+    b = saved(tmp_path, "b.pth", {"x": torch.ones(numel)})
+    c = saved(tmp_path, "c.pth", {"w": torch.zeros(numel)})
+    ckptfix.diff(a, a)  # what is imported on the way is not counted
+    for pair in ((a, b), (a, c)):
+        tracemalloc.start()
+        ckptfix.diff(*pair)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 20 << 20  # bytes; each tensor has 32 MiB

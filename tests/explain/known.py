@@ -1,0 +1,504 @@
+"""Genuine messages of many releases, under the name of the record that each belongs to."""
+
+from __future__ import annotations
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "does-not-fit": (
+        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
+        "KeyError: 'missing keys in state_dict: \"{\\'conv1.weight\\', \\'bn1.weight\\'}\"'",
+        "RuntimeError: While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2,"
+        " 512]) and whose dimensions in the checkpoint are torch.Size([1000, 512]).",
+        'RuntimeError: Error(s) in loading state_dict for ResNet:\n\tWhile copying the parameter named "fc.weight",'
+        " whose dimensions in the model are torch.Size([2, 512]) and whose dimensions in the checkpoint are torch.Siz"
+        "e([1000, 512]).",
+        "RuntimeError: Error(s) in loading state_dict for DataParallel:\n\tUnexpected key(s) in state_dict:"
+        ' "module.bn1.num_batches_tracked", "module.layer1.0.bn1.num_batches_tracked". ',
+        "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for fc.weight: copying a param"
+        " of torch.Size([1000, 512]) from checkpoint, where the shape is torch.Size([2, 512]) in current model.",
+        "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for fc.weight: copying a param"
+        " with shape torch.Size([1000, 512]) from checkpoint, the shape in current model is torch.Size([2, 512]).",
+        'RuntimeError: Error(s) in loading state_dict for BertModel:\n\tMissing key(s) in state_dict: "embeddings.po'
+        'sition_ids". ',
+        'RuntimeError: Error(s) in loading state_dict for Net:\n\tUnexpected running stats buffer(s) "1.running_mean'
+        '" and "1.running_var" for InstanceNorm2d with track_running_stats=False. If state_dict is a checkpoint'
+        " saved before 0.4.0, this may be expected because InstanceNorm does not track running stats by default"
+        " since 0.4.0.",
+        "_IncompatibleKeys(missing_keys=['fc.weight'], unexpected_keys=['module.fc.weight'])",
+        "The model and loaded state dict do not match exactly\n\nunexpected key in source state_dict: module.fc.weig"
+        "ht\n\nmissing keys in source state_dict: fc.weight",
+        "RuntimeError: Error(s) in loading state_dict for BertForSequenceClassification:\n\tsize mismatch for"
+        " classifier.weight: copying a param with shape torch.Size([3, 768]) from checkpoint, the shape in current"
+        " model is torch.Size([2, 768]).\n\tYou may consider adding `ignore_mismatched_sizes=True` in the model"
+        " `from_pretrained` method.",
+    ),
+    "newly-initialized": (
+        "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
+        " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
+    ),
+    "key-by-hand": ("KeyError: 'backbone.layer1.0.bn1.running_mean'",),
+    "optimizer-groups": (
+        "ValueError: loaded state dict has a different number of parameter groups",
+        "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+    ),
+    "weights-only-class": (
+        "Can only create new object for nn.Parameter or classes allowlisted via `add_safe_globals` but got <class"
+        " 'zoo.Config'>",
+        "WeightsUnpickler error: Can only build Tensor, parameter or dict objects, but got <class 'numpy.ndarray'>",
+        "_pickle.UnpicklingError: Weights only load failed. Re-running `torch.load` with `weights_only` set"
+        " to `False` will likely succeed, but it can result in arbitrary code execution. Do it only if you got"
+        " the file from a trusted source. Please file an issue with the following so that we can make `weights_only=T"
+        "rue` compatible with your use case: WeightsUnpickler error: Unsupported class argparse.Namespace",
+        "WeightsUnpickler error: Unsupported global: GLOBAL numpy.core.multiarray.scalar was not an allowed"
+        " global by default. Please use `torch.serialization.add_safe_globals([scalar])` to allowlist this global"
+        " if you trust this class/function.",
+        "Trying to load unsupported GLOBAL posix.system whose module posix is blocked.",
+    ),
+    "weights-only": (
+        "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format. ",
+        "_pickle.UnpicklingError: Weights only load failed. Please file an issue",
+    ),
+    "weights-only-warning": (
+        "train.py:12: FutureWarning: You are using `torch.load` with `weights_only=False` (the current default"
+        " value), which uses the default pickle module implicitly. It is possible to construct malicious pickle"
+        " data",
+    ),
+    "missing-class": (
+        "AttributeError: Can't get attribute 'Net'",
+        "AttributeError: Can't get attribute 'Net' on <module '__main__' (built-in)>",
+        "AttributeError: Can't get attribute 'SiLU' on <module 'torch.nn.modules.activation' from '/usr/lib/python3/"
+        "dist-packages/torch/nn/modules/activation.py'>",
+    ),
+    "missing-module": (
+        "ModuleNotFoundError: No module named 'models'",
+        "ModuleNotFoundError: No module named 'models.yolo'; 'models' is not a package",
+        "ImportError: No module named models",
+    ),
+    "path-of-other-system": (
+        "NotImplementedError: cannot instantiate 'WindowsPath' on your system",
+        "pathlib._abc.UnsupportedOperation: cannot instantiate 'PosixPath' on your system",
+    ),
+    "old-dill": ("ModuleNotFoundError: No module named 'dill'",),
+    "state-dict-not-model": (
+        "AttributeError: 'OrderedDict' object has no attribute 'to'",
+        "AttributeError: 'dict' object has no attribute 'cuda'",
+        "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
+        "TypeError: 'collections.OrderedDict' object is not callable",
+    ),
+    "model-not-state-dict": ("TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",),
+    "container-key": (
+        "KeyError: 'model_state_dict'",
+        "KeyError: 'epoch'",
+    ),
+    "git-lfs-pointer": (
+        "WeightsUnpickler error: Unsupported operand 118",
+        "OSError: You seem to have cloned a repository without having git-lfs installed. Please install git-lfs"
+        " and run `git lfs install` followed by `git lfs pull` in the folder you cloned.",
+    ),
+    "web-page": (
+        "_pickle.UnpicklingError: Weights only load failed. WeightsUnpickler error: Unsupported operand 60",
+        "pickle.UnpicklingError: invalid load key, '<'.",
+    ),
+    "compressed": (
+        "WeightsUnpickler error: Unsupported operand 31",
+        "_pickle.UnpicklingError: invalid load key, '\\x1f'.",
+    ),
+    "no-pickle": (
+        "WeightsUnpickler error: Unsupported operand 56\n\nCheck the documentation of torch.load",
+        "KeyError: \"filename 'storages' not found\"",
+        "WeightsUnpickler error: Unsupported operand 123",
+        "_pickle.UnpicklingError: invalid load key, '\\x0a'.",
+        "_pickle.UnpicklingError: invalid load key, '\\x00'.",
+    ),
+    "empty-file": (
+        "EOFError: Ran out of input",
+        "EOFError",
+    ),
+    "damaged-archive": (
+        "RuntimeError: [enforce fail at inline_container.cc:345] . PytorchStreamReader failed reading file data/0:"
+        " CRC-32 check failed",
+        "RuntimeError: [enforce fail at inline_container.cc:142] . PytorchStreamReader failed reading zip archive:"
+        " not a ZIP archive",
+        "RuntimeError: [enforce fail at inline_container.cc:145] . PytorchStreamReader failed reading zip archive:"
+        " invalid header or archive is corrupted",
+        "RuntimeError: PytorchStreamReader failed reading file data/3: file read failed",
+        "zipfile.BadZipFile: File is not a zip file",
+    ),
+    "truncated-file": (
+        "RuntimeError: unexpected EOF. The file might be corrupted.",
+        "RuntimeError: storage has wrong size: expected 9437184 got 2359296",
+        "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
+        "_pickle.UnpicklingError: pickle data was truncated",
+        "_pickle.UnpicklingError: unpickling stack underflow",
+    ),
+    "foreign-pickle": (
+        "RuntimeError: Invalid protocol version: 1002",
+        "RuntimeError: Invalid magic number; corrupt file?",
+    ),
+    "plain-pickle-load": (),
+    "safetensors-cut": (
+        'safetensors_rust.SafetensorError: Error while deserializing header: InvalidOffset("weight")',
+        "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file not fully"
+        " covered",
+    ),
+    "no-safetensors": (
+        "safetensors_rust.SafetensorError: Error while deserializing header: invalid JSON in header: expected"
+        " value at line 1",
+        "invalid UTF-8 in header",
+        "safetensors_rust.SafetensorError: Error while deserializing header: InvalidHeaderDeserialization",
+        "safetensors_rust.SafetensorError: Error while deserializing header: header too large",
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
+    ),
+    "no-such-file": (
+        "FileNotFoundError: [Errno 2] Datei oder Verzeichnis nicht gefunden: 'model.pth'",
+        "FileNotFoundError: [WinError 2] Das System kann die angegebene Datei nicht finden: 'C:\\\\runs\\\\model.pth'",
+        "FileNotFoundError: No such file or directory: /models/model.safetensors",
+        "OSError: ./bert is not a local folder and is not a valid model identifier listed on 'https://huggingface.co"
+        "/models'",
+        "RuntimeError: file model.pt cannot be opened",
+        "OSError: Error no file named pytorch_model.bin, model.safetensors, tf_model.h5 found in directory ./bert.",
+        "OSError: ./bert does not appear to have a file named config.json. Checkout 'https://huggingface.co/./bert/m"
+        "ain'",
+        "RuntimeError: open file failed because of errno 2 on fopen: No such file or directory, file path: a.pt",
+        "FileNotFoundError: No checkpoint found at 'model.pth.tar'",
+    ),
+    "no-such-folder": (
+        "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: No such"
+        " file or directory",
+        "RuntimeError: Parent directory /runs/exp1 does not exist.",
+    ),
+    "disk-full": (
+        "OSError: [Errno 122] Disk quota exceeded",
+        "RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0",
+        "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/12:"
+        " file write failed",
+    ),
+    "not-seekable": (),
+    "opened-as-text": ("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte",),
+    "wrong-hash": (),
+    "no-permission": ("IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",),
+    "file-newer-than-torch": (
+        "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
+        "AttributeError: Can't get attribute '_rebuild_parameter' on <module 'torch._utils' from 'torch/_utils.py'>",
+        "AttributeError: Can't get attribute '_rebuild_tensor_v2' on <module 'torch._utils' from 'torch/_utils.py'>",
+    ),
+    "torch-too-old-to-load": (),
+    "mmap-of-old-file": (),
+    "old-numpy": (
+        "ModuleNotFoundError: No module named 'numpy.core.multiarray'",
+        "ModuleNotFoundError: No module named 'numpy._core.multiarray'; 'numpy._core' is not a package",
+    ),
+    "python-2-pickle": (
+        "UnicodeDecodeError: 'ascii' codec can't decode byte 0xd7 in position 1: ordinal not in range(128)",
+    ),
+    "newer-pickle-protocol": ("_pickle.UnpicklingError: Weights only load failed. Unsupported operand 149",),
+    "old-whole-model": ("AttributeError: 'GELU' object has no attribute 'approximate'",),
+    "zero-dim-index": (
+        "IndexError: invalid index of a 0-dim tensor. Use tensor.item() to convert a 0-dim tensor to a Python number",
+    ),
+    "old-ffi": ("ModuleNotFoundError: No module named 'torch.utils.ffi'",),
+    "gone-from-torch": (
+        "ImportError: cannot import name 'container_abcs' from 'torch._six'",
+        "ImportError: cannot import name 'load_state_dict_from_url' from 'torchvision.models.utils'",
+        "ModuleNotFoundError: No module named 'torchvision.models.utils'",
+    ),
+    "no-torchscript": (
+        "RuntimeError: [enforce fail at inline_container.cc:222] . file not found: archive/constants.pkl",
+    ),
+    "torchscript": (
+        "UserWarning: 'torch.load' received a zip file that looks like a TorchScript archive dispatching to"
+        " 'torch.jit.load' (call 'torch.jit.load' directly to silence this warning)",
+        "AttributeError: 'RecursiveScriptModule' object has no attribute 'copy'",
+    ),
+    "missing-record": (
+        "RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found",
+        "RuntimeError: [enforce fail at inline_container.cc:222] . file not found: model/version",
+    ),
+    "distributed-missing-key": (),
+    "sharded-checkpoint": (
+        "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
+        " load DTensors",
+        "The checkpoint being loaded used a DP world size of 8 but the current world size is 4. Automatic adjustment"
+        " of ZeRO's optimizer state partitioning with a new world size is not currently supported.",
+    ),
+    "lightning-version": (),
+    "transformers-wrapper": (),
+    "safetensors-without-format": (),
+    "shared-tensors": (
+        "ValueError: You are trying to save a non contiguous tensor: `fc.weight` which is not allowed.",
+    ),
+    "unknown-timm-model": (),
+    "device-tag": (
+        "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps",
+        "RuntimeError: Attempting to deserialize object on MPS device 0 but torch.mps.device_count() is 0. ",
+        "RuntimeError: Attempting to deserialize object on CUDA device 2 but torch.cuda.device_count() is 1."
+        " Please use torch.load with map_location to map your storages to an existing device.",
+        "RuntimeError: don't know how to restore data location of torch.FloatStorage (tagged with xla:0)",
+        "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with mps)",
+        "RuntimeError: Attempting to deserialize object on a HPU device but torch.hpu.is_available() is False.",
+        "RuntimeError: The HPU device module is not registered. If you are running on a CPU-only machine, please"
+        " use torch.load with map_location=torch.device('cpu') to map your storages to the CPU.",
+    ),
+    "no-cuda-build": (),
+    "cuda-symbol-missing": ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",),
+    "no-gpu": (
+        "RuntimeError: cuda runtime error (38) : no CUDA-capable device is detected at torch/csrc/cuda/Module.cpp:51",
+        "RuntimeError: cuda runtime error (10) : invalid device ordinal at torch/csrc/cuda/Module.cpp:32",
+        "RuntimeError: CUDA error: no CUDA-capable device is detected",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed"
+        " a driver",
+        "RuntimeError: CUDA error: invalid device ordinal",
+    ),
+    "old-driver": (
+        "RuntimeError: cuda runtime error (35) : CUDA driver version is insufficient for CUDA runtime version"
+        " at /pytorch/aten/src/THC/THCGeneral.cpp:51",
+    ),
+    "no-kernel-image": (
+        "NVIDIA GeForce RTX 3090 with CUDA capability sm_86 is not compatible with the current PyTorch installation.",
+        "RuntimeError: cuda runtime error (48) : no kernel image is available for execution on the device at"
+        " /pytorch/aten/src/THC/THCTensorCopy.cu:206",
+    ),
+    "device-mismatch": (
+        "RuntimeError: Input type (MPSFloatType) and weight type (torch.FloatTensor) should be the same",
+        "RuntimeError: Expected object of type torch.cuda.FloatTensor but found type torch.FloatTensor for argument"
+        " #3 'other'",
+        "RuntimeError: Input and parameter tensors are not at the same device, found input tensor at cpu and"
+        " parameter tensor at cuda:0",
+        "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
+        "RuntimeError: Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+        "RuntimeError: Input type (CUDAFloatType) and weight type (CPUFloatType) should be the same",
+        "RuntimeError: Input type (torch.FloatTensor) and weight type (MPSFloatType) should be the same",
+        "TypeError: expected CPU tensor (got CUDA tensor)",
+        "RuntimeError: Expected object of backend CPU but got backend CUDA for argument #2 'weight'",
+        "RuntimeError: Expected object of device type cuda but got device type cpu for argument #1 'self' in"
+        " call to _th_mm",
+        "RuntimeError: Expected object of type torch.FloatTensor but found type torch.cuda.FloatTensor for argument"
+        " #2 'weight'",
+        "RuntimeError: Placeholder storage has not been allocated on MPS device!",
+    ),
+    "data-parallel-device": (
+        "RuntimeError: all tensors must be on devices[0]",
+        "RuntimeError: module must have its parameters and buffers on device cuda:1 (device_ids[0]) but found"
+        " one of them on device: cuda:0",
+    ),
+    "numpy-of-cuda": (
+        "TypeError: can't convert CUDA tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
+        "RuntimeError: Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.",
+    ),
+    "meta-tensor": (
+        "RuntimeError: Tensor on device cpu is not on the expected device meta!",
+        "RuntimeError: Tensor on device meta is not on the expected device cuda:0!",
+    ),
+    "cuda-after-fork": (),
+    "dtype-mismatch": (
+        "RuntimeError: Input type (CUDAHalfType) and weight type (CUDAFloatType) should be the same",
+        "RuntimeError: Input type (CPUDoubleType) and weight type (CPUFloatType) should be the same",
+        "RuntimeError: Input type (MPSHalfType) and weight type (MPSFloatType) should be the same",
+        "RuntimeError: Expected object of type torch.cuda.HalfTensor but found type torch.cuda.FloatTensor for"
+        " argument #2",
+        "ValueError: Attempting to unscale FP16 gradients.",
+        "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same",
+        "RuntimeError: Input type (torch.DoubleTensor) and weight type (torch.FloatTensor) should be the same",
+        "RuntimeError: Input type (double) and bias type (float) should be the same",
+        "RuntimeError: Input type (float) and bias type (c10::Half) should be the same",
+        "RuntimeError: Input type (unsigned char) and bias type (float) should be the same",
+        "RuntimeError: Expected object of scalar type Float but got scalar type Double for argument #2 'mat2'"
+        " in call to _th_mm",
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got Half and Float",
+        "RuntimeError: mat1 and mat2 must have the same dtype",
+        "RuntimeError: Found dtype Double but expected Float",
+        "RuntimeError: Expected object of type torch.FloatTensor but found type torch.DoubleTensor for argument"
+        " #2 'weight'",
+        "TypeError: expected Float tensor (got Double tensor)",
+        "RuntimeError: expected m1 and m2 to have the same dtype, but got: double != float",
+    ),
+    "half-on-cpu": (
+        "RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'",
+        "RuntimeError: \"LayerNormKernelImpl\" not implemented for 'Half'",
+    ),
+    "no-operator-for-type": (
+        "RuntimeError: expected target dtype to be Long or Byte, but got Int",
+        "RuntimeError: expected floating point type for target with class probabilities, got Long",
+        "RuntimeError: Expected tensor for argument #1 'indices' to have one of the following scalar types:"
+        " Long, Int; but got torch.FloatTensor instead (while checking arguments for embedding)",
+        "RuntimeError: \"upsample_bilinear2d_channels_last\" not implemented for 'Long'",
+    ),
+    "half-overflow": ("RuntimeError: value cannot be converted to type c10::Half without overflow",),
+    "float64-on-mps": (),
+    "device-assert": (
+        "RuntimeError: cuda runtime error (59) : device-side assert triggered at /pytorch/aten/src/THC/generic/THCTe"
+        "nsorMath.cu:24",
+        "/pytorch/aten/src/THCUNN/ClassNLLCriterion.cu:105: void cunn_ClassNLLCriterion_updateOutput_kernel:"
+        " block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.",
+    ),
+    "illegal-access": (
+        "RuntimeError: cuda runtime error (77) : an illegal memory access was encountered at /pytorch/aten/src/THC/T"
+        "HCCachingHostAllocator.cpp:265",
+        "RuntimeError: CUDA error: unspecified launch failure",
+    ),
+    "cudnn": (
+        "RuntimeError: cuDNN version incompatibility: PyTorch was compiled against (8, 9, 2) but found runtime"
+        " version (8, 5, 0).",
+        "RuntimeError: CUDNN_STATUS_EXECUTION_FAILED",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution",
+    ),
+    "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",),
+    "extension-out-of-date": (
+        "error: 'THCudaMalloc' was not declared in this scope",
+        'lib/nms.cpp:4:35: error: identifier "AT_CHECK" is undefined',
+        "src/nms_cuda.c:1:10: fatal error: THC/THC.h: No such file or directory",
+        'error: identifier "THCState" is undefined',
+        'error: no suitable conversion function from "const at::DeprecatedTypeProperties" to "c10::ScalarType" exists',
+    ),
+    "extension-of-other-torch": (
+        "ImportError: /ops/_ext.so: undefined symbol: THPVariableClass",
+        "ImportError: /opt/apex/amp_C.cpython-38-x86_64-linux-gnu.so: undefined symbol: _ZN3c1011CPUTensorIdEv",
+    ),
+    "torchvision-of-other-torch": (
+        "ModuleNotFoundError: No module named 'torchvision._C'",
+        "RuntimeError: Unknown builtin op: torchvision::nms.",
+        "AttributeError: '_OpNamespace' 'torchvision' object has no attribute 'nms'",
+        "NotImplementedError: Could not run 'torchvision::nms' with arguments from the 'CUDA' backend.",
+        "AttributeError: module 'torchvision' has no attribute 'nms'",
+        "RuntimeError: Couldn't load custom C++ ops. This can happen if your PyTorch and torchvision versions"
+        " are incompatible",
+    ),
+    "gpu-memory": (
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 3.95 GiB total capacity; 3.40"
+        " GiB already allocated; 3.31 MiB free; 3.42 GiB reserved in total by PyTorch)",
+        "RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 18.04 GB, other allocations: 94.99 MB, max"
+        " allowed: 18.13 GB).",
+    ),
+    "machine-memory": (
+        "RuntimeError: $ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM! at"
+        " /pytorch/aten/src/TH/THGeneral.cpp:201",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        "RuntimeError: [enforce fail at ..\\c10\\core\\impl\\alloc_cpu.cpp:81] data. DefaultCPUAllocator: not"
+        " enough memory: you tried to allocate 1048576000 bytes.",
+        "MemoryError",
+    ),
+    "shared-memory": (
+        "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "RuntimeError: unable to open shared memory object </torch_2345_99> in read-write mode",
+        "RuntimeError: received 0 items of ancdata",
+        "OSError: [Errno 24] Too many open files",
+    ),
+    "worker-died": ("RuntimeError: DataLoader worker (pid 2341) is killed by signal: Killed.",),
+    "batchnorm-one-value": (
+        "ValueError: Expected more than 1 value per channel when training, got input size [1, 512]",
+    ),
+    "input-channels": (
+        "RuntimeError: Given groups=1, weight[64, 3, 7, 7], so expected input[1, 1, 224, 224] to have 3 channels,"
+        " but got 1 channels instead",
+    ),
+    "input-dimensions": (
+        "ValueError: expected 2D or 3D input (got 4D input)",
+        "RuntimeError: Expected 4-dimensional input for 4-dimensional weight [64, 3, 7, 7], but got 3-dimensional"
+        " input of size [3, 224, 224] instead",
+        "ValueError: expected 4D input (got 2D input)",
+    ),
+    "matrix-shapes": (
+        "RuntimeError: mat1 dim 1 must match mat2 dim 0",
+        "RuntimeError: size mismatch, m1: [1 x 2048], m2: [512 x 10] at /pytorch/aten/src/TH/generic/THTensorMath.cp"
+        "p:752",
+    ),
+    "index-out-of-range": (
+        "RuntimeError: index out of range at /pytorch/aten/src/TH/generic/THTensorEvenMoreMath.cpp:193",
+    ),
+    "label-out-of-range": ("IndexError: Target -1 is out of bounds.",),
+    "negative-strides": (
+        "ValueError: some of the strides of a given numpy array are negative. This is currently not supported,"
+        " but will be added in future releases.",
+    ),
+    "view-of-strided": (
+        "RuntimeError: input is not contiguous",
+        "RuntimeError: invalid argument 2: view size is not compatible with input tensor's size and stride (at"
+        " least one dimension spans across two contiguous subspaces). Call .contiguous() before .view().",
+    ),
+    "nan": (
+        "AssertionError: nan or inf found in input tensor.",
+        "FloatingPointError: Model diverged with loss = NaN",
+        "Epoch: [3][120/5005] Loss: nan (nan) Acc@1 0.10",
+        "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.",
+        "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0",
+    ),
+    "capturable": (),
+    "older-pickle-protocol": (
+        "_pickle.UnpicklingError: Weights only load failed. In PyTorch 2.6, we changed the default value."
+        " WeightsUnpickler error: Unsupported operand 111",
+    ),
+    "zip-around": (),
+    "argument-of-newer-torch": (
+        "TypeError: 'weights_only' is an invalid keyword argument for this function",
+        "TypeError: load() got an unexpected keyword argument 'mmap'",
+        "TypeError: load_state_dict() got an unexpected keyword argument 'assign'",
+        "TypeError: Module.load_state_dict() got an unexpected keyword argument 'assign'",
+    ),
+    "zero-dim-iteration": ("TypeError: len() of a 0-d tensor",),
+    "no-backend": (
+        "RuntimeError: PyTorch is not linked with support for mps devices",
+        "RuntimeError: Could not run 'aten::empty_strided' with arguments from the 'CUDA' backend. This"
+        " could be because the operator doesn't exist for this backend",
+    ),
+    "quantised-and-not": (
+        "NotImplementedError: Could not run 'aten::thnn_conv2d' with arguments from the 'QuantizedCPU' backend.",
+    ),
+    "attribute-of-wrapper": (
+        "AttributeError: 'DistributedDataParallel' object has no attribute 'fc'",
+        "torch.nn.modules.module.ModuleAttributeError: 'DataParallel' object has no attribute 'features'",
+    ),
+    "numpy-of-bfloat16": ("TypeError: Got unsupported ScalarType Float8_e4m3fn",),
+    "no-arithmetic-in-float8": ("NotImplementedError: \"sum_cpu\" not implemented for 'Float8_e5m2'",),
+    "no-process-group": (
+        "RuntimeError: Need to initialize default process group using `init_process_group` before loading ShardedTen"
+        "sor",
+        "RuntimeError: Default process group has not been initialized, please make sure to call init_process_group.",
+    ),
+    "safetensors-takes-tensors": (
+        "ValueError: Key `optimizer` is invalid, expected torch.Tensor but received <class 'dict'>",
+        "TypeError: argument 'metadata': 'int' object cannot be converted to 'PyString'",
+        "TypeError: argument 'metadata': 'int' object is not an instance of 'str'",
+    ),
+    "scheduler-before-optimizer": (
+        "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming scheduler with"
+        ' last_epoch >= 0."',
+    ),
+    "unequal-sizes": (
+        "RuntimeError: The size of tensor a (8) must match the size of tensor b (7) at non-singleton dimension 3",
+        "RuntimeError: The expanded size of the tensor (600) must match the existing size (512) at non-singleton"
+        " dimension 1.  Target sizes: [2, 600].  Tensor sizes: [1, 512]",
+    ),
+    "forward-arguments": (
+        "TypeError: forward() missing 1 required positional argument: 'target'",
+        "TypeError: Net.forward() missing 3 required positional arguments: 'a', 'b', and 'c'",
+        "TypeError: Net.forward() missing 1 required keyword-only argument: 'x'",
+        "TypeError: BertModel.forward() got an unexpected keyword argument 'labels'",
+        "TypeError: Net.forward() got multiple values for argument 'x'",
+        "TypeError: Net.forward() takes 2 positional arguments but 3 were given",
+    ),
+    "process-crashed": (
+        "the process crashed with SIGSEGV",
+        "the process crashed with SIGBUS",
+        "Fatal Python error: Segmentation fault",
+        "traceback : Signal 11 (SIGSEGV) received by PID 4242",
+    ),
+    "process-killed": (
+        "the process was killed by SIGKILL, most likely because it ran out of memory",
+        "traceback : Signal 9 (SIGKILL) received by PID 4242",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4242.0. Some of the step tasks have been"
+        " OOM Killed.",
+        "Out of memory: Killed process 4242 (python3) total-vm:9000000kB, anon-rss:8000000kB",
+    ),
+    "no-answer": ("no answer within 0.5 s",),
+    "strict-load-of-ckptfix": (
+        "the strict load found 12 unexpected keys",
+        "the strict load passed over 1 parameter that the file does not supply",
+    ),
+    "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
+}
+"""More wordings of each record than its own example, by the record's name."""

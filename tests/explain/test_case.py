@@ -1,0 +1,76 @@
+"""With the file at hand the answer is about that file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.explain import explain, judge
+from ckptfix.explain.case import Verdict
+from ckptfix.report.telling import Telling
+
+PREFIX = (
+    'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'
+    'Unexpected key(s) in state_dict: "module.weight", "module.bias".'
+)
+CUDA = "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+KEY = "KeyError: 'model_state_dict'"
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    path = tmp_path / "plain.pth"
+    torch.save(nn.Linear(3, 2).state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Path:
+    path = tmp_path / "wrapped.pth"
+    torch.save({"net": {f"module.{key}": value for key, value in nn.Linear(3, 2).state_dict().items()}}, path)
+    return path
+
+
+def verdict(message: str, file: Path, model: nn.Module | None = None) -> Verdict:
+    return judge(explain(message), ckptfix.check(file, model), Telling())
+
+
+def test_a_file_that_is_clean_is_not_blamed(plain: Path):
+    told = verdict(PREFIX, plain, nn.Linear(3, 2))
+    assert (told.confirming, told.others, told.command) == ((), (), "")
+    assert "shows nothing of the kind. It fits Linear as it is" in told.sentence
+
+
+def test_without_a_model_names_cannot_be_compared(plain: Path):
+    assert "Name your model too" in verdict(PREFIX, plain).sentence
+
+
+def test_a_clean_file_agrees_with_a_fault_of_the_environment(plain: Path):
+    assert verdict(CUDA, plain).sentence.endswith("is clean, which agrees with this: the file is not at fault.")
+
+
+def test_an_unknown_message(plain: Path):
+    assert "nothing is wrong with it as far as it can be seen" in judge(None, ckptfix.check(plain), Telling()).sentence
+
+
+def test_the_file_has_what_the_message_tells_of(wrapped: Path):
+    told = verdict(PREFIX, wrapped, nn.Linear(3, 2))
+    assert [finding.code for finding in told.confirming] == ["KEY102"]
+    assert told.others == ()
+    assert told.command == f"ckptfix repair {wrapped}"
+
+
+def test_a_defect_that_the_message_is_not_about(wrapped: Path):
+    told = verdict(CUDA, wrapped, nn.Linear(3, 2))
+    assert told.confirming == ()
+    assert [finding.code for finding in told.others] == ["KEY102"]
+    assert "The message is not about the file" in told.sentence
+
+
+def test_a_key_of_the_container_is_told_where_the_weights_are(plain: Path, wrapped: Path):
+    assert "it is a bare state_dict" in verdict(KEY, plain).sentence
+    assert "its weights stand under net" in verdict(KEY, wrapped, nn.DataParallel(nn.Linear(3, 2))).sentence

@@ -1,0 +1,150 @@
+"""What the keys in a message say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfix.explain.fit import read_fit
+from ckptfix.explain.mismatch import read_mismatch
+from ckptfix.explain.text import messages
+
+MODULES = ("conv1", "layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv1", "head.0")
+
+
+def quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
+
+
+def text(missing: list[str] | None = None, unexpected: list[str] | None = None, *errors: str) -> str:
+    """The message of torch 2.13."""
+    parts = []
+    if missing:
+        parts.append(f"Missing key(s) in state_dict: {quoted(missing)}. ")
+    if unexpected:
+        parts.append(f"Unexpected key(s) in state_dict: {quoted(unexpected)}. ")
+    return "RuntimeError: Error(s) in loading state_dict for Net:\n\t" + "\n\t".join([*parts, *errors])
+
+
+def under(prefix: str = "", leaf: str = "weight") -> list[str]:
+    return [f"{prefix}{module}.{leaf}" for module in MODULES]
+
+
+def size(key: str, stored: list[int], wanted: list[int]) -> str:
+    return (
+        f"size mismatch for {key}: copying a param with shape torch.Size({stored}) from checkpoint, the shape in"
+        f" current model is torch.Size({wanted})."
+    )
+
+
+def causes(message: str) -> str:
+    (read,) = messages(message)
+    return " ".join(sentence for sentence, _ in read_fit(read).causes)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(text(["a.weight"], ["module.fc.weight"]), id="another layer under the prefix"),
+        pytest.param(text(under(), ["head.weight"]), id="one that only sounds alike"),
+        pytest.param(text(unexpected=under("module.")), id="nothing is missing: the model has the prefix too"),
+        pytest.param(text(["fc.weight"]), id="no unexpected key at all"),
+    ],
+)
+def test_no_prefix_where_there_is_none(message: str):
+    told = causes(message)
+    assert "DataParallel" not in told
+    assert "prefix" not in told
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (text(under(), under("module.")), "All 5 unexpected keys begin with `module.`"),
+        (text(["fc.weight"], ["module.fc.weight"]), "The unexpected key begins with `module.`"),
+        (text(under(), [*under("module."), "module.old.weight"]), "begin with `module.`"),
+        (text(under(), under("_orig_mod.")), "`_orig_mod` of torch.compile"),
+        (text(under(), under("_orig_mod.module.")), "begin with `module.`"),
+        (text(under("module."), under()), "The model is wrapped (`module` of DataParallel"),
+        (text(under("_orig_mod."), under()), "The model is wrapped (`_orig_mod` of torch.compile)"),
+        ('Missing key(s) in state_dict: "a.weight", "b.weight", ...', "cut short in this text"),
+        (text(under(), under("model.")), "5 keys under another prefix"),
+        (text(under("backbone."), under()), "5 keys under another prefix"),
+        (text(under(leaf="parametrizations.weight.original0"), under(leaf="weight_g")), "weight_norm"),
+        (text(under(leaf="num_batches_tracked")), "5 counters num_batches_tracked of BatchNorm missing"),
+        (text(unexpected=under(leaf="num_batches_tracked")), "5 counters num_batches_tracked of BatchNorm too many"),
+        (text(["embeddings.position_ids"]), "1 buffer missing that the model works out"),
+        (text(unexpected=["embeddings.position_ids"]), "1 buffer too many"),
+        (text(unexpected=["a._fsdp_wrapped_module._flat_param"]), "flat parameter of FSDP"),
+        (text(["fc.weight"]), "1 key that the file does not have"),
+        (text(under(), [f"other{n}.kernel" for n in range(5)]), "The other names do not match"),
+        (text(under(), ["epoch", "state_dict", "optimizer"]), "the weights stand in it under 'state_dict'"),
+        (text(None, None, size("fc.weight", [10, 5], [2, 5]), size("fc.bias", [10], [2])), "10 classes"),
+        (text(None, None, size("wte.embedding.weight", [10, 5], [2, 5])), "10 entries of a vocabulary"),
+        (text(None, None, size("conv1.weight", [8, 3, 7, 7], [8, 1, 7, 7])), "3 input channels in the file and 1"),
+        (text(None, None, size("pos_embed", [1, 197, 8], [1, 577, 8])), "position embeddings"),
+        (text(None, None, size("a.weight", [0], [4, 4])), "ZeRO or FSDP"),
+        (text(None, None, size("a.weight", [4, 4], [8, 8])), "a model of another size"),
+    ],
+)
+def test_what_the_keys_say(message: str, words: str):
+    assert words in causes(message)
+
+
+OLD = [
+    pytest.param(
+        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'", "The unexpected key begins", id="0.3"
+    ),
+    pytest.param(
+        "KeyError: 'unexpected key \"module.bn1.num_batches_tracked\" in state_dict'",
+        "1 counter num_batches_tracked of BatchNorm too many",
+        id="0.3, a counter: all keys before it did fit",
+    ),
+    pytest.param(
+        "_IncompatibleKeys(missing_keys=['a.w', 'b.w'], unexpected_keys=['module.a.w', 'module.b.w'])",
+        "All 2 unexpected keys begin",
+        id="what load_state_dict returns",
+    ),
+    pytest.param(
+        "unexpected key in source state_dict: module.a.weight, module.b.weight\n\n"
+        "missing keys in source state_dict: a.weight, b.weight\n",
+        "All 2 unexpected keys begin",
+        id="mmcv",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "words"), OLD)
+def test_other_wordings(message: str, words: str):
+    assert words in causes(message)
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "size mismatch for fc.weight: copying a param with shape torch.Size([10, 5]) from checkpoint, the shape in"
+        " current model is torch.Size([2, 5]).",
+        "size mismatch for fc.weight: copying a param of torch.Size([10, 5]) from checkpoint, where the shape is"
+        " torch.Size([2, 5]) in current model.",
+        'While copying the parameter named "fc.weight", whose dimensions in the model are torch.Size([2, 5]) and whose'
+        " dimensions in the checkpoint are torch.Size([10, 5]).",
+        "While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2, 5]) and whose"
+        " dimensions in the checkpoint are torch.Size([10, 5]).",
+    ],
+)
+def test_the_two_shapes_in_every_wording(sentence: str):
+    (message,) = messages(sentence)
+    assert read_mismatch(message).shapes == {"fc.weight": ((10, 5), (2, 5))}
+
+
+def test_the_advice_for_a_prefix_alone_needs_no_model():
+    (message,) = messages(text(under(), under("module.module.")))
+    advice = read_fit(message).advice
+    assert [each.command for each in advice if each.command] == ["ckptfix repair {FILE}"]
+    assert [each.code for each in advice if each.code] == [
+        'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.module.")'
+    ]
+
+
+def test_thousands_of_keys():
+    keys = [f"layers.{n}.weight" for n in range(3000)]
+    assert "All 3000 unexpected keys" in causes(text(keys, [f"module.{key}" for key in keys]))

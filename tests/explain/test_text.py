@@ -1,0 +1,247 @@
+"""Messages are found under what loggers, launchers, terminals and mail put around them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfix.explain import explain
+from ckptfix.explain.text import Relation, clean, file_name, messages
+
+KEYS = 'Missing key(s) in state_dict: "conv1.weight", "fc.bias". '
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        '  File "train.py", line 3, in <module>',
+        "loss: 0.3",
+        "conv1.weight | UNEXPECTED |",
+        "RuntimeError: CUDA error: invalid argument",
+        "ValueError: 12:30 is no number",
+        "[64, 3, 7, 7]",
+        "C:\\new\\table\\model.pth",
+    ],
+)
+def test_what_is_no_noise_stays(line: str):
+    assert clean(line) == line
+
+
+@pytest.mark.parametrize(
+    "noisy",
+    [
+        "2024-05-01 12:00:00,123 {}",
+        "2024-05-01T12:00:00.1234567Z {}",
+        "[2024-05-01 12:00:00,123] {}",
+        "2024-05-01 12:00:00 | ERROR | {}",
+        "12:00:00 - {}",
+        "May  1 12:00:00 gpu-3 python[4242]: {}",
+        "ERROR:root:{}",
+        "[ERROR] {}",
+        "[rank0]: {}",
+        "[rank0]:[2024-05-01 12:00:00,123] ERROR: {}",
+        "[1,0]<stderr>: {}",
+        "(trainer pid=4242, ip=10.0.0.1) {}",
+        "web_1  | {}",
+        "> {}",
+        "> > {}",
+        "E       {}",
+        "│ {} │",
+        "\x1b[31m{}\x1b[0m",
+        "\x1b[1;31m[rank1]\x1b[0m: {}",
+        "Loading:  45%|████▌     | 5/11 [00:01<00:02,  3.2it/s]{}",
+        "100%|##########| 391/391 [00:12<00:00, 31.2it/s, loss=0.3]\r{}",
+        "\ufeff{}",
+    ],
+)
+def test_noise_around_a_line(noisy: str):
+    line = "RuntimeError: Invalid magic number; corrupt file?"
+    (message,) = messages(noisy.format(line))
+    assert message.headline == line
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "train.py", line 12, in <module>
+    model.load_state_dict(torch.load("runs/last.pth"))
+  File "torch/nn/modules/module.py", line 2215, in load_state_dict
+    raise RuntimeError('Error(s) in loading state_dict for {}:\\n\\t{}'.format(
+RuntimeError: Error(s) in loading state_dict for Net:
+\tMissing key(s) in state_dict: "conv1.weight", "fc.weight".
+\tUnexpected key(s) in state_dict: "module.conv1.weight", "module.fc.weight".
+"""
+
+
+@pytest.mark.parametrize(
+    "front", ["", "[rank0]: ", "2024-05-01 12:00:00,123 - ", "> ", "E   ", "web_1  | ", "(pid 77) ", "\x1b[31m"]
+)
+def test_a_whole_traceback_in_noise(front: str):
+    explanation = explain("\n".join(front + line for line in TRACEBACK.splitlines()))
+    assert explanation is not None
+    assert explanation.name == "does-not-fit"
+    assert any("All 2 unexpected keys begin with `module.`" in cause for cause, _ in explanation.causes)
+    assert explanation.file == "runs/last.pth"
+    assert any(advice.command == "ckptfix repair runs/last.pth" for advice in explanation.advice)
+
+
+@pytest.mark.parametrize("width", [40, 61, 80, 100])
+def test_a_terminal_has_broken_the_lines(width: int):
+    lines = (line[start : start + width] for line in TRACEBACK.splitlines() for start in range(0, len(line), width))
+    explanation = explain("\n".join(lines))
+    assert explanation is not None
+    assert any("All 2 unexpected keys begin with `module.`" in cause for cause, _ in explanation.causes)
+
+
+def test_escapes_of_repr_and_json():
+    explanation = explain(TRACEBACK.splitlines()[5] + r"\n\tMissing key(s) in state_dict: \"a.w\", \"b.w\". \n\t"
+                          r"Unexpected key(s) in state_dict: \"module.a.w\", \"module.b.w\". ")  # fmt: skip
+    assert explanation is not None
+    assert any("begin with `module.`" in cause for cause, _ in explanation.causes)
+
+
+DIRECT = "\nThe above exception was the direct cause of the following exception:\n\n"
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def trace(message: str) -> str:
+    return f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{message}\n'
+
+
+CUT = trace("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory")
+LFS = trace("_pickle.UnpicklingError: invalid load key, 'v'.")
+WRAPPER = trace("OSError: Unable to load weights from pytorch checkpoint file for 'a' at 'b'.")
+TEXT = trace("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte")
+OTHER = trace("ValueError: nothing that is known")
+MODULE = trace("ModuleNotFoundError: No module named 'models'")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        pytest.param(OTHER + DIRECT + OTHER, None, id="nothing is known"),
+        pytest.param(CUT + DIRECT + OTHER, "damaged-archive", id="the cause"),
+        pytest.param(CUT + DIRECT + LFS, "damaged-archive", id="the cause of two that are known"),
+        pytest.param(OTHER + DIRECT + CUT, "damaged-archive", id="the cause is not known"),
+        pytest.param(LFS + HANDLING + MODULE, "missing-module", id="the first was handled by another try"),
+        pytest.param(LFS + HANDLING + TEXT + HANDLING + WRAPPER, "git-lfs-pointer", id="as transformers does"),
+        pytest.param(WRAPPER, "transformers-wrapper", id="the wrapper alone"),
+        pytest.param(CUT + OTHER, "damaged-archive", id="two tracebacks of a log"),
+        pytest.param("Loss is nan\n" + CUT, "damaged-archive", id="a line before the traceback"),
+        pytest.param("[rank0]: " + CUT + "[rank1]: " + CUT, "damaged-archive", id="two ranks"),
+    ],
+)
+def test_which_exception_matters(text: str, name: str | None):
+    explanation = explain(text)
+    assert (explanation and explanation.name) == name
+
+
+def test_a_message_that_is_told_by_its_frames():
+    message = trace("AttributeError: 'NoneType' object has no attribute 'copy'")
+    assert explain(message) is None
+    explanation = explain(message.replace("f()", "state_dict = model.load_state_dict(weights)"))
+    assert explanation is not None
+    assert explanation.name == "model-not-state-dict"
+
+
+@pytest.mark.parametrize(
+    ("message", "frame", "name"),
+    [
+        ("struct.error: unpack requires a buffer of 4 bytes", "torch/_weights_only_unpickler.py", "truncated-file"),
+        ("RuntimeError: Trying to resize storage that is not resizable", "_rebuild_tensor", "truncated-file"),
+        ("AssertionError: storage key '12' not found in {}", "torch/serialization.py", "truncated-file"),
+        (
+            "    result = unpickler.load()\nUnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 3",
+            "torch/serialization.py",
+            "python-2-pickle",
+        ),
+    ],
+)
+def test_damage_that_shows_in_the_frames_alone(message: str, frame: str, name: str):
+    assert explain(trace(message)) is None
+    explanation = explain(trace(message).replace("a.py", frame))
+    assert explanation is not None
+    assert explanation.name == name
+
+
+@pytest.mark.parametrize(
+    ("message", "frame"),
+    [
+        pytest.param("KeyError: 'betas'", "torch/optim/adam.py", id="the state of SGD in Adam"),
+        pytest.param(
+            "RuntimeError: The size of tensor a (7) must match the size of tensor b (3) at non-singleton dimension 3",
+            "torch/optim/adam.py",
+            id="the state of another model",
+        ),
+    ],
+)
+def test_a_step_of_an_optimizer_with_the_state_of_another(message: str, frame: str):
+    elsewhere = explain(trace(message))
+    assert elsewhere is None or elsewhere.name == "unequal-sizes"
+    explanation = explain(trace(message).replace("a.py", frame))
+    assert explanation is not None
+    assert explanation.name == "optimizer-groups"
+
+
+@pytest.mark.parametrize(
+    "front", ["", "loaded config\n", "INFO a\nRuntimeError: Error(s) in loading state_dict for A:\n\t"]
+)
+def test_a_list_of_thousands_of_keys_without_a_traceback(front: str):
+    keys = ", ".join(f'"module.layer{n}.0.weight"' for n in range(9000))
+    explanation = explain(f"{front}Unexpected key(s) in state_dict: {keys}. \n")
+    assert explanation is not None
+    assert "9000" in explanation.causes[1][0]
+
+
+@pytest.mark.parametrize("sign", ["a", "A_", "Error", " ", "'", "a.", '"a", ', "%|", "["])
+def test_an_endless_line_takes_no_time(sign: str):
+    begun = time.process_time()
+    assert explain(sign * (100_000 // len(sign))) is None
+    assert time.process_time() - begun < 2
+
+
+def test_the_parts_of_a_chain():
+    parts = messages(LFS + HANDLING + TEXT + DIRECT + WRAPPER)
+    assert [part.relation for part in parts] == [Relation.FIRST, Relation.WHILE_HANDLING, Relation.CAUSED]
+    assert [part.headline.partition(":")[0] for part in parts] == [
+        "_pickle.UnpicklingError",
+        "UnicodeDecodeError",
+        "OSError",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("no file", None),
+        ("torch.load('a.pth'); torch.load('b.pth')", None),
+        ("failed locating file constants.pkl: file not found", None),
+        ("see https://example.com/a.pth", None),
+        ('  File "train.py", line 3', None),
+        ("torch.load('a b.pth')", "a b.pth"),
+        ("torch.load('a.pth') # a.pth", "a.pth"),
+        ("python test.py --weights runs/best.pt --img 640", "runs/best.pt"),
+        (r"C:\models\net.ckpt", r"C:\models\net.ckpt"),
+        ("[Errno 2] No such file or directory: 'model.safetensors'", "model.safetensors"),
+    ],
+)
+def test_the_file_that_a_text_names(text: str, name: str | None):
+    assert file_name(text) == name
+
+
+@given(st.text(max_size=300))
+def test_any_text_gives_an_answer_or_none(text: str):
+    explanation = explain(text)
+    assert explanation is None or explanation.name
+
+
+def test_a_long_log_takes_no_time():
+    log = "".join(f'step {n}: loss 0.{n} "a{n}.weight" [1, 2] at /x/y{n}.py\n' for n in range(20_000))
+    begun = time.perf_counter()
+    explanation = explain(log + CUT)
+    assert explanation is not None
+    assert explanation.name == "damaged-archive"
+    assert time.perf_counter() - begun < 10

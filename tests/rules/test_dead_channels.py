@@ -1,0 +1,52 @@
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.finding import Level
+from ckptfix.rules.dead_channels import dead_channels
+from tests.rules.healthy import HEALTHY, build
+from tests.rules.value_findings import propose, without_values
+
+
+def kernel(*dead: int) -> torch.Tensor:
+    weight = torch.ones(12, 3, 3, 3)
+    weight[list(dead)] = 0
+    return weight
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_are_quiet(name):
+    assert propose(dead_channels, build(name).state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"conv.weight": kernel()}, id="none"),
+        pytest.param({"conv.weight": torch.zeros(8, 3, 3, 3)}, id="all-are-for-another-rule"),
+        pytest.param({"fc.weight": torch.eye(16)}, id="sparse-and-alive"),
+        pytest.param(nn.Embedding(50, 8, padding_idx=0).state_dict(prefix="embed."), id="padding"),
+        pytest.param({"shared.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-of-bart"),
+        pytest.param({"dw.weight": kernel(3).flatten(1)[:, :3]}, id="too-short-to-say"),
+        pytest.param({"0.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-without-a-name"),
+        pytest.param({"bn.weight": torch.zeros(8), "bn.bias": torch.zeros(8)}, id="a-norm-that-is-off"),
+        pytest.param({"bn.weight": torch.tensor([0.0, 1]), "bn.bias": torch.tensor([1.0, 0])}, id="a-bias-is-left"),
+    ],
+)
+def test_noop(state):
+    assert propose(dead_channels, state) == []
+
+
+def test_channels_of_zeros_are_noted():
+    norm = {"bn.weight": torch.tensor([1.0, 0, 0]), "bn.bias": torch.tensor([1.0, 0, 2])}
+    (finding,) = propose(dead_channels, {"conv.weight": kernel(2, 11), **norm})
+    assert (finding.level, finding.fix) == (Level.NOTE, None)
+    assert finding.message == "3 output channels of 2 layers are zero"
+    assert finding.evidence["tensors"] == {
+        "conv.weight": {"dead": 2, "of": 12, "channels": [2, 11]},
+        "bn.weight": {"dead": 1, "of": 3, "channels": [1]},
+    }
+
+
+def test_values_are_left_alone_where_the_user_says_so():
+    assert without_values(dead_channels) == []

@@ -1,0 +1,14 @@
+"""What RUN104 finds is tested in tests/smoke; here, that it says nothing of a file that nobody ran."""
+
+from __future__ import annotations
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.finding import Context
+from ckptfix.rules.forward_devices_differ import forward_devices_differ
+from ckptfix.settings import Settings
+
+
+def test_names_alone_propose_nothing() -> None:
+    checkpoint = Checkpoint("w.pth", "torch-zip", {"weight": TensorSpec("float32", (2, 2), (2, 1))})
+    assert list(forward_devices_differ.propose(Context(checkpoint, None, None, Settings()))) == []
+    assert (forward_devices_differ.code, forward_devices_differ.name) == ("RUN104", "forward-devices-differ")

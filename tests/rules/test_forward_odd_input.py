@@ -1,0 +1,14 @@
+"""What RUN105 finds is tested in tests/smoke; here, that it says nothing of a file that nobody ran."""
+
+from __future__ import annotations
+
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.finding import Context
+from ckptfix.rules.forward_odd_input import forward_odd_input
+from ckptfix.settings import Settings
+
+
+def test_names_alone_propose_nothing() -> None:
+    checkpoint = Checkpoint("w.pth", "torch-zip", {"weight": TensorSpec("float32", (2, 2), (2, 1))})
+    assert list(forward_odd_input.propose(Context(checkpoint, None, None, Settings()))) == []
+    assert (forward_odd_input.code, forward_odd_input.name) == ("RUN105", "forward-odd-input")

@@ -1,0 +1,116 @@
+"""Nothing is replaced unasked, and nothing by what is broken itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.applying import Step
+from ckptfix.errors import PlanError, UsageError
+from ckptfix.finding import Replace
+from ckptfix.plan import Plan
+from ckptfix.rules.replacing import Replacements, reset_edits
+from tests.checks import assert_same
+from tests.rules.proposals import context
+
+STATE = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+
+
+def is_finite(figures):
+    return not figures.nonfinite
+
+
+def is_never_sound(figures):
+    return False
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_sound"),
+    [
+        pytest.param({}, is_finite, id="not-asked"),
+        pytest.param({"fill": "donor.pth"}, is_finite, id="a-fill-alone-is-for-what-is-missing"),
+        pytest.param({"fill": "donor.pth", "replace": ("VAL2", "bias")}, is_finite, id="another-rule-and-key"),
+        pytest.param({"fill": "donor.pth", "replace": ("VAL101",)}, is_never_sound, id="the-donor-is-broken-too"),
+        pytest.param({"fill": "target", "replace": ("VAL101",)}, is_finite, id="there-is-no-target"),
+        pytest.param({"fill": "twin", "replace": ("VAL101",)}, is_finite, id="there-is-no-twin"),
+    ],
+)
+def test_noop(settings, is_sound):
+    donor = {"weight": torch.zeros(2, 2)}
+    assert Replacements(context(STATE, None, donor, **settings)).of("VAL101", "weight", is_sound) is None
+
+
+@pytest.mark.parametrize("name", ["VAL101", "VAL", "weight", "w*"])
+def test_a_donor_gives_its_values(name):
+    seen = context(STATE, None, {"weight": torch.zeros(2, 2).half()}, fill="donor.pth", replace=(name,))
+    edit = Replacements(seen).of("VAL101", "weight", is_finite)
+    assert edit == Replace("weight", "float32", (2, 2), "donor", "weight")
+
+
+def test_a_donor_of_another_shape_gives_nothing():
+    seen = context(STATE, None, {"weight": torch.zeros(3, 2)}, fill="donor.pth", replace=("VAL",))
+    assert Replacements(seen).of("VAL101", "weight", is_finite) is None
+
+
+def test_a_donor_whose_values_overflow_in_the_dtype_of_the_key_gives_nothing():
+    half = {"weight": torch.ones(2, 2).half()}
+    seen = context(half, None, {"weight": torch.full((2, 2), 1e6)}, fill="donor.pth", replace=("VAL",))
+    assert Replacements(seen).of("VAL101", "weight", is_finite) is None
+
+
+def test_a_fresh_norm_has_all_its_statistics():
+    state = nn.BatchNorm1d(3).state_dict(prefix="bn.")
+    assert reset_edits("bn.running_var", context(state)) == ()
+    edits = reset_edits("bn.running_var", context(state, reset_running_stats=True))
+    assert {edit.key: edit.origin for edit in edits} == {
+        "bn.num_batches_tracked": "zeros",
+        "bn.running_mean": "zeros",
+        "bn.running_var": "ones",
+    }
+
+
+def test_which_values_without_by_which_is_refused():
+    with pytest.raises(UsageError, match="--fill twin, target or FILE"):
+        ckptfix.repair_state_dict(STATE, replace="VAL101")
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (Replace("weight", "float16", (2, 2), "zeros"), "belongs to another file"),
+        (Replace("weight", "float32", (2, 2), "twin", "weight", "ema"), "taken from ema"),
+        (Replace("weight", "float32", (2, 2), "donor", "weight"), "filled from a donor"),
+        (Replace("weight", "float32", (2, 2), "nowhere"), "filled from a donor"),
+        (Replace("other", "float32", (2, 2), "zeros"), "which is not there"),
+    ],
+)
+def test_a_plan_of_another_file_is_refused(edit, said):
+    with pytest.raises(PlanError, match=said):
+        Plan((Step("VAL101", (edit,)),)).apply(context(STATE).checkpoint)
+    with pytest.raises(PlanError, match="cannot be undone"):
+        Plan((Step("VAL101", (edit,)),)).inverse()
+    assert Plan.from_json(Plan((Step("VAL101", (edit,)),)).to_json()).edits == (edit,)
+
+
+def test_all_repairs_together_leave_nothing_to_repair():
+    """Law 2 of the engine, over the flags that change values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), *(nn.Linear(16, 16) for _ in range(6)))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state["0.weight"][2, 3], state["1.running_var"][0] = float("nan"), -1.0
+    state["2.weight"] *= 1e-9
+    state["3.weight"], state["4.weight"] = torch.zeros(16, 16), torch.full((16, 16), 0.3)
+    state["5.weight"] *= 1e5
+    state["6.weight"][0] = 1e-41
+    settings = {"reset_running_stats": True, "flush_subnormals": True, "zero_non_finite": True, "dtype": "bf16"}
+    settings |= {"replace": ("VAL2",), "fill": "target", "select": ("VAL",)}
+    repaired, report = ckptfix.repair_state_dict(state, model, **settings)
+    assert [finding.code for finding in report.remaining if finding.level] == []
+    assert {"VAL101", "VAL103", "VAL201", "VAL202", "VAL203", "VAL205", "VAL206", "VAL102"} == {
+        finding.code for finding in report.fixed
+    }
+    again, second = ckptfix.repair_state_dict(repaired, model, **settings)
+    assert (second.edits, second.exit_code) == ((), 0)
+    assert_same(again, repaired)

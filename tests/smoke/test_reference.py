@@ -1,0 +1,236 @@
+"""The comparison with another checkpoint: what is compared, and what is said where nothing can be."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.finding import Level
+from ckptfix.formats import open_file
+from ckptfix.live import open_state_dict
+from ckptfix.settings import Settings, SmokeSettings
+from ckptfix.smoke.exam import Job, examine
+from ckptfix.smoke.findings import findings_of
+from ckptfix.smoke.outcome import Comparison, Outcome
+from ckptfix.smoke.reference import Reference, reference_file
+from tests.smoke import models
+from tests.smoke.conftest import Save
+from tests.smoke.second_tries import Mixed
+
+
+class Sized(models.Net):
+    """Gives as many outputs as a stored number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(x)["logits"]
+        return {f"logits{number}": logits for number in range(int(self.get_buffer("count")))}
+
+
+class Drifts(models.Net):
+    """Gives something else each time, and torch's seed changes nothing about it."""
+
+    _runs = itertools.count()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(x)["logits"] + next(self._runs)}
+
+
+class Shows(nn.Module):
+    """Gives its own weight away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc.weight
+
+
+shows = Shows()
+
+
+def net(**changes: Tensor) -> dict[str, Any]:
+    """The state_dict of a model that is always the same."""
+    torch.manual_seed(1)
+    return models.Net().state_dict() | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def compare(tmp_path: Path, theirs: dict[str, Any], factory: str = "tests.smoke.models:Net") -> Outcome:
+    """The test of the file that was saved against these weights."""
+    other = tmp_path / "other.pth"
+    torch.save(theirs, other)
+    reference = Reference(str(other), "other.pth")
+    return examine(Job(str(tmp_path / "weights.pth"), factory, device="cpu", reference=reference))
+
+
+def compared(save: Save, tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any] | None = None) -> Comparison:
+    model = models.Net()
+    model.load_state_dict(ours or net())
+    save(model)
+    outcome = compare(tmp_path, theirs)
+    assert outcome.is_good
+    assert outcome.compared is not None
+    return outcome.compared
+
+
+def test_the_same_weights_give_the_same_bits(save: Save, tmp_path: Path) -> None:
+    seen = compared(save, tmp_path, net())
+    assert seen.identical
+    assert str(seen) == "against other.pth: bit-equal"
+
+
+def test_a_wrapper_and_a_missing_counter_are_repaired_first(save: Save, tmp_path: Path) -> None:
+    theirs = {f"module.{key}": value for key, value in net().items() if "num_batches" not in key}
+    assert str(compared(save, tmp_path, theirs)) == "against other.pth after safe repairs: bit-equal"
+
+
+def test_weights_that_differ_are_a_figure_and_no_finding(save: Save, tmp_path: Path) -> None:
+    bias = net()["fc.bias"]
+    seen = compared(save, tmp_path, net(fc__bias=bias + torch.tensor([8.0, 0])))
+    assert seen.difference == pytest.approx(8, rel=1e-5)
+    assert (seen.identical, seen.differing, seen.tensors) == (False, 1, 9)
+    assert seen.agreement in (0, 0.5, 1)
+    assert "largest difference 8 " in str(seen)
+    assert str(seen).endswith("; the weights differ in 1 of 9 tensors")
+    assert findings_of(Outcome("cpu", compared=seen)) == []
+
+
+def test_another_class_everywhere(save: Save, tmp_path: Path) -> None:
+    ours, theirs = (net(fc__bias=torch.tensor([high, 0.0])) for high in (9, -9))
+    assert compared(save, tmp_path, theirs, ours).agreement == 0
+
+
+def test_a_cast_is_compared_value_by_value(save: Save, tmp_path: Path) -> None:
+    halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in net().items()}
+    seen = compared(save, tmp_path, halves)
+    assert 0 < seen.difference < 0.1
+    assert (seen.differing, seen.tensors) == (8, 9)  # the counter is an integer
+
+
+def test_values_that_are_not_finite_are_no_small_difference(save: Save, tmp_path: Path) -> None:
+    seen = compared(save, tmp_path, net(fc__bias=torch.tensor([torch.nan, 0])))
+    assert not seen.is_close
+    assert seen.agreement is None
+    assert "a value is finite in one and not in the other" in str(seen)
+
+
+@pytest.mark.parametrize(
+    ("factory", "changes", "said"),
+    [
+        pytest.param(
+            "tests.smoke.models:Net",
+            {"fc.weight": torch.ones(5, 4), "fc.bias": torch.ones(5)},
+            "the strict load found 2 size mismatches, fc.weight among them",
+            id="it does not load",
+        ),
+        pytest.param(
+            "tests.smoke.models:Guards",
+            {"index": torch.ones(1)},
+            "with its weights the model failed (ValueError: the index is corrupt)",
+            id="it does not run",
+        ),
+        pytest.param(
+            "tests.smoke.test_reference:Sized",
+            {"count": torch.tensor(2)},
+            "the outputs are not of the same names and shapes",
+            id="it gives other outputs",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_a_note(
+    save: Save, tmp_path: Path, factory: str, changes: dict[str, Tensor], said: str
+) -> None:
+    model = (Sized if "Sized" in factory else getattr(models, factory.rpartition(":")[2]))()
+    save(model)
+    outcome = compare(tmp_path, model.state_dict() | changes, factory)
+    assert outcome.is_good
+    assert outcome.compared == Comparison("other.pth", unlike=said)
+    [finding] = findings_of(outcome)
+    assert (finding.code, finding.level) == ("RUN106", Level.NOTE)
+    assert finding.message == f"the outputs are not compared with those of other.pth: {said}"
+
+
+def test_a_model_that_did_not_run_is_not_compared(save: Save, tmp_path: Path) -> None:
+    model = models.Refuses()
+    save(model)
+    outcome = compare(tmp_path, model.state_dict(), "tests.smoke.models:Refuses")
+    assert outcome.compared == Comparison("other.pth", unlike="the model did not run")
+
+
+def test_a_model_that_is_not_repeatable_is_a_note(save: Save, tmp_path: Path) -> None:
+    model = Drifts()
+    save(model)
+    outcome = compare(tmp_path, model.state_dict(), "tests.smoke.test_reference:Drifts")
+    [finding] = findings_of(outcome)
+    assert (finding.code, finding.level) == ("RUN106", Level.NOTE)
+    assert finding.message.startswith("the model is not repeatable: with the same weights its outputs differ, against")
+
+
+def test_what_was_converted_is_converted_for_both(save: Save, tmp_path: Path) -> None:
+    model = Mixed()
+    save(model)
+    outcome = compare(tmp_path, model.state_dict(), "tests.smoke.second_tries:Mixed")
+    assert any("converted to float64" in note for note in outcome.notes)
+    assert outcome.compared is not None
+    assert outcome.compared.identical
+
+
+def test_outputs_are_kept_though_the_factory_gives_one_model_for_all(save: Save, tmp_path: Path) -> None:
+    save(shows)
+    theirs = {"fc.weight": torch.full((3, 3), 7.0), "fc.bias": torch.zeros(3)}
+    seen = compare(tmp_path, theirs, "tests.smoke.test_reference:shows").compared
+    assert seen is not None
+    assert seen.difference > 5
+
+
+def test_training_and_gradients_change_nothing_about_it(save: Save, tmp_path: Path) -> None:
+    file = save(models.Net())
+    job = Job(file, "tests.smoke.models:Net", device="cpu", backward=True, reference=Reference(file, "itself"))
+    outcome = examine(job)
+    assert outcome.training is not None
+    assert str(outcome.compared) == "against itself: bit-equal"
+
+
+def settings(compare: str, smoke: bool | None = None) -> Settings:
+    return Settings(smoke=smoke, weights="ema", smoke_settings=SmokeSettings(compare=compare))
+
+
+def test_the_source_is_opened_as_it_was() -> None:
+    assert Reference.of(Settings(), "a.pth") is None
+    assert Reference.of(settings("source"), "a.pth") == Reference("a.pth", "a.pth", "ema")
+    assert Reference.of(settings("b.pth"), "a.pth") == Reference("b.pth", "b.pth")
+
+
+def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) -> None:
+    file = save(models.Net())
+    source = open_file(file)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert reference_file(Settings(), source, False) is None
+    assert reference_file(settings("source"), source, True) is None
+    assert reference_file(settings(file), source, True) == file
+    for name in ("absent.pth", "notes.txt"):
+        with pytest.raises(CkptfixError, match=name):
+            reference_file(settings(str(tmp_path / name)), source, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_factory", "said"),
+    [
+        pytest.param(settings("source", smoke=False), True, "no --no-smoke", id="no forward test"),
+        pytest.param(settings("source"), False, "needs --model", id="no model"),
+        pytest.param(settings("source"), True, "in memory", id="no file"),
+    ],
+)
+def test_a_comparison_without_meaning_is_refused(given: Settings, has_factory: bool, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        reference_file(given, open_state_dict(net()), has_factory)

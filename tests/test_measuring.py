@@ -1,0 +1,117 @@
+"""``--recalibrate``: the statistics of broken norms come from the user's data, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from tests.checks import bytes_of
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Flatten()
+    )
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    images = np.random.default_rng(0).standard_normal((65, 3, 8, 8)).astype(np.float32) * 2 + 1
+    np.save(tmp_path / "data.npy", images)
+    return tmp_path / "data.npy"
+
+
+@pytest.fixture
+def trained(data: Path) -> nn.Module:
+    """A model whose statistics are those of the data."""
+    model = net()
+    ckptfix.recalibrate(model, [torch.from_numpy(np.load(data))])
+    return model
+
+
+def saved(folder: Path, model: nn.Module, broken: dict[str, float]) -> Path:
+    state_dict = copy.deepcopy(model.state_dict())
+    for key, value in broken.items():
+        state_dict[key][0] = value
+    torch.save(state_dict, folder / "broken.pth")
+    return folder / "broken.pth"
+
+
+def test_a_healthy_file_is_left_alone(tmp_path: Path, trained: nn.Module, data: Path):
+    repaired = ckptfix.repair(saved(tmp_path, trained, {}), net(), recalibrate=str(data))
+    assert not repaired.plan
+
+
+@pytest.mark.parametrize(
+    ("broken", "module"),
+    [
+        pytest.param({"1.running_var": -0.5}, "1.", id="a negative variance"),
+        pytest.param({"4.running_var": math.nan}, "4.", id="NaN in a variance"),
+        pytest.param({"4.running_mean": math.inf}, "4.", id="Inf in a mean"),
+    ],
+)
+def test_the_broken_norm_alone_is_measured(
+    tmp_path: Path, trained: nn.Module, data: Path, broken: dict[str, float], module: str
+):
+    target = net()
+    before = copy.deepcopy(target.state_dict())
+    repaired = ckptfix.repair(saved(tmp_path, trained, broken), target, recalibrate=str(data))
+    assert repaired.report.exit_code == 0
+    for key, tensor in repaired.state_dict().items():
+        if key.startswith(module) and "running" in key:
+            torch.testing.assert_close(tensor, trained.state_dict()[key], rtol=0.05, atol=0.05)
+        elif not key.startswith(module):
+            assert bytes_of(tensor) == bytes_of(trained.state_dict()[key]), key
+    assert all(torch.equal(tensor, before[key]) for key, tensor in target.state_dict().items())
+
+
+def test_norms_that_are_broken_in_two_ways_do_not_spoil_each_other(tmp_path: Path, trained: nn.Module, data: Path):
+    broken = saved(tmp_path, trained, {"1.running_var": -3.0, "4.running_mean": math.nan})
+    repaired = ckptfix.repair(broken, net(), recalibrate=str(data))
+    assert repaired.report.exit_code == 0
+    for key, tensor in repaired.state_dict().items():
+        if "running" in key:
+            torch.testing.assert_close(tensor, trained.state_dict()[key], rtol=0.1, atol=0.1)
+
+
+def test_the_plan_can_be_saved_and_applied(tmp_path: Path, trained: nn.Module, data: Path):
+    broken = saved(tmp_path, trained, {"1.running_var": -0.5})
+    first = ckptfix.repair(broken, net(), recalibrate=str(data))
+    plan = ckptfix.Plan.from_json(first.plan.to_json())
+    again = ckptfix.repair(broken, net(), plan=plan).state_dict()
+    assert all(bytes_of(tensor) == bytes_of(again[key]) for key, tensor in first.state_dict().items())
+    with pytest.raises(ckptfix.PlanError, match="takes a model"):
+        ckptfix.repair(broken, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        pytest.param(np.full((8, 3, 8, 8), 0.5, np.float32), "no variance", id="constant"),
+        pytest.param(np.zeros((0, 3, 8, 8), np.float32), "no sample", id="empty"),
+        pytest.param(np.full((8, 3, 8, 8), np.nan, np.float32), "NaN", id="NaN"),
+    ],
+)
+def test_data_that_gives_no_statistics(tmp_path: Path, trained: nn.Module, values: np.ndarray, says: str):
+    np.save(tmp_path / "useless.npy", values)
+    broken = saved(tmp_path, trained, {"1.running_var": -0.5})
+    with pytest.raises(ckptfix.CkptfixError, match=says):
+        ckptfix.repair(broken, net(), recalibrate=str(tmp_path / "useless.npy"))
+
+
+def test_usage(tmp_path: Path, trained: nn.Module, data: Path):
+    path = saved(tmp_path, trained, {"1.running_var": -0.5})
+    with pytest.raises(ckptfix.UsageError, match="add --model"):
+        ckptfix.repair(path, recalibrate=str(data))
+    with pytest.raises(ckptfix.UsageError, match="no such file"):
+        ckptfix.repair(path, net(), recalibrate="gone.npy")
+    with pytest.raises(ckptfix.TargetError, match="does not fit"):
+        ckptfix.repair(path, nn.Sequential(*net().children(), nn.Linear(96, 2)), recalibrate=str(data))

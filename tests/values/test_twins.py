@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.formats import open_file
+from ckptfix.live import open_state_dict
+from ckptfix.target import target_from_module
+from ckptfix.values.twins import entry_at, twin_sets, twins_beside
+
+STATE = {"conv.weight": torch.ones(4, 2), "fc.weight": torch.ones(3, 4), "fc.bias": torch.ones(3)}
+
+
+def saved(tmp_path, **sets):
+    torch.save(sets, tmp_path / "model.pth")
+    return open_file(str(tmp_path / "model.pth"), next(iter(sets)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"gen.weight": torch.ones(4, 2), "b": torch.ones(3)}, id="another-model"),
+        pytest.param({key: torch.ones(7) for key in STATE}, id="other-shapes"),
+        pytest.param({"conv.weight": STATE["conv.weight"]}, id="a-part-of-it"),
+    ],
+)
+def test_other_weights_are_no_twins(tmp_path, other):
+    assert list(twin_sets(saved(tmp_path, state_dict=STATE, other=other))) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.module."])
+def test_the_average_is_a_twin_whatever_stands_in_front(tmp_path, prefix):
+    averaged = {prefix + key: value.clone() for key, value in STATE.items()}
+    checkpoint = saved(tmp_path, state_dict=STATE, state_dict_ema=averaged)
+    ((place, twins),) = twin_sets(checkpoint)
+    assert place == "state_dict_ema"
+    assert {key: twin.key for key, twin in twins.items()} == {key: prefix + key for key in STATE}
+    assert twins["fc.bias"].label == f"state_dict_ema: {prefix}fc.bias"
+    assert entry_at(checkpoint, place, prefix + "fc.bias") is twins["fc.bias"].spec
+    assert entry_at(checkpoint, "", "fc.bias") is checkpoint.specs["fc.bias"]
+    assert entry_at(checkpoint, "nowhere", "fc.bias") is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "averaged"),
+    [
+        ("backbone.conv.weight", "ema_backbone_conv_weight"),
+        ("online_model.conv.weight", "ema_model.conv.weight"),
+        ("student.conv.weight", "teacher.conv.weight"),
+    ],
+)
+def test_averages_in_the_same_state_dict(raw, averaged):
+    twins = twins_beside(open_state_dict({raw: torch.ones(4, 2), averaged: torch.zeros(4, 2)}), None)
+    assert {key: (twin.place, twin.key) for key, twin in twins.items()} == {raw: ("", averaged), averaged: ("", raw)}
+
+
+def test_a_tie_that_was_stored_twice():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+    state = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)}
+    found = twins_beside(open_state_dict(state), target_from_module(Tied()))
+    assert {key: twin.key for key, twin in found.items()} == {"a.weight": "b.weight", "b.weight": "a.weight"}
+    assert twins_beside(open_state_dict(Tied().state_dict()), target_from_module(Tied())) == {}, "one tensor"
+
+
+def test_input_and_output_embedding_are_a_tie_by_their_names():
+    state = {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.ones(9, 4)}
+    assert list(twins_beside(open_state_dict(state), None)) == list(state)
+    assert twins_beside(open_state_dict({**state, "lm_head.weight": torch.ones(8, 4)}), None) == {}
