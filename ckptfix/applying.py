@@ -26,7 +26,7 @@ from ckptfix.finding import (
     Tie,
     Zero,
 )
-from ckptfix.formats.payload import GRAPH_CODE
+from ckptfix.formats.pickles.payload import GRAPH_CODE
 from ckptfix.formats.plain import plain_root
 from ckptfix.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.supplies import Supplies, filled, replaced, with_measurements

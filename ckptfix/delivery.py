@@ -14,7 +14,6 @@ from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.finding import Finding, Level, counted
-from ckptfix.formats import sharded
 from ckptfix.formats.output import (
     PTH,
     SAFETENSORS,
@@ -26,7 +25,8 @@ from ckptfix.formats.output import (
     write_to,
     writer_for,
 )
-from ckptfix.formats.shard_write import deliver_shards, temporary_shards
+from ckptfix.formats.shards import sharded
+from ckptfix.formats.shards.shard_write import deliver_shards, temporary_shards
 from ckptfix.report import Report, SmokeResult
 from ckptfix.settings import Settings
 

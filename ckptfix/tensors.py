@@ -17,8 +17,8 @@ from ckptfix.checkpoint import (
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError, WriteError
 from ckptfix.formats.checksums import Alarm, proved_stream, refusal, warning
-from ckptfix.formats.claims import sizes
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.claims import sizes
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import stream
 from ckptfix.formats.tree import tensors_in
 from ckptfix.live import LiveBytes, bytes_of

@@ -59,7 +59,7 @@ def names() -> list[str]:
 
 
 def room(module: str) -> str:
-    """``formats/inert`` and ``formats/__init__`` are of the room ``formats``."""
+    """``formats/pickles/inert`` and ``formats/__init__`` are of the room ``formats``."""
     return module.partition("/")[0]
 
 

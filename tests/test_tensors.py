@@ -7,7 +7,7 @@ import torch
 
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError, WriteError
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from ckptfix.live import open_state_dict, spec_of_tensor
 from ckptfix.tensors import build_state_dict, build_tensor, cast_spec, row_major_bytes

@@ -12,8 +12,8 @@ from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.comparison.difference import Texts
 from ckptfix.comparison.gap import Tolerance, measure_gap
 from ckptfix.finding import counted
-from ckptfix.formats.arrays import NumpyArray, numpy_type
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.arrays import NumpyArray, numpy_type
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.report.inspection import describe
 
 LIMIT = 100_000

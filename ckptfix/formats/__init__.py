@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats import safetensors, sharded, torch_legacy, torch_tar, torch_zip, torchscript
+from ckptfix.formats import safetensors, torch_legacy, torch_tar, torch_zip, torchscript
 from ckptfix.formats.containers import open_document
 from ckptfix.formats.document import Document
 from ckptfix.formats.folders import read_folder
+from ckptfix.formats.foreign.pages import READ, as_text
+from ckptfix.formats.foreign.strangers import describe_unknown, name_mangled, name_stranger
 from ckptfix.formats.mending import mend
-from ckptfix.formats.pages import READ, as_text
-from ckptfix.formats.payload import refusing_payload
+from ckptfix.formats.pickles.payload import refusing_payload
+from ckptfix.formats.shards import sharded
 from ckptfix.formats.sources import Content
-from ckptfix.formats.strangers import describe_unknown, name_mangled, name_stranger
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.wrapped import unwrap
+from ckptfix.formats.wrappers.wrapped import unwrap
 
 
 @dataclass(frozen=True)

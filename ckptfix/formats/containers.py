@@ -9,17 +9,17 @@ from typing import Any
 
 from ckptfix.checkpoint import Candidate, Checkpoint, PathPart, Remark, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.formats.arrays import NumpyArray
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
+from ckptfix.formats.foreign.weightless import is_optimizer, why_weightless
 from ckptfix.formats.loose_tensors import loose_remarks
 from ckptfix.formats.modules import is_module, is_uninitialized, module_state_dict
-from ckptfix.formats.objects import Opaque
-from ckptfix.formats.payload import refusing_payload
+from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.pickles.payload import refusing_payload
 from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, is_packed
 from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.weightless import is_optimizer, why_weightless
 
 PREFERRED = tuple(
     "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "

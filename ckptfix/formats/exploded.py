@@ -11,7 +11,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import torchscript
 from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
-from ckptfix.formats.payload import refusing_payload
+from ckptfix.formats.pickles.payload import refusing_payload
 from ckptfix.formats.sources import FileBytes, OpenFile
 from ckptfix.formats.torch_archive import read_archive
 

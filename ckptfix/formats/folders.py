@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import dcp, dcp_safetensors, exploded, sharded
-from ckptfix.formats.bundles import FOREIGN, OF_RANKS, name_bundle
+from ckptfix.formats import exploded
 from ckptfix.formats.document import Document
+from ckptfix.formats.foreign.bundles import FOREIGN, OF_RANKS, name_bundle
+from ckptfix.formats.shards import dcp, dcp_safetensors, sharded
 
 
 @dataclass(frozen=True)

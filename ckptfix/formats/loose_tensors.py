@@ -15,7 +15,7 @@ from ckptfix.buffers import is_transient
 from ckptfix.checkpoint import PathPart, Remark, TensorSpec
 from ckptfix.finding import counted
 from ckptfix.formats.modules import is_module, module_parts
-from ckptfix.formats.objects import Opaque
+from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.tree import tensors_in
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})

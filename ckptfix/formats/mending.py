@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckptfix.formats.foreign.transcoded import undo_base64, undo_encoding
 from ckptfix.formats.sources import BLOCK, Content
-from ckptfix.formats.transcoded import undo_base64, undo_encoding
-from ckptfix.formats.windows import WindowContent
+from ckptfix.formats.wrappers.windows import WindowContent
 
 SEARCHED = 1 << 16
 """Bytes at the start of a file in which a checkpoint may begin behind something else."""

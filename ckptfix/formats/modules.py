@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.formats.objects import Opaque
+from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.quantized_modules import (
     is_packed_convolution,
     packed_attributes,

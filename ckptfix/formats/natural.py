@@ -10,9 +10,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptfix.formats.arrays import dtype_label, numpy_type
-from ckptfix.formats.inert import MODULE_ALIASES
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.arrays import dtype_label, numpy_type
+from ckptfix.formats.pickles.inert import MODULE_ALIASES
+from ckptfix.formats.pickles.objects import Global, Opaque
 
 _LONGEST_RANGE = 10_000
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}

@@ -13,12 +13,12 @@ from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import Plain
-from ckptfix.formats.arrays import NumpyArray, array_fields
 from ckptfix.formats.bounds import shown
-from ckptfix.formats.claims import TypedStorage
 from ckptfix.formats.modules import is_module, module_state_dict
 from ckptfix.formats.natural import known_form, natural_form, today
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.arrays import NumpyArray, array_fields
+from ckptfix.formats.pickles.claims import TypedStorage
+from ckptfix.formats.pickles.objects import Global, Opaque
 
 DEPTH_LIMIT = 200
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})

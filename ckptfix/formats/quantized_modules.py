@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptfix.checkpoint import Storage, TensorSpec
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 
 SCRIPT_OBJECT = "torch.ScriptObject"

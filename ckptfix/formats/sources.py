@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.bounds import Bounds
-from ckptfix.formats.decoders import FAULTS, Decoder, deflate
+from ckptfix.formats.wrappers.decoders import FAULTS, Decoder, deflate
 
 BLOCK = 1 << 20
 """Bytes read at a time when a storage is streamed: so few that they are still in the processor's cache when they are

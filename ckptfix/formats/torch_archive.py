@@ -14,9 +14,9 @@ from ckptfix.checkpoint import ByteSource, Remark, Storage
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
-from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.pickles.payload import payload_remarks
+from ckptfix.formats.pickles.torch_pickle import StoragePickle
 from ckptfix.formats.sources import DeflatedBytes
-from ckptfix.formats.torch_pickle import StoragePickle
 from ckptfix.formats.torn import TornBytes
 
 SMALL_LIMIT = 64 << 20

@@ -15,14 +15,14 @@ from ckptfix.errors import UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
-from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.pickles.payload import payload_remarks
+from ckptfix.formats.pickles.torch_pickle import StoragePickle
+from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError, fold
 from ckptfix.formats.sources import Content, LateBytes
-from ckptfix.formats.torch_pickle import StoragePickle
 from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
 from ckptfix.formats.tree import tensors_in
 from ckptfix.formats.unfilled import unfilled_from
-from ckptfix.formats.unfinished import NoOpcodeError, PickleEndError, fold
-from ckptfix.formats.windows import WindowContent
+from ckptfix.formats.wrappers.windows import WindowContent
 
 NAME = "torch-legacy"
 PLAIN = "pickle"

@@ -16,15 +16,15 @@ from typing import Any
 from ckptfix.checkpoint import Remark, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats import tar_members
-from ckptfix.formats.claims import TypedStorage, checked, storage_dtype
 from ckptfix.formats.document import Document
-from ckptfix.formats.inert import InertTable
-from ckptfix.formats.machine import PickleMachine
-from ckptfix.formats.objects import Global
-from ckptfix.formats.payload import name_calls, payload_remarks
+from ckptfix.formats.pickles.claims import TypedStorage, checked, storage_dtype
+from ckptfix.formats.pickles.inert import InertTable
+from ckptfix.formats.pickles.machine import PickleMachine
+from ckptfix.formats.pickles.objects import Global
+from ckptfix.formats.pickles.payload import name_calls, payload_remarks
 from ckptfix.formats.sources import Content, WindowBytes
 from ckptfix.formats.torn import TornBytes
+from ckptfix.formats.wrappers import tar_members
 
 NAME = "torch-tar"
 PARTS = ("pickle", "tensors", "storages")

@@ -10,7 +10,7 @@ from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.checksums import checksum, proving
 from ckptfix.formats.copying import background, copy_bytes
-from ckptfix.formats.pickle_writer import PickleWriter, StorageRef
+from ckptfix.formats.pickles.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.torch_legacy import MAGIC, PROTOCOL
 from ckptfix.formats.tree import tensors_in

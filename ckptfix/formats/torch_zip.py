@@ -14,14 +14,14 @@ from ckptfix.checkpoint import ByteSource, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.bounds import Bounds
-from ckptfix.formats.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.formats.document import Document
 from ckptfix.formats.sources import Content, DeflatedBytes
 from ckptfix.formats.torch_archive import SMALL_LIMIT, read_archive
 from ckptfix.formats.torn import TornBytes, missing_bytes
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.zip_listing import Listing, list_members
-from ckptfix.formats.zip_walk import FoundMembers
+from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.formats.wrappers.zip_listing import Listing, list_members
+from ckptfix.formats.wrappers.zip_walk import FoundMembers
 
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"

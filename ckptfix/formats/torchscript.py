@@ -19,8 +19,8 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.document import Document
 from ckptfix.formats.loose_tensors import attribute_remarks
-from ckptfix.formats.objects import Opaque
-from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.pickles.payload import payload_remarks
 from ckptfix.formats.quantized_modules import is_packed as is_script_object
 from ckptfix.formats.quantized_modules import packed_entries, quantized_version
 from ckptfix.formats.sources import Content
@@ -29,8 +29,8 @@ from ckptfix.formats.torch_zip import Archive, open_archive
 from ckptfix.formats.torchscript_json import read_json
 from ckptfix.formats.torchscript_packed import is_packed, python_module, unpacked
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.zip_directory import is_torchscript, member_names
-from ckptfix.formats.zip_walk import first_names
+from ckptfix.formats.wrappers.zip_directory import is_torchscript, member_names
+from ckptfix.formats.wrappers.zip_walk import first_names
 
 NAME = "torchscript"
 DEPTH_LIMIT = 200

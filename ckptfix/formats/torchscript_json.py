@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.claims import checked
+from ckptfix.formats.pickles.claims import checked
 from ckptfix.formats.torch_archive import Reading
 
 DEPTH_LIMIT = 200

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from ckptfix.errors import HostileError
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.quantized_modules import SCRIPT_OBJECT
 
 CLASSES = "__torch__.torch.classes."

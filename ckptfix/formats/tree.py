@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
-from ckptfix.formats.objects import Opaque
+from ckptfix.formats.pickles.objects import Opaque
 
 SMALL = 64
 """Members up to which a container without another one in it is looked at each time that it is met, and not remembered:

@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
 from ckptfix.finding import counted
-from ckptfix.formats.arrays import NumpyArray
 from ckptfix.formats.modules import is_module
 from ckptfix.formats.natural import known_form
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.plain import NATIVE
 from ckptfix.formats.tree import tensors_in
 from ckptfix.report.figures import elements, size, tensor_text

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptfix.finding import Applicability, Context, Disarm, Finding, Fix, Level, Plain, Rule, rule
-from ckptfix.formats.payload import GRAPH_CODE
+from ckptfix.formats.pickles.payload import GRAPH_CODE
 
 REMEDY = "do not load this file with anything; get it from a source that you trust"
 

@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptfix.finding import Context, Finding, Level, Rule, rule
-from ckptfix.formats.rank_shards import rank_shard
-from ckptfix.formats.shard_index import Numbering
+from ckptfix.formats.shards.rank_shards import rank_shard
+from ckptfix.formats.shards.shard_index import Numbering
 
 
 @rule("FIL105", "shard-of-weights")

@@ -8,7 +8,7 @@ import pytest
 
 import ckptfix
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.formats.bundles import FOREIGN, OF_TORCH, name_bundle
+from ckptfix.formats.foreign.bundles import FOREIGN, OF_TORCH, name_bundle
 from tests.formats.test_wrapped import saved, tarred, zipped
 
 

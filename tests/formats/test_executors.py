@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfix.formats.executors import runs_code
-from ckptfix.formats.payload import payload_remarks
+from ckptfix.formats.pickles.executors import runs_code
+from ckptfix.formats.pickles.payload import payload_remarks
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torch_legacy import read
 

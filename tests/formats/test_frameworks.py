@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckptfix.formats.frameworks import name_model
+from ckptfix.formats.foreign.frameworks import name_model
 from ckptfix.formats.sources import Content
 
 

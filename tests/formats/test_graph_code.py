@@ -11,7 +11,7 @@ from torch.fx.graph_module import reduce_graph_module
 
 import ckptfix
 from ckptfix.finding import Level
-from ckptfix.formats.graph_code import is_graph_code
+from ckptfix.formats.pickles.graph_code import is_graph_code
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
 

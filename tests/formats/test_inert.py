@@ -9,11 +9,11 @@ import pytest
 from ckptfix.checkpoint import Storage, TensorSpec
 from ckptfix.dtypes import BY_NUMPY, BY_STORAGE
 from ckptfix.errors import HostileError
-from ckptfix.formats.arrays import NumpyArray
-from ckptfix.formats.claims import TypedStorage, checked, sizes, storage_dtype
-from ckptfix.formats.inert import InertTable
-from ckptfix.formats.machine import PickleMachine
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.claims import TypedStorage, checked, sizes, storage_dtype
+from ckptfix.formats.pickles.inert import InertTable
+from ckptfix.formats.pickles.machine import PickleMachine
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from ckptfix.tensors import build_tensor
 

@@ -13,7 +13,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from ckptfix.checkpoint import Storage, TensorSpec
 from ckptfix.formats.loose_tensors import attribute_remarks, loose_remarks
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from tests.formats.files import opened, saved
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.inert import InertTable
-from ckptfix.formats.machine import PickleMachine
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.inert import InertTable
+from ckptfix.formats.pickles.machine import PickleMachine
+from ckptfix.formats.pickles.objects import Global, Opaque
 
 
 def run(data: bytes, position: int = 0) -> tuple[Any, PickleMachine]:

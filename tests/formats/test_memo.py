@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.formats.bounds import SLOT
-from ckptfix.formats.memo import FAR, Memo
+from ckptfix.formats.pickles.memo import FAR, Memo
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -9,7 +9,7 @@ import ckptfix
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.formats.modules import is_module, module_state_dict
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.formats.natural import natural_form, today
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from tests.formats.files import saved
 
 

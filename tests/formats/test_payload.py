@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfix.formats.payload import is_payload, payload_remarks
+from ckptfix.formats.pickles.payload import is_payload, payload_remarks
 
 HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.OrderedDict argparse.Namespace
     pathlib.PosixPath numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.formats.objects import Global, Opaque
-from ckptfix.formats.pickle_writer import PickleWriter
+from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.pickles.pickle_writer import PickleWriter
 
 
 def no_tensors(spec: TensorSpec) -> Any:

@@ -16,7 +16,7 @@ from torch.ao.nn import quantized
 
 import ckptfix
 from ckptfix.finding import Level
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.quantized_modules import quantized_version
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same

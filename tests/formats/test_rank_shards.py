@@ -12,8 +12,8 @@ import torch
 import ckptfix
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.objects import Global, Opaque
-from ckptfix.formats.rank_shards import local_part, rank_shard
+from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.shards.rank_shards import local_part, rank_shard
 
 EMPTY, MATRIX, VECTOR = (TensorSpec("float32", shape, (1,) * len(shape)) for shape in ((0,), (4, 3), (3,)))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.shard_index import ShardIndex, file_inside, is_index, parse_index
+from ckptfix.formats.shards.shard_index import ShardIndex, file_inside, is_index, parse_index
 from ckptfix.formats.sources import Content
 
 

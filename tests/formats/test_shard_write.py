@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import ckptfix
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.formats import shard_write
-from ckptfix.formats.shard_write import ShardNames, split
+from ckptfix.formats.shards import shard_write
+from ckptfix.formats.shards.shard_write import ShardNames, split
 from ckptfix.live import open_state_dict
 from ckptfix.settings import Settings
 from tests.checks import assert_same

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptfix.formats import decoders, streams
 from ckptfix.formats.sources import Content
-from ckptfix.formats.streams import Stream
+from ckptfix.formats.wrappers import decoders, streams
+from ckptfix.formats.wrappers.streams import Stream
 
 RAW = random.Random(1).randbytes(3000) + bytes(500) + random.Random(2).randbytes(3000)
 

@@ -14,7 +14,7 @@ from torch.ao import quantization
 import ckptfix
 from ckptfix.errors import HostileError
 from ckptfix.finding import Level
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.torchscript_packed import DEPTH_LIMIT, python_class, unpacked
 from tests.checks import bytes_of
 from tests.formats.state_dicts import same

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.formats.sources import Content
-from ckptfix.formats.windows import WindowBuffer, WindowContent
+from ckptfix.formats.wrappers.windows import WindowBuffer, WindowContent
 
 DATA = b"before|inside|behind"
 

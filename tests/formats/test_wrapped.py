@@ -17,7 +17,7 @@ from safetensors.torch import save as save_safetensors
 
 import ckptfix
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.formats import expanding
+from ckptfix.formats.wrappers import expanding
 from tests.checks import assert_same
 
 # In the order of safetensors, which sorts the keys of one dtype.

@@ -11,7 +11,7 @@ import torch
 
 import ckptfix
 from ckptfix.formats.sources import Content
-from ckptfix.formats.zip_listing import list_members
+from ckptfix.formats.wrappers.zip_listing import list_members
 from tests.checks import assert_same
 from tests.formats.test_wrapped import zipped
 

@@ -7,7 +7,7 @@ import torch
 
 from ckptfix.checkpoint import Candidate, Checkpoint, Remark
 from ckptfix.formats import open_file
-from ckptfix.formats.objects import Global, Opaque
+from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.live import open_state_dict
 from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 from ckptfix.report.style import Paper

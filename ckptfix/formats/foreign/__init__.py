@@ -1,0 +1,1 @@
+"""Files that are no checkpoint, or no longer one, and what they are instead."""

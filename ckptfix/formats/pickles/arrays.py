@@ -1,0 +1,107 @@
+"""numpy arrays in a pickle, which never become arrays: their bytes are the bytes of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
+from ckptfix.dtypes import BY_NUMPY
+from ckptfix.errors import UnreadableError
+from ckptfix.formats.pickles.claims import checked, sizes
+from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.sources import MemoryBytes
+
+
+@dataclass(eq=False, slots=True)
+class NumpyArray:
+    """A numpy array that was never made: its state is kept as the pickle gives it."""
+
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    fortran: bool = False
+    data: Any = b""
+    _spec: TensorSpec | None = field(default=None, repr=False)
+
+    def build(self, state: Any) -> None:
+        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``."""
+        if isinstance(state, tuple) and len(state) == 5:
+            _, shape, self.dtype, self.fortran, self.data = state
+            self.shape, self._spec = sizes(shape), None
+
+    def spec(self, path: str) -> TensorSpec | None:
+        """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
+        no dtype for.
+        """
+        if self._spec is not None:
+            return self._spec
+        code, order = numpy_type(self.dtype)
+        dtype = BY_NUMPY.get(code)
+        # Python 2 pickles keep the bytes of an array in a str.
+        try:
+            data = self.data.encode("latin-1") if isinstance(self.data, str) else self.data
+        except UnicodeEncodeError as error:
+            raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
+        if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
+            return None
+        strides = contiguous_strides(self.shape)
+        if self.fortran:
+            strides = tuple(reversed(contiguous_strides(tuple(reversed(self.shape)))))
+        if order == ">":
+            import numpy as np
+
+            if len(data) % dtype.itemsize:
+                raise UnreadableError(
+                    f"{path}: a numpy array of {code} has {len(data)} bytes, no whole number of elements; fetch the "
+                    "file again"
+                )
+            data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
+        self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
+        return self._spec
+
+
+def numpy_type(dtype: Any) -> tuple[str, str]:
+    """The type string of a pickled ``numpy.dtype`` and its byte order: ``("f4", "<")``."""
+    if not isinstance(dtype, Opaque) or not dtype.args or not isinstance(dtype.args[0], str):
+        return ("", "")
+    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
+    return (dtype.args[0].lstrip("<>=|"), order if isinstance(order, str) else "<")
+
+
+def dtype_label(dtype: Any) -> Any:
+    """A pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with its
+    name, type and offset in bytes.
+    """
+    code, order = numpy_type(dtype)
+    state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
+    fields = state[4] if len(state) > 4 else None
+    if isinstance(fields, dict):
+        return [
+            [name, numpy_type(field[0])[0], field[1]]
+            for name, field in fields.items()
+            if isinstance(field, tuple) and len(field) > 1
+        ]
+    unit = state[8][1] if len(state) > 8 and isinstance(state[8], tuple) and len(state[8]) > 1 else None
+    if code[:1] in ("M", "m") and isinstance(unit, tuple) and len(unit) > 1:
+        name = unit[0].decode("latin-1") if isinstance(unit[0], bytes) else unit[0]
+        code += f"[{unit[1] if unit[1] != 1 else ''}{name}]"
+    return f">{code}" if order == ">" else code
+
+
+def array_fields(array: NumpyArray) -> dict[str, Any]:
+    """An array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where they are
+    no text.
+    """
+    code, order = numpy_type(array.dtype)
+    data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
+    if isinstance(data, str):
+        data = data.encode("latin-1", "replace")
+    if code[:1] in ("U", "S") and width and isinstance(data, bytes):
+        size = width * (4 if code[0] == "U" else 1)
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        encoding = "utf-32-be" if order == ">" else "utf-32-le"
+        data = [
+            part.decode(encoding, "replace").rstrip("\0") if code[0] == "U" else part.rstrip(b"\0") for part in parts
+        ]
+    layout = {"order": "F"} if array.fortran is True else {}
+    return {"dtype": dtype_label(array.dtype), "shape": array.shape, **layout, "data": data}

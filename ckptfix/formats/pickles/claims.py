@@ -1,0 +1,79 @@
+"""What a pickle claims about shapes, dtypes and storages, checked before it is believed (law 7 of the design)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfix.checkpoint import Storage, TensorSpec
+from ckptfix.dtypes import BY_STORAGE, DTYPES
+from ckptfix.errors import HostileError
+from ckptfix.formats.bounds import shown
+from ckptfix.formats.pickles.objects import Global, Opaque
+
+EXPANDED_LIMIT = 1 << 30
+"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
+"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TypedStorage:
+    """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
+
+    storage: Storage
+    dtype: str
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
+    if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
+        value = value.args[0]
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > 64
+        or any(type(size) is not int or not 0 <= size < 1 << 63 for size in value)
+    ):
+        raise ValueError(f"{shown(value)} is no shape")
+    return tuple(value)
+
+
+def checked(spec: TensorSpec, path: str) -> TensorSpec:
+    """The spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
+    if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
+        raise HostileError(
+            f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
+            "fetch it again"
+        )
+    if spec.storage is not None:
+        if spec.extent[1] > spec.storage.nbytes:
+            raise HostileError(
+                f"{path}: a tensor of shape {spec.shape} claims {spec.extent[1]} bytes of a storage of "
+                f"{spec.storage.nbytes}:"
+                " the file is damaged or hostile; fetch it again"
+            )
+        if spec.nbytes > max(EXPANDED_LIMIT, 1024 * spec.storage.nbytes):
+            raise HostileError(
+                f"{path}: a tensor of shape {spec.shape} would take {spec.nbytes >> 30} GiB in memory out of "
+                f"{spec.storage.nbytes}"
+                " stored bytes; do not use this file"
+            )
+    return spec
+
+
+def dtype_name(value: Any) -> str:
+    """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
+    if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
+        return value.name
+    raise ValueError(f"{shown(value)} is no dtype")
+
+
+def storage_dtype(cls: Any) -> str:
+    """The dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
+    ``torch.storage.UntypedStorage``.
+    """
+    if isinstance(cls, Global):
+        if cls.name in BY_STORAGE:
+            return BY_STORAGE[cls.name].name
+        if cls.name in ("UntypedStorage", "_UntypedStorage"):
+            return "uint8"
+    raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")

@@ -1,0 +1,298 @@
+"""A pickle machine that runs nothing.
+
+It executes the opcodes of a pickle as https://docs.python.org/3/library/pickletools.html describes them, with one
+difference: a global never becomes a callable of Python. It becomes a ``Global``, a name, and calling one asks a fixed
+table what inert value stands for the result (``inert``). What the table does not know becomes an
+``Opaque`` object. All protocols from 0 to 5 are read, those of Python 2 with their byte strings as latin-1, which keeps
+every byte.
+
+Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
+(``ckptfix.formats.bounds``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from sys import getsizeof
+from typing import Any, Protocol, overload
+
+from ckptfix.errors import UnreadableError
+from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.pickles.memo import Memo
+from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.pickles.opcodes import HANDLERS, WEIGHTS_ONLY
+from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError
+
+
+class Bytes(Protocol):
+    """What the machine reads from: bytes or an mmap."""
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> bytes: ...
+    def find(self, sub: bytes, start: int, /) -> int: ...
+
+
+_STOP = ord(".")
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError)
+
+_STRIDE = 1 << 14
+"""Opcodes between two looks at the stack. One opcode puts one value on it."""
+
+_MARK = 80
+"""Bytes of a mark and of the list of what comes behind it, as long as they wait."""
+
+_GLOBAL = 400
+"""Bytes of the name of a class or function, beside its text."""
+
+
+Call = Callable[[Global, tuple[Any, ...]], Any]
+"""Gives the inert value that stands for calling a global with arguments."""
+
+
+class PickleMachine:
+    """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is behind its STOP.
+
+    ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` has those whose results
+    it calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses. Raises
+    ``UnreadableError`` where the stream is not a pickle or ends early, ``HostileError`` where it is built to exhaust
+    the machine."""
+
+    def __init__(
+        self,
+        data: Bytes,
+        path: str,
+        call: Call,
+        persistent_load: Callable[[Any], Any],
+        position: int = 0,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.data, self.path, self.position = data, path, position
+        self.call: Call = call
+        self.persistent_load: Callable[[Any], Any] = persistent_load
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.called: set[str] = set()
+        self.protocol = 0
+        self.bounds = bounds or Bounds(path, len(data))
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._below = 0
+        self._memo = Memo()
+        self._seen = bytearray(256)
+
+    @property
+    def unsupported(self) -> set[bytes]:
+        """The opcodes so far that ``weights_only=True`` refuses."""
+        return {bytes([code]) for code, seen in enumerate(self._seen) if seen} - WEIGHTS_ONLY
+
+    def load(self) -> Any:
+        """The inert value of the pickle."""
+        data, size, table, seen = self.data, len(self.data), HANDLERS, self._seen
+        try:
+            while True:
+                self.bounds.step(_STRIDE, self._below + len(self._stack))
+                for run in range(_STRIDE):
+                    position = self.position
+                    if position >= size:
+                        raise PickleEndError(
+                            f"{self.path}: the pickle ends before its STOP; the file is cut short: fetch it again",
+                            position,
+                        )
+                    self.position = position + 1
+                    opcode = data[position]
+                    if opcode == _STOP:
+                        self.bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
+                        return self._stack.pop()
+                    seen[opcode] = 1
+                    handler = table[opcode]
+                    if handler is None:
+                        raise NoOpcodeError(self.path, opcode, position)
+                    handler(self)
+        except PickleEndError as end:
+            end.runs = [*self._marks, self._stack]
+            raise
+        except _MALFORMED as error:
+            raise UnreadableError(
+                f"{self.path}: the pickle is malformed near offset {self.position} ({type(error).__name__}: {error}); "
+                "fetch the file again"
+            ) from error
+
+    # Reading
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes of the stream."""
+        start = self.position
+        if count < 0 or count > len(self.data) - start:
+            raise PickleEndError(
+                f"{self.path}: {count} bytes are claimed at offset {start}, {len(self.data) - start} are there; the "
+                "file is cut short or damaged: fetch it again",
+                start,
+            )
+        self.position = start + count
+        return self.data[start : start + count]
+
+    def byte(self) -> int:
+        """The next byte, as a number."""
+        position = self.position
+        if position >= len(self.data):
+            self.take(1)
+        self.position = position + 1
+        return self.data[position]
+
+    def unsigned(self, width: int) -> int:
+        """The next little-endian unsigned integer of ``width`` bytes."""
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> bytes:
+        """The bytes up to the next newline."""
+        end = self.data.find(b"\n", self.position)
+        if end < 0:
+            raise PickleEndError(
+                f"{self.path}: a line of the pickle does not end; the file is cut short: fetch it again", self.position
+            )
+        text = self.data[self.position : end]
+        self.position = end + 1
+        return text
+
+    # Stack
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack."""
+        self._stack.append(value)
+
+    def push_new(self, value: Any) -> None:
+        """Put a value on the stack that was made for it."""
+        self._stack.append(self.bounds.make(value))
+
+    def pop(self) -> Any:
+        """Take the top value off the stack."""
+        return self._stack.pop()
+
+    def mark(self) -> None:
+        """Begin a new run of values."""
+        self.bounds.spend(_MARK)
+        self._below += len(self._stack)
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def pop_mark(self) -> list[Any]:
+        """The values since the last mark."""
+        values, self._stack = self._stack, self._marks.pop()
+        self._below -= len(self._stack)
+        self.bounds.step(0, 2 * len(values))  # they are about to lie in a container too
+        self.bounds.spend(-_MARK)
+        return values
+
+    def drop(self) -> None:
+        """POP: the top value, or the mark where nothing lies above it."""
+        if self._stack:
+            self._stack.pop()
+        else:
+            self.pop_mark()
+
+    def remember(self, index: int) -> None:
+        """Keep the top value under a number."""
+        self.bounds.spend(self._memo.keep(index, self._stack[-1]))
+
+    def memoize(self) -> None:
+        """Keep the top value under the next number."""
+        self.bounds.spend(self._memo.keep(len(self._memo), self._stack[-1]))
+
+    def recall(self, index: int) -> None:
+        """Push the value that was kept under a number."""
+        self._stack.append(self._memo.recall(index))
+
+    # Objects
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def push_global(self, module: Any, name: Any) -> None:
+        """GLOBAL and STACK_GLOBAL: a name, whatever it says."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise UnreadableError(
+                f"{self.path}: a global of the pickle is named by something that is no string; it is damaged or hostile"
+            )
+        known = self.globals.get((module, name))
+        if known is None:
+            self.bounds.spend(_GLOBAL)
+            known = self.globals[(module, name)] = Global(module, name)
+        self._stack.append(known)
+
+    def reduce(self) -> None:
+        """REDUCE: what stands for calling the global with the arguments."""
+        args = self._stack.pop()
+        self._stack[-1] = self.instantiate(self._stack[-1], args)
+
+    def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """The inert value of ``function(*args, **kwargs)``."""
+        self.bounds.hand(args)
+        if not isinstance(kwargs, dict | None):
+            raise ValueError("keyword arguments that are no dict")
+        args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        self.bounds.hand(*args)
+        if not isinstance(function, Global):
+            cls = (
+                function.cls
+                if isinstance(function, Opaque)
+                else Global(type(function).__module__, type(function).__name__)
+            )
+            name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
+            self.called.add(f"{cls.module}.{name}")
+            self.bounds.spend(_GLOBAL)
+            return self.bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
+        if kwargs:
+            return self.bounds.make(Opaque(function, args, kwargs))
+        return self.bounds.make(self.call(function, args))
+
+    def persist(self, pid: Any) -> None:
+        """PERSID and BINPERSID: what stands for the storage or class that the file keeps outside of the pickle."""
+        self._stack.append(self.bounds.make(self.persistent_load(pid)))
+
+    def build(self) -> None:
+        """BUILD: hand a state to the object below it."""
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if isinstance(target, Opaque):
+            target.state = state
+        elif isinstance(target, OrderedDict) and isinstance(state, dict):
+            # torch hangs `_metadata` on the state_dict this way.
+            self.bounds.hand(state)
+            attributes = target.__dict__
+            self.bounds.fill(attributes, attributes.update, {str(key): value for key, value in state.items()})
+        elif hasattr(target, "build"):
+            target.build(state)
+
+    def append_all(self, values: list[Any]) -> None:
+        """APPEND, APPENDS, ADDITEMS: into the list, set or object on top of the stack."""
+        target = self._stack[-1]
+        if isinstance(target, list):
+            self.bounds.fill(target, target.extend, values)
+        elif isinstance(target, set):
+            self.bounds.fill(target, target.update, [self.bounds.key(value, id(target)) for value in values])
+        elif isinstance(target, Opaque):
+            items = target.own_items()
+            self.bounds.fill(items, items.extend, values)
+        else:
+            raise UnreadableError(
+                f"{self.path}: the pickle appends to a {type(target).__name__}; it is damaged or hostile"
+            )
+
+    def set_all(self, values: list[Any]) -> None:
+        """SETITEM, SETITEMS, DICT: pairs into the dict or object on top of the stack."""
+        target = self._stack[-1]
+        if isinstance(target, Opaque):
+            target = target.own_pairs()
+        if not isinstance(target, dict):
+            raise UnreadableError(
+                f"{self.path}: the pickle sets items of a {type(target).__name__}; it is damaged or hostile"
+            )
+        before, count = getsizeof(target), len(target)
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            target[key if type(key) is str else self.bounds.key(key, id(target))] = value
+        if len(target) != count:
+            self.bounds.spend(getsizeof(target) - before)

@@ -1,0 +1,263 @@
+"""Writes the pickle of a torch.save file, in the opcodes that ``torch.load(weights_only=True)`` reads.
+
+Protocol 2, the one that every torch reads, without importing torch: the globals are written by name. The tensors are
+records that refer to storages by persistent id, as in ``torch/serialization.py``."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ckptfix.checkpoint import Quantizer, TensorSpec
+from ckptfix.dtypes import DTYPES
+from ckptfix.errors import WriteError
+from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.plain import NATIVE, is_layout, is_native_global
+
+BATCH = 1000
+
+
+class StorageRef:
+    """Where the writer put the bytes of a tensor: the storage's key and device in the new file, and the tensor's offset
+    in elements.
+    """
+
+    def __init__(self, key: str, nbytes: int, device: str, offset: int) -> None:
+        self.key, self.nbytes, self.device, self.offset = key, nbytes, device, offset
+
+
+class PickleWriter:
+    """Writes one object tree. ``place`` says for every strided tensor where its bytes went.
+
+    Raises ``WriteError`` for data that ``weights_only`` would refuse; the place in the tree is in the message.
+    """
+
+    def __init__(self, path: str, place: Callable[[TensorSpec], StorageRef]) -> None:
+        self.path, self.place = path, place
+        self._out: list[bytes] = []
+        self._memo: dict[Any, int] = {}
+        self._alive: list[Any] = []
+
+    def dump(self, root: Any) -> bytes:
+        """The whole pickle of ``root``."""
+        self._out = [b"\x80\x02"]
+        self._save(root)
+        self._out.append(b".")
+        return b"".join(self._out)
+
+    # Opcodes
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _put(self, identity: Any) -> None:
+        index = self._memo[identity] = len(self._memo)
+        self._out.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+
+    def _get(self, identity: Any) -> bool:
+        index = self._memo.get(identity)
+        if index is None:
+            return False
+        self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        return True
+
+    def _global(self, module: str, name: str) -> None:
+        if not self._get((module, name)):
+            self._out.append(f"c{module}\n{name}\n".encode())
+            self._put((module, name))
+
+    def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
+        self._global(module, name)
+        self._tuple(args)
+        self._out.append(b"R")
+
+    # Values
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _save(self, value: Any) -> None:
+        if value is None:
+            self._out.append(b"N")
+        elif isinstance(value, bool):
+            self._out.append(b"\x88" if value else b"\x89")
+        elif isinstance(value, int):
+            self._int(value)
+        elif isinstance(value, float):
+            self._out.append(b"G" + struct.pack(">d", value))
+        elif isinstance(value, str):
+            self._text(value)
+        elif isinstance(value, TensorSpec):
+            self._tensor(value)
+        else:
+            self._compound(value)
+
+    def _int(self, value: int) -> None:
+        if 0 <= value < 256:
+            self._out.append(b"K" + bytes([value]))
+        elif 0 <= value < 65536:
+            self._out.append(b"M" + struct.pack("<H", value))
+        elif -(1 << 31) <= value < 1 << 31:
+            self._out.append(b"J" + struct.pack("<i", value))
+        else:
+            raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+            if len(raw) > 255:
+                raise WriteError(
+                    f"{self.path}: a number of {len(raw)} bytes stands beside the weights and cannot be written; "
+                    "remove it first"
+                )
+            self._out.append(b"\x8a" + bytes([len(raw)]) + raw)
+
+    def _text(self, value: str) -> None:
+        if not self._get(value):
+            raw = value.encode("utf-8", "surrogatepass")
+            self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
+            self._put(value)
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) > 3:
+            self._out.append(b"(")
+        for item in value:
+            self._save(item)
+        self._out.append({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
+
+    def _compound(self, value: Any) -> None:
+        if self._get(id(value)):
+            return
+        self._alive.append(value)
+        if isinstance(value, tuple):
+            self._tuple(value)
+            # A tuple that holds itself by way of a list or dict was written, and remembered, on the way.
+            if value and id(value) not in self._memo:
+                self._put(id(value))
+        elif isinstance(value, list):
+            self._out.append(b"]")
+            self._put(id(value))
+            for start in range(0, len(value), BATCH):
+                self._out.append(b"(")
+                for item in value[start : start + BATCH]:
+                    self._save(item)
+                self._out.append(b"e")
+        elif isinstance(value, dict):
+            self._dict(value)
+        elif isinstance(value, set):
+            self._call("__builtin__", "set", (sorted(value, key=repr),))
+            self._put(id(value))
+        elif isinstance(value, complex):
+            self._call("__builtin__", "complex", (value.real, value.imag))
+        elif isinstance(value, bytearray):
+            self._call("__builtin__", "bytearray", (value.decode("latin-1"), "latin-1"))
+            self._put(id(value))
+        elif isinstance(value, bytes):
+            self._call("_codecs", "encode", (value.decode("latin-1"), "latin1"))
+            self._put(id(value))
+        elif isinstance(value, Global) and is_layout(value):
+            self._call("torch.serialization", "_get_layout", (f"torch.{value.name}",))
+        elif isinstance(value, Global) and is_native_global(value):
+            self._global(value.module, value.name)
+        elif isinstance(value, Opaque) and str(value.cls) in NATIVE:
+            self._call(value.cls.module, value.cls.name, value.args)
+            self._put(id(value))
+        else:
+            self._live(value)
+
+    def _live(self, value: Any) -> None:
+        """Objects of torch that a state_dict in memory may hold: dtypes, sizes, devices."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        name = str(value).removeprefix("torch.")
+        if kind in ("torch.dtype", "torch.qscheme"):
+            self._global("torch", name)
+        elif kind == "torch.device":
+            self._call("torch", "device", (str(value),))
+        else:
+            raise WriteError(
+                f"{self.path}: a {kind} stands beside the weights and torch.load(weights_only=True) would refuse it; "
+                "let FIL102 convert it, or remove it"
+            )
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        if isinstance(value, OrderedDict):
+            self._global("collections", "OrderedDict")
+            self._out.append(b")R")
+        else:
+            self._out.append(b"}")
+        self._put(id(value))
+        items = list(value.items())
+        for start in range(0, len(items), BATCH):
+            self._out.append(b"(")
+            for key, item in items[start : start + BATCH]:
+                self._save(key)
+                self._save(item)
+            self._out.append(b"u")
+        attributes = getattr(value, "__dict__", None)
+        if attributes:
+            self._save(dict(attributes))
+            self._out.append(b"b")
+
+    # Tensors
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, spec: TensorSpec) -> None:
+        # A Parameter is a call around the record of its data; requires_grad belongs to the Parameter.
+        if spec.is_parameter:
+            self._global("torch._utils", "_rebuild_parameter")
+            self._out.append(b"(")
+            self._record(spec, requires_grad=False)
+            self._save(spec.requires_grad)
+            self._save(OrderedDict())
+            self._out.append(b"tR")
+        else:
+            self._record(spec, requires_grad=spec.requires_grad)
+
+    def _record(self, spec: TensorSpec, requires_grad: bool) -> None:
+        if spec.parts:
+            self._sparse(spec)
+            return
+        if spec.storage is None:
+            raise WriteError(f"{self.path}: a tensor of the meta device has no values to write; fill it first")
+        dtype = DTYPES[spec.dtype]
+        ref = self.place(spec)
+        name = {True: "_rebuild_qtensor", False: "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3"}[
+            spec.quantizer is not None
+        ]
+        self._global("torch._utils", name)
+        self._out.append(b"(")
+        self._storage(ref, dtype.storage, dtype.itemsize)
+        for item in (ref.offset, spec.shape, spec.strides):
+            self._save(item)
+        if spec.quantizer is not None:
+            self._quantizer(spec.quantizer)
+        self._save(requires_grad)
+        self._save(OrderedDict())
+        if not dtype.storage and spec.quantizer is None:
+            self._global("torch", spec.dtype)
+        if spec.math_bits:
+            self._save(dict(spec.math_bits))
+        self._out.append(b"tR")
+
+    def _storage(self, ref: StorageRef, storage: str | None, itemsize: int) -> None:
+        self._out.append(b"(")
+        self._text("storage")
+        if storage:
+            self._global("torch", storage)
+        else:
+            self._global("torch.storage", "UntypedStorage")
+        self._text(ref.key)
+        self._text(ref.device)
+        self._int(ref.nbytes // (itemsize if storage else 1))
+        self._out.append(b"tQ")
+
+    def _quantizer(self, quantizer: Quantizer) -> None:
+        values: tuple[Any, ...] = (quantizer.scale, quantizer.zero_point)
+        self._out.append(b"(")
+        self._global("torch", quantizer.scheme)
+        for value in values if quantizer.axis is None else (*values, quantizer.axis):
+            self._save(value)
+        self._out.append(b"t")
+
+    def _sparse(self, spec: TensorSpec) -> None:
+        parts: tuple[Any, ...] = (*spec.parts.values(), spec.shape)
+        if spec.layout == "sparse_coo" and spec.is_coalesced is not None:
+            parts = (*parts, spec.is_coalesced)
+        self._global("torch._utils", "_rebuild_sparse_tensor")
+        self._call("torch.serialization", "_get_layout", (f"torch.{spec.layout}",))
+        self._tuple(parts)
+        self._out.append(b"\x86R")

@@ -1,0 +1,157 @@
+"""What the two torch formats share: running the pickle of a torch.save file with its storages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ckptfix.checkpoint import Remark, Storage
+from ckptfix.dtypes import DTYPES
+from ckptfix.errors import HostileError
+from ckptfix.formats.bounds import STORAGE, Bounds, shown
+from ckptfix.formats.pickles.claims import TypedStorage, storage_dtype
+from ckptfix.formats.pickles.inert import InertTable
+from ckptfix.formats.pickles.machine import Bytes, PickleMachine
+from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.pickles.payload import name_calls
+from ckptfix.formats.sources import SwappedBytes
+
+_TEXT_ID = re.compile(
+    r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
+    r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
+    r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)",
+    re.ASCII,
+)
+"""Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's ``str``."""
+
+_TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
+"""The same of the class of a module, which legacy files keep with its source."""
+
+NESTING_LIMIT = 4
+"""How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
+
+
+class StoragePickle:
+    """Runs the pickles of one file.
+
+    ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
+    gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
+    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``big_endian`` that the
+    storages are from such a machine. ``bounds`` is the account of the file, one for all of its pickles."""
+
+    def __init__(
+        self,
+        path: str,
+        find_storage: Callable[[str, int, str], Storage],
+        nesting: int = 0,
+        big_endian: bool = False,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.big_endian = big_endian
+        self.path, self.nesting = path, nesting
+        self.names: set[str] = set()
+        self.table = InertTable(path, self._nested)
+        self.protocol = 0
+        self.is_plain = True
+        self.storages: dict[str, Storage] = {}
+        self.dtypes: dict[str, str] = {}
+        self._find_storage = find_storage
+        self._bounds = bounds
+
+    def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
+        """The inert value of the pickle at ``position`` and the position behind it."""
+        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
+        self._bounds = machine.bounds
+        try:
+            value = machine.load()
+        finally:
+            self.names.update(str(name) for name in machine.globals.values())
+            self.names.update(self.table.derived)
+            self.names.update(name_calls(machine.called | self.table.called))
+            machine.bounds.names |= self.names
+        self.protocol = max(self.protocol, machine.protocol)
+        self.is_plain = self.is_plain and not machine.unsupported
+        return value, machine.position
+
+    def protocol_remarks(self, where: str) -> list[Remark]:
+        """What to say of pickles that use opcodes which ``weights_only`` does not know."""
+        # Protocol 2 itself has some: a tuple that holds itself is written with POP.
+        protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
+        return [] if self.is_plain else [Remark("protocol", where, protocol)]
+
+    def _persistent(self, pid: Any) -> Any:
+        """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
+        kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
+        if kind == "module" and isinstance(cls, Global):
+            return cls
+        if kind != "storage":
+            raise ValueError(f"persistent id of kind {shown(kind)}")
+        key, device, numel, *view = rest
+        if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
+            raise ValueError("a storage that is named by neither text nor number")
+        dtype = storage_dtype(cls)
+        nbytes = int(numel) * DTYPES[dtype].itemsize
+        key = str(key)
+        if key not in self.storages:
+            storage = self._find_storage(key, nbytes, str(device))
+            if self._bounds is not None:
+                self._bounds.spend(STORAGE)
+            self.storages[key] = self._swapped(storage, dtype) if self.big_endian else storage
+            self.dtypes[key] = dtype
+        elif nbytes > self.storages[key].nbytes:
+            raise HostileError(
+                f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
+            )
+        return (
+            TypedStorage(self.storages[key], dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+        )
+
+    def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
+        # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
+        # view.
+        from ckptfix.formats.sources import WindowBytes
+
+        view_key, offset, size = view
+        if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
+            raise ValueError("a view of a storage that is placed by no number")
+        name, itemsize = f"{key}:{view_key}", DTYPES[dtype].itemsize
+        root = self.storages[key]
+        if (offset + size) * itemsize > root.nbytes or offset < 0 or size < 0:
+            raise HostileError(f"{self.path}: a view claims more than its storage {key} holds; fetch the file again")
+        if name not in self.storages:
+            source = WindowBytes(root.source, offset * itemsize, size * itemsize)
+            view_of_root = Storage(name, source, root.device, parts=(root,))
+            self.storages[name] = root if size * itemsize == root.nbytes else view_of_root
+        return TypedStorage(self.storages[name], dtype)
+
+    def _swapped(self, storage: Storage, dtype: str) -> Storage:
+        """The storage with its elements turned round. A complex element is two numbers, and an untyped storage is none:
+        torch swaps neither (``UntypedStorage.byteswap``).
+        """
+        width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
+        if width == 1:
+            return storage
+        return Storage(storage.key, SwappedBytes(storage.source, width), storage.device, parts=(storage,))
+
+    def _nested(self, data: bytes) -> Any:
+        if self.nesting >= NESTING_LIMIT:
+            raise HostileError(
+                f"{self.path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
+            )
+        from ckptfix.formats.pickles.nested import read_nested
+
+        root, names = read_nested(data, self.path, self.nesting + 1, self._bounds)
+        self.names.update(names)
+        return root
+
+
+def _id_of_text(text: str) -> tuple[Any, ...]:
+    """The persistent id that a file of pickle protocol 0 writes as text."""
+    if module := _TEXT_MODULE.match(text):
+        return "module", Global(module["module"], module["name"])
+    found = _TEXT_ID.fullmatch(text)
+    if found is None:
+        raise ValueError(f"persistent id {shown(text)}")
+    view = (found["view"], int(found["offset"]), int(found["size"])) if found["view"] is not None else None
+    return "storage", Global(found["module"], found["name"]), found["key"], found["device"], int(found["numel"]), view

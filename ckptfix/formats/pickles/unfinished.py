@@ -1,0 +1,64 @@
+"""A pickle that ends before its STOP: what of its object was whole by then.
+
+A pickle makes a dict or list first and fills it afterwards: in protocol 0 item by item, later in runs behind a mark.
+When the stream ends, the items of every open run wait on the stack. They are put where they belong; the last one may
+still be under way, and is left out where that shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfix.errors import UnreadableError
+from ckptfix.formats.bounds import bounded_keys
+from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.objects import Global, Opaque
+
+
+class PickleEndError(UnreadableError):
+    """The stream ends inside of a pickle. ``runs`` are the values on its stack, split at the marks."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+        self.runs: list[list[Any]] = []
+
+
+class NoOpcodeError(UnreadableError):
+    """The stream goes on at ``position`` with a byte that means nothing."""
+
+    def __init__(self, path: str, byte: int, position: int) -> None:
+        super().__init__(
+            f"{path}: byte {bytes([byte])!r} at offset {position} is no pickle opcode; this is no pickle or a damaged "
+            "one"
+        )
+        self.position = position
+
+
+def fold(runs: list[list[Any]], path: str) -> Any:
+    """The dict or list at the bottom of the stack with all that was whole in it; None where there is neither."""
+    for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
+        if outer:
+            _fill(outer[-1], run, path)
+    bottom = runs[0]
+    for target, key, value in zip(bottom[::2], bottom[1::2], bottom[2::2], strict=False):
+        _fill(target, [key, value], path)
+    return bottom[0] if bottom and isinstance(bottom[0], (dict, list)) else None
+
+
+def _fill(target: Any, values: list[Any], path: str) -> None:
+    """Put the whole values of an open run into what it is for. Those of a tuple or of a call are lost with it."""
+    if isinstance(target, list):
+        target.extend(value for value in values if _is_whole(value))
+    elif isinstance(target, dict):
+        for key, value in zip(values[::2], values[1::2], strict=False):
+            if not isinstance(key, (str, int, tuple)) or not _is_whole(value):
+                return
+            bounded_keys([key], path)
+            target[key] = value
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether nothing more is to be expected for a value: no arguments for a class, and no state for its object."""
+    if isinstance(value, NumpyArray):
+        return value.dtype is not None
+    return not isinstance(value, Global) and not (isinstance(value, Opaque) and not value.args and not value.state)

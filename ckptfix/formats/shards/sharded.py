@@ -1,0 +1,278 @@
+"""Checkpoints in several files: ``*.index.json`` with its shards, or a folder of numbered shards without an index.
+
+The shards become one document without a tensor being read. What the index says and what the shards hold is compared
+both ways: a shard that is missing, a key that is not where the index says, a key that the index does not know, a key
+that two shards hold. Any of these is damage; loaders that look one way only fill the gap with random weights
+(sglang PR#32279)."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.finding import counted
+from ckptfix.formats import safetensors
+from ckptfix.formats.containers import open_document
+from ckptfix.formats.document import Document
+from ckptfix.formats.shards.shard_index import Numbering, ShardIndex, file_inside, is_index, parse_index
+from ckptfix.formats.sources import Content
+
+NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
+PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Where a folder has several indexes, the one that transformers takes."""
+
+_LISTED = 4
+
+
+def sniff(content: Content) -> bool:
+    """Whether the content is the index of a sharded checkpoint."""
+    return is_index(content)
+
+
+def read(content: Content, salvage: bool = False) -> Document:
+    """The document of an index and the shards beside it."""
+    if content.file is None:
+        raise UnreadableError(
+            f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
+        )
+    index = parse_index(content)
+    return _Merge(content.path, Path(content.path).parent, index, salvage).document()
+
+
+def looks_like(folder: Path) -> bool:
+    """Whether a folder holds an index or numbered shards."""
+    return bool(_indexes(folder) or _sets(folder))
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """The document of a folder of shards. Raises ``UnreadableError`` where it holds several checkpoints."""
+    indexes = _indexes(folder)
+    chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
+    if chosen is None and len(indexes) > 1:
+        names = ", ".join(path.name for path in indexes)
+        raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
+    if indexes:
+        content = Content.of_file(str(chosen or indexes[0]))
+        try:
+            index = parse_index(content)
+        finally:
+            content.close()
+        return _Merge(str(folder), folder, index, salvage).document()
+    sets = _sets(folder)
+    if len(sets) > 1:
+        names = ", ".join(str(numbering) for numbering in sets)
+        raise UnreadableError(
+            f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; put each in its own folder"
+        )
+    return _Merge(str(folder), folder, None, salvage).document()
+
+
+class _Merge:
+    """One merging of shards: which of them open, where every key lies, and what does not agree."""
+
+    def __init__(self, path: str, folder: Path, index: ShardIndex | None, salvage: bool) -> None:
+        self.path, self.folder, self.index, self.salvage = path, folder, index, salvage
+        self.weight_map = index.weight_map if index is not None else {}
+        self.said_by = index.path if index is not None else str(folder / "shards")
+        self.opened: dict[str, Checkpoint] = {}
+        self.entries: OrderedDict[str, Any] = OrderedDict()
+        self.lost: dict[str, TensorSpec | None] = {}
+        self.damage: list[str] = []
+        self.absent: list[str] = []
+
+    def document(self) -> Document:
+        """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
+        values for one key and no index says which is meant.
+        """
+        for name in self._files():
+            self._open(name)
+        self._note_absent()
+        self._place()
+        if not self.entries:
+            raise UnreadableError(f"{self.path}: {'; '.join(self.damage)}; no tensor is whole: fetch it again")
+        metadata: dict[str, Mapping[str, Any]] = {}
+        for shard in reversed(self.opened.values()):
+            metadata.update(shard.metadata or {})
+        remarks = dict.fromkeys(remark for shard in self.opened.values() for remark in shard.remarks)
+        kinds = {shard.format for shard in self.opened.values()}
+        return Document(
+            self.path,
+            NAME_SAFETENSORS if kinds == {safetensors.NAME} else NAME,
+            self._root(),
+            metadata or None,
+            remarks=list(remarks),
+            damage=self.damage,
+            lost=self.lost,
+        )
+
+    def _files(self) -> list[str]:
+        """The shards that should be there: those of the index and their numbered siblings, or the whole set."""
+        if self.index is None:
+            (numbering,) = _sets(self.folder)
+            return numbering.names()
+        named = self.index.files
+        sets = {Numbering.of(name) for name in named} - {None}
+        siblings = [name for name in _file_names(self.folder) if Numbering.of(name) in sets]
+        return list(dict.fromkeys([*named, *siblings]))
+
+    def _open(self, name: str) -> None:
+        file = file_inside(self.folder, name, self.said_by)
+        if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+            self.absent.append(name)
+            return
+        try:
+            shard = self.opened[name] = _open_shard(str(file), self.salvage)
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            self.damage.append(f"has a shard that cannot be read ({error})")
+            return
+        self.damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+
+    def _note_absent(self) -> None:
+        """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
+        if not self.absent:
+            return
+        keys = sum(home in set(self.absent) for home in self.weight_map.values())
+        shards = "the shard" if len(self.absent) == 1 else f"{len(self.absent)} shards:"
+        clause = f"lacks {shards} {_listed(self.absent)}" + (f" with {counted(keys, 'key')}" if keys else "")
+        total = self.index.total_size if self.index is not None else None
+        specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
+        gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
+        if total is not None and gone > 0 and len(self.opened) + len(self.absent) == len(self._files()):
+            clause += f", {gone} of {total} bytes ({100 * gone / total:.3g} %)"
+        self.damage.insert(0, clause)
+
+    def _root(self) -> Any:
+        """The merged state_dict, in the container that every shard has around its part, where it is the same.
+
+        Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
+        first, *others = self.opened.values()
+        around = _surroundings(first)
+        if around is None or any(
+            (shard.container, _surroundings(shard)) != (first.container, around) for shard in others
+        ):
+            raise UnreadableError(
+                f"{self.path}: its shards hold more than a state_dict each, and not the same in all of them (weights at"
+                f" {path_name(first.container)} in the first); take the state_dict out of each with `ckptfix repair"
+                " SHARD --format safetensors`, or save the checkpoint again"
+            )
+        root: Any = self.entries
+        for part, level in zip(reversed(first.container), reversed(around), strict=True):
+            root = {name: root if name == part else value for name, value in level}
+        return root
+
+    def _place(self) -> None:
+        """Take every key from the shard that the index names, in the order of the index, and note where they differ."""
+        holders: dict[str, list[str]] = {key: [] for key in self.weight_map}
+        for name, shard in self.opened.items():
+            for key in shard.entries:
+                holders.setdefault(key, []).append(name)
+        absent, moved, doubled = [], [], []
+        for key, names in holders.items():
+            home = self.weight_map.get(key)
+            if names:
+                taken = home if home in names else names[0]
+                self.entries[key] = self.opened[taken].entries[key]
+                if home not in (None, taken):
+                    moved.append(key)
+                if self._contradict(key, names):
+                    doubled.append(key)
+            else:
+                lost = self.opened[home].lost if home in self.opened else {key: None}
+                self.lost[key] = lost.get(key)
+                if key not in lost:
+                    absent.append(key)
+        for shard in self.opened.values():
+            self.lost.update({key: spec for key, spec in shard.lost.items() if key not in holders})
+        unlisted = [key for key in self.entries if key not in self.weight_map] if self.index is not None else []
+        for keys, clause in (
+            (absent, "has an index that promises {}, which no shard holds"),
+            (moved, "has a stale index: {} are in another shard than it says"),
+            (unlisted, "has a stale index: it does not know {} in the shards"),
+            (doubled, "holds {} in two shards with different values"),
+        ):
+            if keys:
+                self.damage.append(clause.format(_listed(keys)))
+
+    def _contradict(self, key: str, names: list[str]) -> bool:
+        """Whether shards hold different values for a key. Then the one of the index is meant, and without one, none."""
+        first, *others = (self.opened[name].entries[key] for name in names)
+        if all(_same(first, other, self.path) for other in others):
+            return False
+        if self.weight_map.get(key) not in names:
+            raise UnreadableError(
+                f"{self.path}: {key} lies in {' and in '.join(names)} with different values, and no index says which is"
+                " meant; take the wrong one out, or save the checkpoint again"
+            )
+        return True
+
+
+def _open_shard(path: str, salvage: bool) -> Checkpoint:
+    # The table of formats lists this module.
+    from ckptfix.formats import read_content
+
+    content = Content.of_file(path)
+    try:
+        return open_document(read_content(content, salvage), salvage=True)
+    finally:
+        content.close()
+
+
+def _surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
+    """What a shard has around its state_dict, level by level, with None in the place of the next one.
+
+    None where that is more than numbers and texts."""
+    levels = []
+    value = shard.root
+    for part in shard.container:
+        if not isinstance(value, dict):
+            return None
+        level = [(name, None if name == part else member) for name, member in value.items()]
+        if not all(member is None or isinstance(member, (bool, int, float, str)) for _, member in level):
+            return None
+        levels.append(level)
+        value = value[part]
+    return levels
+
+
+def _same(one: Any, other: Any, path: str) -> bool:
+    """Whether two entries are the same tensor, byte for byte."""
+    if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
+        return bool(one == other)
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    from ckptfix.formats.safetensors_write import contiguous_blocks
+
+    return all(
+        first == second
+        for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
+        for first, second in zip(contiguous_blocks(before, path), contiguous_blocks(after, path), strict=True)
+    )
+
+
+def _file_names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise UnreadableError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return [folder / name for name in _file_names(folder) if name.endswith(".index.json")]
+
+
+def _sets(folder: Path) -> list[Numbering]:
+    found = (Numbering.of(name) for name in _file_names(folder))
+    return list(dict.fromkeys(numbering for numbering in found if numbering is not None))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,1 @@
+"""What lies around a checkpoint: archives and compressed files, whole or damaged."""
