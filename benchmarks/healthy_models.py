@@ -203,7 +203,7 @@ class _AdapterOnly(nn.Module):
         state = peft.get_peft_model_state_dict(_adapter(kind, name))
         self.saved = {key: value.detach().clone() for key, value in state.items()}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override] # a plain dict
         return dict(self.saved)
 
 
@@ -272,13 +272,13 @@ def _small_net() -> nn.Sequential:
 
 
 def _dynamic() -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(_small_net(), {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-untyped-call]
+    return torch.ao.quantization.quantize_dynamic(_small_net(), {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-untyped-call] # untyped
 
 
 def _observed() -> nn.Module:
     model = nn.Sequential(torch.ao.quantization.QuantStub(), *_small_net(), torch.ao.quantization.DeQuantStub())
-    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    return torch.ao.quantization.prepare_qat(model.train())  # type: ignore[no-untyped-call]
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment] # untyped
+    return torch.ao.quantization.prepare_qat(model.train())  # type: ignore[no-untyped-call] # untyped
 
 
 _QUANTISED: dict[str, Callable[[], nn.Module]] = {

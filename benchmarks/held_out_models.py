@@ -102,7 +102,7 @@ class _Saved(nn.Module):
 
         self.saved = {key: value.detach().clone() for key, value in peft.get_peft_model_state_dict(model).items()}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override] # a plain dict
         return dict(self.saved)
 
 

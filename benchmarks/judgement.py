@@ -148,7 +148,7 @@ def _trained(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = sum(tensor.float().square().mean() for tensor in _tensors(model(**inputs)))
-        loss.backward()  # type: ignore[union-attr]
+        loss.backward()  # type: ignore[union-attr] # it is a tensor
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         for key, value in model.state_dict().items():
