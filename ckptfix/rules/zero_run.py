@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from ckptfix.checkpoint import IN_MEMORY, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
+from ckptfix.formats.torn import SECTOR
 from ckptfix.values.integrity import WORD, Hole, storages_of
 
-SECTOR = 512
 DENSE = 0.01
 """The largest share of zeros among the other numbers of the matrix."""
 

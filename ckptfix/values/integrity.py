@@ -9,14 +9,12 @@ from ckptfix.checkpoint import Checkpoint, Storage
 from ckptfix.formats.checksums import is_sound
 from ckptfix.formats.copying import background
 from ckptfix.formats.sources import stream
+from ckptfix.formats.torn import SECTOR
 from ckptfix.formats.tree import tensors_in
 from ckptfix.progress import Task
 
 WORD = 8
 """Bytes that are looked at together when a hole is searched."""
-
-SECTOR = 512
-"""The smallest hole that matters: what a disk loses at once."""
 
 _STEP = SECTOR // WORD // 2
 """A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row."""
