@@ -1,4 +1,4 @@
-"""VAL206 outlier-scale: a weight matrix a thousand times as large as the others of its kind.
+"""VAL206 outlier-scale: a weight matrix hundreds of times as large as the others of its kind.
 
 ## What it finds
 Floating matrices and kernels of 64 elements or more, named `weight`, whose RMS, in shares of what torch's default
