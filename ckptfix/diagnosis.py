@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptfix.applying import Step, apply_step
 from ckptfix.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from ckptfix.rules import RULES
 from ckptfix.settings import Settings
 from ckptfix.supplies import Measure, Supplies
 from ckptfix.target import Target
-from ckptfix.values import Statistics
+from ckptfix.values import Statistics, TensorStatistics
 from ckptfix.values.narrowing import narrowing_to
 
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
@@ -43,6 +43,8 @@ class Diagnosis:
     fixed: tuple[Finding, ...]
     plan: Plan
     result: Checkpoint
+    figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
+    """What the value rules read, by key of the result."""
 
     @property
     def filled(self) -> Mapping[str, Fill | Replace]:
@@ -84,7 +86,8 @@ def diagnose(
             fixed += cured
             context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
     _assert_stable(context, settings, plan)
-    return Diagnosis(tuple(findings), tuple(fixed), plan, view)
+    figures = context.statistics.known if context.statistics is not None else {}
+    return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
 
 
 def _propose(rule: Rule, context: Context) -> Iterator[Finding]:

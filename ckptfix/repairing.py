@@ -259,7 +259,7 @@ def _carry_out(
     """The result of a saved plan, and what the rules say of it; they change nothing more."""
     result = plan.apply(checkpoint, supplies)
     left = diagnose(result, target, replace(settings, unsafe_fixes=False), supplies.donor)
-    return Diagnosis(left.findings, (), plan, result)
+    return Diagnosis(left.findings, (), plan, result, left.figures)
 
 
 def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
@@ -277,6 +277,7 @@ def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis,
         coverage=measure_coverage(diagnosis.result, target, diagnosis.filled) if target is not None else None,
         obstacles=tuple(obstacles(diagnosis.result, target, is_uncounted)) if target is not None else (),
         remarks=target.remarks if target is not None else (),
+        figures=diagnosis.figures,
     )
 
 

@@ -31,6 +31,7 @@ LAYERS = (
     "report coverage",
     "delivery loading comparison explain measuring",
     "repairing",
+    "zoo",
     "cli",
 )
 """The rooms of the package, from the bottom up. A room imports from its own layer and from those below it."""

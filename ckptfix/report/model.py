@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.finding import Edit, Finding, Level
 from ckptfix.smoke.result import SmokeResult
+
+if TYPE_CHECKING:
+    from ckptfix.values import TensorStatistics
 
 REPORT_VERSION = 1
 """The version of the JSON form; it grows when a field changes its meaning or goes away."""
@@ -39,7 +42,8 @@ class Report:
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
     them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
-    findings (which device was used, that a model could not be built on the meta device).
+    findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
+    of the tensors whose values were read, by their key after the edits; they are no part of the JSON form.
     """
 
     source: str
@@ -56,6 +60,7 @@ class Report:
     smoke: SmokeResult | None = None
     output: str | None = None
     remarks: tuple[str, ...] = ()
+    figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
 
     @property
     def remaining(self) -> tuple[Finding, ...]:

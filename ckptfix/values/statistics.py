@@ -53,6 +53,11 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._of_key[key] = self._of_view[view][1]
         return self._of_key[key]
 
+    @property
+    def known(self) -> Mapping[str, TensorStatistics]:
+        """Those that were asked for so far, by key; reads nothing."""
+        return {key: self._of_key[key] for key in self._specs if key in self._of_key}
+
     def __contains__(self, key: object) -> bool:
         return key in self._specs
 

@@ -1,0 +1,1 @@
+"""Batch migration of old model zoos: ``ckptfix migrate``."""
