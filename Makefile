@@ -49,7 +49,7 @@ bench: $(BENCH_INSTALLED)
 
 $(BENCH_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-bench
-	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . timm==1.0.20 torchvision
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . timm==1.0.31 torchvision
 	@touch $@
 
 judgement: $(JUDGED_INSTALLED)
@@ -57,7 +57,7 @@ judgement: $(JUDGED_INSTALLED)
 
 # Built without their weights; the versions decide which models there are.
 $(JUDGED_INSTALLED): $(BENCH_INSTALLED)
-	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt timm==1.0.31 transformers==5.23.0 peft==0.21.2 \
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt transformers==5.23.0 peft==0.21.2 \
 	diffusers==0.42.1
 	@touch $@
 

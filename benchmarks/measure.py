@@ -14,6 +14,8 @@ from pathlib import Path
 
 from benchmarks.speed_files import warm
 
+CKPTFIX = [str(Path(sys.executable).with_name("ckptfix"))]
+
 ROUNDS = 5
 SLOW = 20.0
 """Seconds above which a way is run three times and not five: a peer that takes ten times as long as all others."""

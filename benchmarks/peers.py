@@ -69,6 +69,26 @@ def mmap_save_file(source: str, out: Path) -> None:
     _flush(out / "model.safetensors")
 
 
+def torch_loop(source: str, out: Path) -> None:
+    """The loop over a folder that everybody writes."""
+    import torch
+
+    for path in sorted(Path(source).rglob("*.pth")):
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        goal = out / path.relative_to(source)
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({key.removeprefix("module."): tensor for key, tensor in loaded.items()}, goal)
+    os.sync()
+
+
+def timm_loop(source: str, out: Path) -> None:
+    """What timm's script does, for each file of a folder in one process."""
+    for path in sorted(Path(source).rglob("*.pth")):
+        goal = out / path.relative_to(source).parent / path.stem
+        goal.mkdir(parents=True)
+        timm_clean(str(path), goal)
+
+
 def _flush(path: Path) -> None:
     """Onto the disk, as ``ckptfix`` and the ``cp`` of the table do."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -83,5 +103,11 @@ PEERS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "mmap": ("torch.load(mmap) + safetensors save_file", mmap_save_file),
 }
 
+LOOPS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
+    "torch-loop": ("torch.load + torch.save in a loop, sync", torch_loop),
+    "timm-loop": ("timm's clean_checkpoint in a loop", timm_loop),
+}
+"""Ways to treat a whole folder."""
+
 if __name__ == "__main__":
-    PEERS[sys.argv[1]][1](sys.argv[2], Path(sys.argv[3]))
+    (PEERS | LOOPS)[sys.argv[1]][1](sys.argv[2], Path(sys.argv[3]))

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.measure import Runs, Way, ask, measure, time_answer
+from benchmarks.measure import CKPTFIX, Runs, Way, ask, measure, time_answer
 from benchmarks.peers import PEERS
 from benchmarks.speed_files import check_room, make_file, make_shards, many_keys, shapes
 from benchmarks.speed_report import Section, duration, machine, memory, rate, size_name, write_readme
+from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
-CKPTFIX = [str(Path(sys.executable).with_name("ckptfix"))]
 DTYPES = (("float32", 4, 0.6), ("bfloat16", 2, 0.4), ("float16", 2, 0.4), ("float8_e4m3fn", 1, 0.1))
 """What is scanned: the dtype, its bytes, and the share of the read bandwidth that is wanted."""
 
@@ -242,6 +242,8 @@ SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
     "answers": first_answers,
     "growth": growth,
     "load": into_a_model,
+    "zoo-large": zoo_of_large_files,
+    "zoo-small": zoo_of_small_files,
 }
 
 if __name__ == "__main__":

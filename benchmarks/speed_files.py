@@ -6,7 +6,12 @@ import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_TENSORS = (("attn.qkv.weight", 3), ("attn.proj.weight", 1), ("mlp.fc1.weight", 4), ("mlp.fc2.weight", 4))
 """The matrices of a block of a transformer, in units of width by width."""
@@ -19,7 +24,7 @@ FREE_AT_LEAST = 2 << 30
 def shapes(nbytes: int, itemsize: int = 4, blocks: int = 40) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of about ``nbytes`` bytes: 40 blocks are 400 tensors."""
     numel = nbytes // itemsize // blocks // sum(units for _, units in BLOCK_TENSORS)
-    width = max(8, int(numel**0.5) // 8 * 8)
+    width = max(4, int(numel**0.5) // 4 * 4)
     for block in range(blocks):
         for name, units in BLOCK_TENSORS:
             yield f"blocks.{block}.{name}", (units * width, width)
@@ -34,34 +39,46 @@ def many_keys(count: int, nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"blocks.{index // 8}.layer{index % 8}.weight", (size,)
 
 
-def make_state_dict(
-    names: Iterator[tuple[str, tuple[int, ...]]], dtype: str = "float32", prefix: str = "module."
-) -> OrderedDict[str, object]:
-    """Normal random numbers, no two tensors alike, each in a storage of its own."""
+@cache
+def _numbers(dtype: str) -> torch.Tensor:
+    """Normal random numbers, of which each tensor takes a stretch."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(1 << 22, generator=generator) * 0.02
+    return (torch.randn(1 << 22, generator=generator) * 0.02 + 0.001).to(getattr(torch, dtype))
+
+
+def make_state_dict(
+    names: Iterator[tuple[str, tuple[int, ...]]], dtype: str = "float32", prefix: str = "module.", first: int = 0
+) -> OrderedDict[str, object]:
+    """Normal random numbers, no two tensors alike, each in a storage of its own; ``first`` tells files apart."""
+    import torch
+
+    numbers = _numbers(dtype)
     made: OrderedDict[str, object] = OrderedDict()
-    for index, (name, shape) in enumerate(names):
-        numel = torch.Size(shape).numel()
-        whole = torch.empty(numel, dtype=getattr(torch, dtype))
-        piece = (pool.roll(index * 4099) + 0.001).to(whole.dtype)
-        for start in range(0, numel, len(piece)):
-            stop = min(start + len(piece), numel)
-            whole[start:stop] = piece[: stop - start]
-        made[prefix + name] = whole.reshape(shape)
+    for index, (name, shape) in enumerate(names, first):
+        whole = torch.empty(shape, dtype=numbers.dtype)
+        flat, done, begin = whole.view(-1), 0, index * 4099 % len(numbers)
+        while done < len(flat):
+            piece = numbers[begin : begin + len(flat) - done]
+            flat[done : done + len(piece)] = piece
+            done, begin = done + len(piece), 0
+        made[prefix + name] = whole
     return made
 
 
 def make_file(
-    path: Path, names: Iterator[tuple[str, tuple[int, ...]]], dtype: str = "float32", prefix: str = "module."
+    path: Path,
+    names: Iterator[tuple[str, tuple[int, ...]]],
+    dtype: str = "float32",
+    prefix: str = "module.",
+    first: int = 0,
 ) -> Path:
     """A checkpoint in the form that its name tells: ``.legacy.pth``, ``.pth`` or ``.safetensors``."""
     import torch
     from safetensors.torch import save_file
 
-    state_dict = make_state_dict(names, dtype, prefix)
+    state_dict = make_state_dict(names, dtype, prefix, first)
     if path.suffix == ".safetensors":
         save_file(dict(state_dict), path, metadata={"format": "pt"})
     else:
@@ -87,9 +104,22 @@ def make_shards(folder: Path, nbytes: int, count: int) -> Path:
     return index
 
 
+def make_zoo(folder: Path, count: int, nbytes: int) -> Path:
+    """A folder of so many files of so many bytes each, ten to a folder of its own; no two tensors are alike."""
+    blocks = 16 if nbytes > 4_000_000 else 2
+    for number in range(count):
+        family = folder / f"family{number // 10:04}"
+        family.mkdir(parents=True, exist_ok=True)
+        make_file(family / f"model{number:05}.pth", shapes(nbytes, blocks=blocks), first=number * 163)
+    return folder
+
+
 def warm(path: Path) -> None:
     """Read a file or the files of a folder once, so that all ways find it in the page cache."""
-    for file in path.parent.iterdir() if path.name.endswith(".index.json") else [path]:
+    files = path.parent.iterdir() if path.name.endswith(".index.json") else path.rglob("*") if path.is_dir() else [path]
+    for file in files:
+        if file.is_dir():
+            continue
         with file.open("rb", buffering=0) as opened:
             buffer = bytearray(1 << 20)
             while opened.readinto(buffer):

@@ -37,7 +37,7 @@ themselves (`benchmarks/peers.py`); they compare nothing but where it is said.
 ```sh
 make bench                                   # {size}, into .venv-bench, this page written anew
 make bench BENCH="--size 256MB"              # a quick one
-make bench BENCH="--only scan"               # one table: pth, safetensors, legacy, shards, scan, answers, growth, load
+make bench BENCH="--only scan"               # one table; --help lists their names
 make bench BENCH="--folder /mnt/other"       # another disk
 ```
 """

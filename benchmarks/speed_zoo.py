@@ -1,0 +1,66 @@
+"""Whole zoos, beside ``cp -r`` and the loops that people write: the sections of ``benchmarks.speed`` on migration."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.measure import CKPTFIX, Runs, Way, measure, time_answer
+from benchmarks.peers import LOOPS
+from benchmarks.speed_files import make_zoo
+from benchmarks.speed_report import Section, duration, memory, size_name
+
+MANY = 10_000
+SMALL = 20_000
+"""Bytes of each of many small files."""
+
+
+def zoo_of_large_files(folder: Path, size: int) -> Iterator[Section]:
+    """200 files, the whole zoo as large as the main file."""
+    zoo, out = make_zoo(folder / "zoo", 200, size // 200), folder / "out"
+    runs = measure([_copy(zoo, out), _migrate("values scanned", zoo, out), *_loops(zoo, out)], 3)
+    copy = next(iter(runs.values())).median
+    rows = [[name, f"{done.median / copy:.2f}", _times(done), memory(done.peak)] for name, done in runs.items()]
+    yield Section(
+        f"A zoo of 200 files of {size_name(size // 200)}",
+        ["way", "times cp -r", "median (range)", "peak of anonymous memory"],
+        rows,
+    )
+
+
+def zoo_of_small_files(folder: Path, size: int) -> Iterator[Section]:
+    """10,000 small files, whatever the size of the main file; and the same command again on the finished zoo."""
+    zoo, out = make_zoo(folder / "zoo", MANY, SMALL), folder / "out"
+    runs = measure([_copy(zoo, out), _migrate("values scanned", zoo, out), *_loops(zoo, out)], 3)
+    copy = next(iter(runs.values())).median
+    rows = []
+    for name, done in runs.items():
+        each = f"{(done.median - copy) / MANY * 1e3:.1f} ms"
+        rows.append([name, _times(done), each if done.median > copy else "", memory(done.peak)])
+    again = _migrate("once more, finished", zoo, out)
+    out.mkdir()
+    time_answer(again.command, 1)
+    rows.append([again.name, duration(time_answer(again.command, 5)), "", ""])
+    shutil.rmtree(out)
+    heads = ["way", "median (range)", "each file above the copy", "peak of anonymous memory"]
+    yield Section(f"A zoo of {MANY:,} files of {size_name(SMALL)}", heads, rows)
+
+
+def _times(done: Runs) -> str:
+    low, high = done.spread
+    return f"{duration(done.median)} ({duration(low)} to {duration(high)}, {len(done.seconds)} runs)"
+
+
+def _copy(zoo: Path, out: Path) -> Way:
+    return Way("cp -r, sync", ["sh", "-c", 'cp -r "$0" "$1/new" && sync -f "$1/new"', str(zoo), str(out)], zoo, out)
+
+
+def _migrate(name: str, zoo: Path, out: Path) -> Way:
+    return Way(f"**ckptfix migrate**: {name}", [*CKPTFIX, "migrate", str(zoo), str(out / "new"), "-q"], zoo, out)
+
+
+def _loops(zoo: Path, out: Path) -> Iterator[Way]:
+    for name, (label, _) in LOOPS.items():
+        yield Way(label, [sys.executable, "-m", "benchmarks.peers", name, str(zoo), str(out)], zoo, out)
