@@ -8,27 +8,35 @@ SAMPLE := sample_checkpoints/imagenet_dataparallel_cuda3.pth
 MODEL := sample_checkpoints.models:resnet_tiny
 REPAIRED := build/demo.pth
 
+# The chart and table libraries of the HTML report, kept in the repository as they come from the npm registry.
+VENDOR := ckptfix/report/page/assets/vendor
+UPLOT := uplot@1.6.32
+TABULATOR := tabulator-tables@6.5.3
+
 # What is measured beside ckptfix is installed apart: nobody needs it for anything else.
 BENCH_BIN := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH ?= --readme benchmarks/README.md
 JUDGED_INSTALLED := .venv-bench/.judged-installed
 
-.PHONY: help install demo test bench judgement lint types format samples clean
+.PHONY: help install demo test bench judgement structures lint types format samples vendor screenshot clean
 
 help:
 	@echo "make demo     repair a sample checkpoint against a sample model"
 	@echo "make test     lint, types and tests"
 	@echo "make bench    measure speed and memory beside cp and peers (15 minutes, 20 GB of disk)"
 	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
+	@echo "make structures  rewrite the table of the models that \`migrate --init\` knows (5 minutes)"
 	@echo "make format   apply the formatter and the safe lint fixes"
 	@echo "make samples  rebuild sample_checkpoints/"
+	@echo "make vendor   fetch the libraries of the HTML report again, and prove that they are the same (needs npm)"
+	@echo "make screenshot  photograph a report for docs/ (needs chromium)"
 	@echo "make clean    remove .venv and what was built"
 
 install: $(INSTALLED)
 
-# The stamp is younger than the two files that decide what is installed, or the install runs again.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamp is younger than the files that decide what is installed and built, or the install runs again.
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py ckptfix/values/kernel.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -55,6 +63,9 @@ $(BENCH_INSTALLED): pyproject.toml constraints.txt
 judgement: $(JUDGED_INSTALLED)
 	$(BENCH_BIN)/python -m benchmarks.judgement page
 
+structures: $(JUDGED_INSTALLED)
+	$(BENCH_BIN)/python -m benchmarks.structures
+
 # Built without their weights; the versions decide which models there are.
 $(JUDGED_INSTALLED): $(BENCH_INSTALLED)
 	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt transformers==5.23.0 peft==0.21.2 \
@@ -74,6 +85,23 @@ format: $(INSTALLED)
 
 samples: $(INSTALLED)
 	$(BIN)/python -m sample_checkpoints.build
+
+# A new version: change the name above, run this, then `sha256sum` the files into SHA256SUMS and look at the page.
+vendor:
+	rm -rf build/vendor && mkdir -p build/vendor/uplot build/vendor/tabulator
+	cd build/vendor && npm pack --silent $(UPLOT) $(TABULATOR)
+	tar -xzf build/vendor/uplot-*.tgz -C build/vendor/uplot --strip-components 1
+	tar -xzf build/vendor/tabulator-tables-*.tgz -C build/vendor/tabulator --strip-components 1
+	cp build/vendor/uplot/dist/uPlot.iife.min.js $(VENDOR)/uplot.min.js
+	cp build/vendor/uplot/dist/uPlot.min.css $(VENDOR)/uplot.min.css
+	cp build/vendor/uplot/LICENSE $(VENDOR)/uplot.LICENSE
+	cp build/vendor/tabulator/dist/js/tabulator.min.js $(VENDOR)/tabulator.min.js
+	cp build/vendor/tabulator/dist/css/tabulator_simple.min.css $(VENDOR)/tabulator.min.css
+	cp build/vendor/tabulator/LICENSE $(VENDOR)/tabulator.LICENSE
+	cd $(VENDOR) && sha256sum --check SHA256SUMS
+
+screenshot: $(INSTALLED)
+	$(BIN)/python -m tests.report.page.screenshot docs/report.png
 
 clean:
 	rm -rf .venv .venv-bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -42,8 +42,8 @@ def scan(path: str) -> list[float]:
 
 
 def load(path: str) -> list[float]:
-    """Seconds of ``torch.load(mmap)`` with ``load_state_dict(assign)`` and of ``ckptfix.load``, in turn; and of both
-    together with one look at every value, since a mapped file is only read when it is looked at.
+    """Seconds of each of ``LOADS``, in turn: for the load, and for the load with one look at every value after it,
+    since a mapped file is only read when it is looked at.
     """
     import torch
     from torch import nn
@@ -62,41 +62,48 @@ def load(path: str) -> list[float]:
                     if not hasattr(where, folder):
                         where.add_module(folder, nn.Module())
                     where = where.get_submodule(folder)
-                where.register_parameter(name, nn.Parameter(torch.empty(spec.shape)))
+                # A model that was built has its memory: these zeros are written.
+                where.register_parameter(name, nn.Parameter(torch.zeros(spec.shape)))
 
-    def by_torch(model: nn.Module) -> object:
-        return model.load_state_dict(torch.load(path, weights_only=True, mmap=True), strict=True, assign=True)
+    def by_torch(model: nn.Module, assign: bool, values: bool) -> object:
+        return model.load_state_dict(torch.load(path, weights_only=True, mmap=True), strict=True, assign=assign)
 
-    def by_ckptfix(model: nn.Module) -> object:
-        return ckptfix.load(model, path)
+    def by_ckptfix(model: nn.Module, assign: bool, values: bool) -> object:
+        return ckptfix.load(model, path, assign=assign, values=values)
 
-    seconds: dict[str, list[float]] = {"torch": [], "ckptfix": [], "torch looked": [], "ckptfix looked": []}
+    seconds: dict[tuple[str, bool], list[float]] = {(name, look): [] for name in LOADS for look in (False, True)}
     for _ in range(ROUNDS + 1):
-        for name, way in (("torch", by_torch), ("ckptfix", by_ckptfix)):
+        for name, look in seconds:
+            peer, *options = name.split()
+            way = by_torch if peer == "torch" else by_ckptfix
             model: Any = Model()
-            for parameter in model.parameters():
-                parameter.data.zero_()  # a model that was built has its memory
             began = time.perf_counter()
-            way(model)
-            seconds[name].append(time.perf_counter() - began)
-            for parameter in model.parameters():
+            way(model, "assign" in options, "names" not in options)
+            for parameter in model.parameters() if look else ():
                 parameter.detach().view(torch.int32).amax()
-            seconds[f"{name} looked"].append(time.perf_counter() - began)
+            seconds[name, look].append(time.perf_counter() - began)
             del model
     return [statistics.median(runs[1:]) for runs in seconds.values()]
 
 
+LOADS = ("torch", "ckptfix", "ckptfix names", "torch assign", "ckptfix assign", "ckptfix assign names")
+"""The ways into a model: whose, whether the tensors are assigned, and whether the values are left unread by rules."""
+
+
 def in_memory(path: str) -> list[float]:
-    """Seconds of ``repair_state_dict``, and how many of the tensors that it gave back were copied."""
+    """Seconds of ``repair_state_dict`` without and with a look at the values, and how many of the tensors that it gave
+    back were copied.
+    """
     import torch
 
     import ckptfix
 
     given = torch.load(path, weights_only=True)
-    repaired, _ = ckptfix.repair_state_dict(given, values=False)
+    repaired, _ = ckptfix.repair_state_dict(given)
     kept = {tensor.data_ptr() for tensor in given.values()}
     copied = sum(tensor.data_ptr() not in kept for tensor in repaired.values())
-    return [_median(lambda: ckptfix.repair_state_dict(given, values=False)), copied]
+    names = _median(lambda: ckptfix.repair_state_dict(given, values=False))
+    return [names, _median(lambda: ckptfix.repair_state_dict(given)), copied]
 
 
 if __name__ == "__main__":

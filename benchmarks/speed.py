@@ -222,16 +222,31 @@ def into_a_model(folder: Path, size: int) -> Iterator[Section]:
     """``ckptfix.load`` and ``repair_state_dict``, without the start of Python and the import of torch."""
     source = make_file(folder / "healthy.pth", shapes(size // 4), prefix="")
     wrapped = make_file(folder / "wrapped.pth", shapes(size // 4))
-    torch, ours, torch_looked, ours_looked = ask("benchmarks.in_process", "load", str(source))
-    seconds, copied = ask("benchmarks.in_process", "memory", str(wrapped))
-    rows = [
-        ["torch.load(mmap) + load_state_dict(assign)", duration(torch), duration(torch_looked), "1.00"],
-        ["**ckptfix**.load", duration(ours), duration(ours_looked), f"{ours_looked / torch_looked:.2f}"],
-        [f"**ckptfix**.repair_state_dict, keys ({copied:.0f} tensors copied)", duration(seconds), "", ""],
-    ]
-    heads = ["way", "median of 5", "and every value looked at once", "ratio of these"]
+    measured = ask("benchmarks.in_process", "load", str(source))
+    names, values, copied = ask("benchmarks.in_process", "memory", str(wrapped))
+    rows = []
+    for number, (way, peer) in enumerate(INTO_A_MODEL):
+        columns = []
+        for look in (0, 1):
+            seconds = measured[2 * number + look]
+            columns += [duration(seconds), f"{seconds / measured[2 * peer + look]:.2f}"]
+        rows.append([way, *columns])
+    in_memory = f"**ckptfix**.repair_state_dict, keys ({copied:.0f} tensors copied)"
+    rows.append([f"{in_memory}, values=False", duration(names), "", "", ""])
+    rows.append([in_memory, duration(values), "", "", ""])
+    heads = ["way", "median of 5", "ratio", "and every value looked at once", "ratio"]
     yield Section(f"Into a model, {size_name(source.stat().st_size)}", heads, rows)
 
+
+INTO_A_MODEL = (
+    ("torch.load(mmap) + load_state_dict", 0),
+    ("**ckptfix**.load", 0),
+    ("**ckptfix**.load(values=False)", 0),
+    ("torch.load(mmap) + load_state_dict(assign)", 3),
+    ("**ckptfix**.load(assign=True)", 3),
+    ("**ckptfix**.load(assign=True, values=False)", 3),
+)
+"""The ways of ``in_process.LOADS``, each with the number of the one that it is compared with."""
 
 SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
     "pth": torch_files,

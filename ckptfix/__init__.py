@@ -19,9 +19,10 @@ if TYPE_CHECKING:
         UsageError,
         WriteError,
     )
+    from ckptfix.loading import load
     from ckptfix.plan import Plan
     from ckptfix.recalibration import Recalibration, recalibrate
-    from ckptfix.repairing import Repair, check, load, open_checkpoint, repair, repair_state_dict
+    from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
     from ckptfix.report import Report
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOMES = {
     "Recalibration": "recalibration",
     "Report": "report",
     "diff": "comparison",
+    "load": "loading",
     "recalibrate": "recalibration",
 }
 

@@ -141,10 +141,13 @@ class TensorSpec:
     @property
     def extent(self) -> tuple[int, int]:
         """The first and one past the last byte of the storage that the tensor touches."""
-        if self.numel == 0:
-            return (self.offset * self.itemsize // self.per_byte,) * 2
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (self.offset * self.itemsize // self.per_byte, -(-(last + 1) * self.itemsize // self.per_byte))
+        dtype, last = DTYPES[self.dtype], self.offset
+        first = last * dtype.itemsize // dtype.per_byte
+        if 0 in self.shape:
+            return first, first
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            last += (size - 1) * stride
+        return first, -(-(last + 1) * dtype.itemsize // dtype.per_byte)
 
     @property
     def view(self) -> tuple[object, ...]:
@@ -270,15 +273,16 @@ class Checkpoint:
             raise UnknownKeyError(self._no_tensor(key))
         return read_tensor(self, key)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
         """The whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
 
         The entries that are no tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
-        Raises ``UnreadableError`` where a storage is not whole or fails its checksum.
+        With ``mmap``, as in ``torch.load``, they are mapped where that can be: writing to one never reaches the file,
+        which must not be overwritten or cut short then. Raises ``UnreadableError`` where bytes fail their checksum.
         """
         from ckptfix.tensors import build_state_dict
 
-        return build_state_dict(self)
+        return build_state_dict(self, self.entries if mmap else ())
 
     def _no_tensor(self, key: str) -> str:
         if key in self.entries:

@@ -23,54 +23,56 @@ FORMATS = ("pth", "safetensors")
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """What a key takes: in words, and as a test. A bool is no number here: ``seed = true`` is a slip."""
 
     words: str
     fits: Callable[[Any], bool]
 
 
-_TEXT = _Kind("a text", lambda value: isinstance(value, str))
-_TEXTS = _Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value))
-_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_WHOLE = _Kind("a whole number", lambda value: type(value) is int)
-_NUMBER = _Kind("a number", lambda value: type(value) in (int, float))
-_ARGUMENTS = _Kind("a table or a list", lambda value: isinstance(value, dict | list))
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+WHOLE = Kind("a whole number", lambda value: type(value) is int)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+ARGUMENTS = Kind("a table or a list", lambda value: isinstance(value, dict | list))
 
-_KEYS = {
-    "model": _TEXT,
-    "model-args": _ARGUMENTS,
-    "like": _TEXT,
-    "select": _TEXTS,
-    "ignore": _TEXTS,
-    "unsafe-fixes": _FLAG,
-    "weights": _TEXT,
-    "for-torch": _TEXT,
-    "no-values": _FLAG,
-    "fill": _TEXT,
-    "drop-mismatched": _FLAG,
-    "replace": _TEXTS,
-    "reset-running-stats": _FLAG,
-    "recalibrate": _TEXT,
-    "zero-non-finite": _FLAG,
-    "flush-subnormals": _FLAG,
-    "dtype": _TEXT,
-    "seed": _WHOLE,
-    "output-format": _TEXT,
-    "quiet": _FLAG,
-    "verbose": _FLAG,
-    "backup": _FLAG,
-    "format": _TEXT,
-    "smoke": _FLAG,
-    "input": _TEXTS,
-    "device": _TEXT,
-    "timeout": _NUMBER,
-    "train-mode": _FLAG,
-    "backward": _FLAG,
-    "compare": _TEXT,
+KEYS: Mapping[str, Kind] = {
+    "model": TEXT,
+    "model-args": ARGUMENTS,
+    "like": TEXT,
+    "select": TEXTS,
+    "ignore": TEXTS,
+    "unsafe-fixes": FLAG,
+    "weights": TEXT,
+    "for-torch": TEXT,
+    "no-values": FLAG,
+    "fill": TEXT,
+    "drop-mismatched": FLAG,
+    "replace": TEXTS,
+    "reset-running-stats": FLAG,
+    "recalibrate": TEXT,
+    "zero-non-finite": FLAG,
+    "flush-subnormals": FLAG,
+    "dtype": TEXT,
+    "seed": WHOLE,
+    "output-format": TEXT,
+    "quiet": FLAG,
+    "verbose": FLAG,
+    "backup": FLAG,
+    "format": TEXT,
+    "smoke": FLAG,
+    "input": TEXTS,
+    "device": TEXT,
+    "timeout": NUMBER,
+    "train-mode": FLAG,
+    "backward": FLAG,
+    "compare": TEXT,
 }
+"""The keys of a configuration, each a long flag of the command line."""
+
 _CHOICES = {"output-format": OUTPUT_FORMATS, "format": FORMATS}
-_FILES = ("like", "fill", "compare")
+_FILES = ("like", "fill", "compare", "recalibrate")
 _WORDS = {"fill": ("target", "twin"), "compare": ("source",)}
 
 
@@ -85,16 +87,16 @@ class Configuration:
 def load_configuration(start: Path | None = None) -> Configuration:
     """The configuration for a working directory, the current one by default; empty where no file is found.
 
-    Paths in it (``like``, ``fill``, ``compare``) are relative to the file that names them. Raises ``UsageError`` that
-    names the file and the key.
+    Paths in it (``like``, ``fill``, ``compare``, ``recalibrate``) are relative to the file that names them. Raises
+    ``UsageError`` that names the file and the key.
     """
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
         own, shared = folder / "ckptfix.toml", folder / "pyproject.toml"
         if own.is_file():
-            return _configuration(own, _parse(own))
+            return _configuration(own, parse_toml(own))
         if shared.is_file():
-            tool = _parse(shared).get("tool")
+            tool = parse_toml(shared).get("tool")
             table = tool.get("ckptfix") if isinstance(tool, dict) else None
             if isinstance(table, dict):
                 return _configuration(shared, table)
@@ -103,7 +105,8 @@ def load_configuration(start: Path | None = None) -> Configuration:
     return Configuration()
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def parse_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file says. Raises ``UsageError`` that names the file and the place in it."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -122,21 +125,25 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
-    return Configuration({key.replace("-", "_"): _checked(path, key, value) for key, value in table.items()}, path)
+    values = {key.replace("-", "_"): checked(str(path), path.parent, key, value) for key, value in table.items()}
+    return Configuration(values, path)
 
 
-def _checked(path: Path, key: str, value: Any) -> Any:
-    """The value in the form of the command line, once it is known to be one that its flag takes."""
-    if key not in _KEYS:
-        close = difflib.get_close_matches(key, _KEYS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(_KEYS)}"
-        raise UsageError(f"{path}: there is no key {key}; {hint}")
-    kind = _KEYS[key]
+def checked(where: str, folder: Path, key: str, value: Any, keys: Mapping[str, Kind] = KEYS) -> Any:
+    """The value of a key in the form of the command line, once it is known to be one that its flag takes.
+
+    ``where`` is the file, and the table in it, for the error; ``folder`` is what paths are relative to.
+    """
+    if key not in keys:
+        close = difflib.get_close_matches(key, keys, 1)
+        hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(keys)}"
+        raise UsageError(f"{where}: there is no key {key}; {hint}")
+    kind = keys[key]
     if not kind.fits(value):
-        raise UsageError(f"{path}: {key} is to be {kind.words} and not {value!r:.60}")
+        raise UsageError(f"{where}: {key} is to be {kind.words} and not {value!r:.60}")
     choices = _CHOICES.get(key)
     if choices and value not in choices:
-        raise UsageError(f"{path}: {key} is to be one of {', '.join(choices)} and not {value!r:.60}")
-    if key in _FILES and value not in _WORDS.get(key, ()):
-        return str(path.parent / value)
+        raise UsageError(f"{where}: {key} is to be one of {', '.join(choices)} and not {value!r:.60}")
+    if key in _FILES and value not in _WORDS.get(key, ()) and "://" not in value:
+        return str(folder / value)
     return value

@@ -5,10 +5,10 @@ rename.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import IN_MEMORY, Checkpoint, path_name
@@ -17,18 +17,20 @@ from ckptfix.finding import Finding, Level, counted
 from ckptfix.formats.output import (
     PTH,
     SAFETENSORS,
+    Write,
     deliver_file,
     flushing,
     output_format,
     temporary_beside,
-    verify,
     write_to,
     writer_for,
 )
 from ckptfix.formats.shards import sharded
 from ckptfix.formats.shards.shard_write import deliver_shards, temporary_shards
-from ckptfix.report import Report, SmokeResult
+from ckptfix.formats.verification import verify
+from ckptfix.report import Report
 from ckptfix.settings import Settings
+from ckptfix.smoke.result import SmokeResult
 
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
@@ -38,13 +40,15 @@ class Destination:
     """Where the result goes, and as what: ``form`` is ``pth`` or ``safetensors``.
 
     ``backup_of`` is the source whose old content is kept, ``source`` the file whose permissions it gets. With
-    ``only_changes`` nothing is written where there is nothing to repair."""
+    ``only_changes`` nothing is written where there is nothing to repair. Without ``flush`` the file is not on the disk
+    yet when it is delivered: the caller flushes many in one go."""
 
     output: Path
     form: str
     source: Path | None = None
     backup_of: Path | None = None
     only_changes: bool = False
+    flush: bool = True
 
     @classmethod
     def of(
@@ -126,6 +130,19 @@ def _is_part(file: Path, given: Path) -> bool:
     return file.resolve() == given.resolve()
 
 
+def refusal(report: Report, settings: Settings) -> str:
+    """Why no file may be written, whatever was asked for; empty where one may."""
+    if any(finding.code == "FIL901" for finding in report.remaining):
+        return "nothing is written from a file that is built to run code"
+    if not settings.salvage and any(finding.code == "FIL201" for finding in report.remaining):
+        return "nothing is written while a storage fails its checksum; --salvage leaves its tensors out"
+    if any(finding.code == "FIL104" and finding.level == Level.ERROR for finding in report.remaining):
+        return "nothing is written: safetensors cannot hold all of the state_dict; --format pth does"
+    if report.obstacles:
+        return f"nothing is written: a strict load would still fail on {counted(len(report.obstacles), 'key')}"
+    return ""
+
+
 def deliver(
     result: Checkpoint,
     report: Report,
@@ -137,19 +154,8 @@ def deliver(
 
     Where nothing has to be written, the forward test runs on the source.
     """
-    if any(finding.code == "FIL901" for finding in report.remaining):
-        return Delivery(remarks=("nothing is written from a file that is built to run code",))
-    if not settings.salvage and any(finding.code == "FIL201" for finding in report.remaining):
-        return Delivery(
-            remarks=("nothing is written while a storage fails its checksum; --salvage leaves its tensors out",)
-        )
-    if any(finding.code == "FIL104" and finding.level == Level.ERROR for finding in report.remaining):
-        return Delivery(
-            remarks=("nothing is written: safetensors cannot hold all of the state_dict; --format pth does",)
-        )
-    if report.obstacles:
-        left = counted(len(report.obstacles), "key")
-        return Delivery(remarks=(f"nothing is written: a strict load would still fail on {left}",))
+    if reason := refusal(report, settings):
+        return Delivery(remarks=(reason,))
     if destination is None:
         if result.format == IN_MEMORY or report.edits:
             return Delivery()
@@ -165,20 +171,20 @@ def deliver(
     if settings.shard_bytes is not None:
         return _deliver_in_shards(result, destination, write, settings, factory, settings.shard_bytes)
     with temporary_beside(destination.output, destination.source) as temporary:
-        write_to(temporary, result, write, destination.output)
-        with flushing([temporary], destination.output):
-            verify(temporary, result, destination.output)
+        written = write_to(temporary, result, write, destination.output)
+        with flushing([temporary] if destination.flush else [], destination.output):
+            verify(temporary, result, destination.output, [written])
         smoke, findings = _smoke(temporary, result, settings, factory)
         if smoke is not None and smoke.passed is False:
             return Delivery(None, smoke, tuple(findings))
-        deliver_file(temporary, destination.output, destination.backup_of)
+        deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
     return Delivery(str(destination.output), smoke, tuple(findings))
 
 
 def _deliver_in_shards(
     result: Checkpoint,
     destination: Destination,
-    write: Callable[[Checkpoint, BinaryIO], None],
+    write: Write,
     settings: Settings,
     factory: tuple[str, Any] | None,
     limit: int,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ckptfix.applying import Step, apply_step
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import (
     Applicability,
@@ -21,15 +21,15 @@ from ckptfix.finding import (
     Replace,
     Retag,
     Rewrite,
-    Rule,
 )
 from ckptfix.plan import Plan
-from ckptfix.rules import RULES
+from ckptfix.rules import RULES, Listed
 from ckptfix.settings import Settings
-from ckptfix.supplies import Measure, Supplies
-from ckptfix.target import Target
-from ckptfix.values import Statistics, TensorStatistics
-from ckptfix.values.narrowing import narrowing_to
+
+if TYPE_CHECKING:
+    from ckptfix.supplies import Measure
+    from ckptfix.target import Target
+    from ckptfix.values import Statistics, TensorStatistics
 
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
 """Edits after which every tensor is there as it was."""
@@ -64,13 +64,10 @@ def diagnose(
 
     Raises ``AssertionError`` where a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
-    supplies = Supplies(target.initial if target is not None else None, donor, measure)
     findings: list[Finding] = []
     fixed: list[Finding] = []
-    plan, view = Plan(), checkpoint
-    narrowing = narrowing_to(settings.cast_dtype) if settings.cast_dtype else None
-    statistics = Statistics(view, narrowing) if settings.values else None
-    context = Context(view, target, statistics, settings, donor)
+    plan, view, supplies = Plan(), checkpoint, None
+    context = Context(view, target, _statistics(view, settings), settings, donor)
     for rule in RULES:
         if not settings.selects(rule.code):
             continue
@@ -81,16 +78,30 @@ def diagnose(
             edit for finding in cured if finding.fix is not None for edit in finding.fix.edits
         )
         if edits:
+            from ckptfix.applying import Step, apply_step
+            from ckptfix.supplies import Supplies
+
+            supplies = supplies or Supplies(target.initial if target is not None else None, donor, measure)
             step = Step(rule.code, edits)
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
             context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
-    _assert_stable(context, settings, plan)
+    if plan:  # without one, every rule has seen the result already
+        _assert_stable(context, settings, plan)
     figures = context.statistics.known if context.statistics is not None else {}
     return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
 
 
-def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
+def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:
+    if not settings.values:
+        return None
+    from ckptfix.values import Statistics  # this is what reads the weights, and a look at names goes without
+    from ckptfix.values.narrowing import narrowing_to
+
+    return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None)
+
+
+def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
     """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
     safe: what is missing under its name may be there under another.
     """

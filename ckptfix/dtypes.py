@@ -5,6 +5,7 @@ One table, free of torch, so that work on names never imports it. Sources: ``tor
 format for its tags (https://github.com/huggingface/safetensors#format)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -18,27 +19,27 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
 
-    @property
+    @cached_property
     def packed(self) -> int:
         """How many numbers an element holds: 2 for ``float4_e2m1fn_x2``, of which torch counts the pairs."""
         return 2 if self.name.endswith("_x2") else 1
 
-    @property
+    @cached_property
     def per_byte(self) -> int:
         """How many elements share a byte: torch counts the single numbers of ``quint4x2`` and ``quint2x4``."""
         return {"quint4x2": 2, "quint2x4": 4}.get(self.name, 1)
 
-    @property
+    @cached_property
     def is_float(self) -> bool:
         """Whether the elements are real floating-point numbers (fp64 down to fp8)."""
         return self.name.startswith(("float", "bfloat"))
 
-    @property
+    @cached_property
     def is_complex(self) -> bool:
         """Whether the elements are complex numbers."""
         return self.name.startswith("complex")
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """Whether the elements are integers that stand for reals through a quantizer."""
         return self.name in {"quint8", "qint8", "qint32", "quint4x2", "quint2x4"}

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.assigning import left_empty, prepare
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.finding import counted
+from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ckptfix.checkpoint import Checkpoint
 
-def check_loadable(model: nn.Module, map_location: str | torch.device | None) -> None:
+
+def load(
+    model: nn.Module,
+    source: Source,
+    *,
+    map_location: str | torch.device | None = "cpu",
+    assign: bool = False,
+    **settings: Any,
+) -> Report:
+    """Repair a checkpoint in memory and load it strictly into ``model``.
+
+    ``map_location`` is the device on which the tensors are put before they are copied into the model's own; None
+    leaves them where they are. Raises ``CkptfixError`` where the checkpoint does not fit, naming what is left and the
+    setting for it, or is damaged; the model is as it was then.
+
+    With ``assign``, as in ``load_state_dict``, the checkpoint's tensors take the places of the model's own, which may
+    lie on the meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` and
+    in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
+    it may be removed or replaced; but it must not be written in place or cut short as long as the model lives."""
+    check_loadable(model, map_location, assign)
+    repaired = repair(source, model, **settings)
+    refuse_misfit(repaired.report)
+    remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
+    return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
+
+
+def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:
     """Raises where torch would copy values into the void, which it does with no more than a warning, and for a device
     that does not work here.
     """
@@ -22,10 +53,10 @@ def check_loadable(model: nn.Module, map_location: str | torch.device | None) ->
     if not hasattr(model, "load_state_dict") or isinstance(model, type):
         raise UsageError(f"model is {model!r:.60}; give the torch.nn.Module first and the source second")
     _check_device(map_location)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if not assign and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise TargetError(
-            f"{type(model).__name__} lies on the meta device and has no memory to load into; build it elsewhere, or "
-            "pass ckptfix.repair(source, model).state_dict() to its load_state_dict with assign=True"
+            f"{type(model).__name__} lies on the meta device and has no memory to load into; load with assign=True, or "
+            "build it elsewhere"
         )
 
 
@@ -67,17 +98,46 @@ def refuse_misfit(report: Report) -> None:
 
 
 def load_strictly(
-    model: nn.Module, state_dict: dict[str, Any], map_location: str | torch.device | None, source: str
-) -> None:
-    """Load by way of the device; raises ``TargetError`` for whatever torch or the model's own hooks raise."""
-    for key, value in state_dict.items():
-        if hasattr(value, "to") and str(map_location) not in ("None", "cpu"):
-            state_dict[key] = value.to(map_location)
+    model: nn.Module, checkpoint: Checkpoint, map_location: str | torch.device | None, assign: bool = False
+) -> tuple[str, ...]:
+    """Load by way of the device; what somebody should know of the model afterwards, where its tensors are others now.
+
+    The bytes go from the file into the model without a copy in between: the tensors are mapped. With ``assign`` they
+    stay so; otherwise nothing of the model shares memory with the file. Raises ``TargetError`` for whatever torch or
+    the model's own hooks raise, and ``UnreadableError``, before anything is changed, where bytes are damaged.
+    """
+    from ckptfix.tensors import build_state_dict
+
+    state_dict = build_state_dict(checkpoint, checkpoint.specs if assign else _only_copied(model, checkpoint.specs))
+    # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
+    if str(map_location) not in ("None", "" if assign else "cpu"):
+        for key, value in state_dict.items():
+            state_dict[key] = value.to(map_location) if hasattr(value, "to") else value
+    remarks = prepare(model, state_dict, checkpoint.path) if assign else ()
     try:
-        model.load_state_dict(state_dict, strict=True)
+        model.load_state_dict(state_dict, strict=True, assign=assign)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise TargetError(
-            f"{source}: torch fails to load it into {type(model).__name__} ({type(error).__name__}: {reason}); "
+            f"{checkpoint.path}: torch fails to load it into {type(model).__name__} "
+            f"({type(error).__name__}: {reason}); "
             "build the model anew before you use it, since it may hold a part of the values"
         ) from error
+    return (*remarks, *left_empty(model)) if assign else ()
+
+
+def _only_copied(model: nn.Module, keys: Iterable[str]) -> list[str]:
+    """The keys whose tensors torch itself copies into the model. A module that loads in its own way may keep them."""
+    from torch.nn import Module
+
+    own_way = {
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module)._load_from_state_dict is not Module._load_from_state_dict or module._load_state_dict_pre_hooks
+    }
+    found = []
+    for key in keys:
+        *path, name = key.split(".")
+        if name != "_extra_state" and not any(".".join(path[:end]) in own_way for end in range(len(path) + 1)):
+            found.append(key)
+    return found

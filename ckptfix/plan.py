@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptfix.applying import Step, apply_step
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import PlanError
 from ckptfix.finding import EDITS, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
-from ckptfix.supplies import Supplies
+
+if TYPE_CHECKING:
+    from ckptfix.applying import Step
+    from ckptfix.supplies import Supplies
 
 PLAN_VERSION = 1
 """The version of a plan's JSON form."""
@@ -40,12 +42,17 @@ class Plan:
 
     def apply(self, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:
         """The checkpoint after all steps. Raises ``PlanError`` where the plan does not fit it."""
+        from ckptfix.applying import apply_step  # a plan of no steps, which most are, needs none of this
+        from ckptfix.supplies import Supplies
+
         for step in self.steps:
             checkpoint = apply_step(checkpoint, step, supplies or Supplies())
         return checkpoint
 
     def inverse(self) -> Plan:
         """The plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose data."""
+        from ckptfix.applying import Step
+
         steps: list[Step] = []
         for step in reversed(self.steps):
             # The rows of _metadata were renamed after the keys, and so go back before them.
@@ -62,6 +69,8 @@ class Plan:
     @classmethod
     def from_json(cls, data: Any) -> Plan:
         """The plan of JSON data. Raises ``PlanError`` where it is none."""
+        from ckptfix.applying import Step
+
         try:
             if data["ckptfix-plan"] != PLAN_VERSION:
                 raise PlanError(

@@ -14,11 +14,14 @@ from ckptfix.checkpoint import Storage, TensorSpec
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another."""
+    """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another. ``align`` is the size of
+    the largest element among them, of which ``start`` is a multiple.
+    """
 
     storage: Storage
     start: int
     stop: int
+    align: int
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +73,9 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     for (begin, end), itemsize in sorted((view.extent, view.itemsize) for view in views):
         if begin >= stop and not (begin == start == stop):
             if start >= 0:
-                regions.append(Region(storage, start // align * align, stop))
+                regions.append(Region(storage, start // align * align, stop, align))
             start, stop, align = begin, end, itemsize
         else:
             stop, align = max(stop, end), max(align, itemsize)
-    regions.append(Region(storage, start // align * align, stop))
+    regions.append(Region(storage, start // align * align, stop, align))
     return regions

@@ -6,7 +6,8 @@
     apply     plan       a new lazy view of the same bytes
     deliver   delivery   temporary file, comparison, forward test, rename
 
-``check`` stops after the diagnosis; ``load`` and ``repair_state_dict`` hand the view to torch instead of writing it.
+``check`` stops after the diagnosis; ``repair_state_dict`` hands the view to torch instead of writing it, and
+``ckptfix.loading`` loads it into a model.
 """
 
 from __future__ import annotations
@@ -19,25 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.buffers import COUNTED_SINCE
 from ckptfix.checkpoint import Checkpoint, path_name
-from ckptfix.coverage import measure_coverage, obstacles
-from ckptfix.delivery import Delivery, Destination, deliver, refuse_inputs
 from ckptfix.diagnosis import Diagnosis, diagnose
 from ckptfix.errors import UsageError
-from ckptfix.factory import Arguments, target_from_factory
-from ckptfix.finding import Finding
 from ckptfix.formats import open_file
-from ckptfix.loading import check_loadable, load_strictly, refuse_misfit
-from ckptfix.measuring import measure_with
-from ckptfix.plan import Plan
-from ckptfix.report import Report
+from ckptfix.report import Coverage, Report
 from ckptfix.rules import RULES
 from ckptfix.settings import Settings
-from ckptfix.supplies import Measure, Supplies
-from ckptfix.target import Target, target_from_checkpoint, target_from_module
 
+# What only some of these need is imported where they need it: the first answer is to come at once.
 if TYPE_CHECKING:
-    import torch
     from torch import nn
+
+    from ckptfix.delivery import Delivery
+    from ckptfix.factory import Arguments
+    from ckptfix.finding import Finding
+    from ckptfix.plan import Plan
+    from ckptfix.supplies import Measure, Supplies
+    from ckptfix.target import Target
 
 LONGEST_TIMEOUT = 10**6
 """Seconds, eleven days: what every clock of the system can wait for."""
@@ -54,9 +53,12 @@ class Repair:
     plan: Plan
     checkpoint: Checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """The repaired state_dict on the CPU, with the entries that are no tensors, and torch's ``_metadata``."""
-        return self.checkpoint.state_dict()
+    def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
+        """The repaired state_dict on the CPU, with the entries that are no tensors, and torch's ``_metadata``.
+
+        ``mmap`` is that of ``Checkpoint.state_dict``.
+        """
+        return self.checkpoint.state_dict(mmap=mmap)
 
 
 def open_checkpoint(
@@ -82,7 +84,7 @@ def check(
 
     ``settings`` are the fields of ``ckptfix.settings.Settings``.
     """
-    checked = _settings(settings)
+    checked = checked_settings(settings)
     checkpoint = _open(source, checked)
     target = _target(model, like, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, _donor(target, checked), _measure(model, model_args, checked))
@@ -97,6 +99,8 @@ def repair(
     beside: bool = False,
     in_place: bool = False,
     backup: bool = False,
+    only_changes: bool = False,
+    flush: bool = True,
     dry_run: bool = False,
     plan: Plan | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -106,10 +110,15 @@ def repair(
     """Repair a checkpoint, and write it where ``output`` says; without one, nothing is written.
 
     ``beside`` writes ``<stem>.fixed<suffix>`` if there is anything to repair, ``in_place`` replaces the source in the
-    same case (``backup`` keeps it as ``<name>.bak``). ``plan`` applies saved edits instead of proposing any. Where a
-    target is given and a strict load would still fail, where the forward test fails, or where the file is built as an
-    attack, nothing is written and ``report.exit_code`` is 1."""
-    checked = _settings(settings)
+    same case (``backup`` keeps it as ``<name>.bak``). With ``only_changes`` an ``output`` is only written where its
+    tensors, their names or the container differ from the source's. Without ``flush`` the file is left to the caller to
+    be flushed to the disk. ``plan`` applies saved edits instead of proposing any. Where a target is given and a strict
+    load would still fail, where the forward test fails, or where the file is built as an attack, nothing is written
+    and ``report.exit_code`` is 1."""
+    from ckptfix.delivery import Destination, deliver, refuse_inputs
+    from ckptfix.formats.output import output_format
+
+    checked = checked_settings(settings)
     if checked.smoke and not isinstance(model, str):
         raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
     checkpoint = _open(source, checked)
@@ -122,12 +131,18 @@ def repair(
         refuse_inputs(output, {"--like": like, "--fill": checked.fill_file, "--compare": compared})
     destination = Destination.of(checkpoint, output, beside, in_place, backup, checked.format)
     if destination is not None:
+        is_same = destination.form == output_format(checkpoint, None) and not checkpoint.member
+        destination = replace(
+            destination, only_changes=destination.only_changes or (only_changes and is_same), flush=flush
+        )
         checked = replace(checked, format=destination.form)
     target = _target(model, like, model_args, checked)
     donor, measure = _donor(target, checked), _measure(model, model_args, checked)
     if plan is None:
         diagnosis = diagnose(checkpoint, target, checked, donor, measure)
     else:
+        from ckptfix.supplies import Supplies
+
         supplies = Supplies(target.initial if target is not None else None, donor, measure)
         diagnosis = _carry_out(plan, checkpoint, target, checked, supplies)
     report = _report(checkpoint, target, diagnosis, checked)
@@ -140,25 +155,6 @@ def repair(
     return Repair(report, diagnosis.plan, diagnosis.result)
 
 
-def load(
-    model: nn.Module,
-    source: Source,
-    *,
-    map_location: str | torch.device | None = "cpu",
-    **settings: Any,
-) -> Report:
-    """Repair a checkpoint in memory and load it strictly into ``model``.
-
-    ``map_location`` is the device on which the tensors are put before they are copied into the model's own; None
-    leaves them where they are. Raises ``CkptfixError`` where the checkpoint does not fit, naming what is left and the
-    setting for it."""
-    check_loadable(model, map_location)
-    repaired = repair(source, model, **settings)
-    refuse_misfit(repaired.report)
-    load_strictly(model, repaired.state_dict(), map_location, repaired.report.source)
-    return repaired.report
-
-
 def repair_state_dict(
     state_dict: Mapping[str, Any], model: nn.Module | str | None = None, **settings: Any
 ) -> tuple[dict[str, Any], Report]:
@@ -167,7 +163,8 @@ def repair_state_dict(
     return repaired.state_dict(), repaired.report
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def checked_settings(given: Mapping[str, Any]) -> Settings:
+    """The settings of a repair. Raises ``UsageError`` where one is unknown, has no meaning, or needs another."""
     try:
         settings = Settings(**given)
     except TypeError as error:
@@ -217,13 +214,20 @@ def _target(
 ) -> Target | None:
     if model is not None and like is not None:
         raise UsageError("model and like exclude each other: both say what the checkpoint has to fit")
+    if model is None and like is None:
+        return None
+    from ckptfix.target import target_from_checkpoint, target_from_module
+
     if isinstance(model, str):
+        from ckptfix.factory import target_from_factory
+
         return target_from_factory(model, model_args, settings.seed)
     if model is not None:
         if not hasattr(model, "named_modules") or isinstance(model, type):
             raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
         return target_from_module(model)
-    return target_from_checkpoint(open_file(os.fspath(like))) if like is not None else None
+    assert like is not None
+    return target_from_checkpoint(open_file(os.fspath(like)))
 
 
 def _donor(target: Target | None, settings: Settings) -> Checkpoint | None:
@@ -250,6 +254,8 @@ def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Set
         return None
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
         raise UsageError(f"--recalibrate {settings.recalibrate}: there is no such file; check the path")
+    from ckptfix.measuring import measure_with
+
     return measure_with(model, model_args, settings.seed)
 
 
@@ -263,7 +269,13 @@ def _carry_out(
 
 
 def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
-    is_uncounted = settings.is_for_torch_before(COUNTED_SINCE)
+    coverage: Coverage | None = None
+    left: tuple[str, ...] = ()
+    if target is not None:
+        from ckptfix.coverage import measure_coverage, obstacles
+
+        coverage = measure_coverage(diagnosis.result, target, diagnosis.filled)
+        left = tuple(obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE)))
     return Report(
         source=checkpoint.path,
         format=checkpoint.format,
@@ -274,10 +286,15 @@ def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis,
         findings=diagnosis.findings,
         fixed=diagnosis.fixed,
         edits=diagnosis.plan.edits,
-        coverage=measure_coverage(diagnosis.result, target, diagnosis.filled) if target is not None else None,
-        obstacles=tuple(obstacles(diagnosis.result, target, is_uncounted)) if target is not None else (),
+        coverage=coverage,
+        obstacles=left,
         remarks=target.remarks if target is not None else (),
         figures=diagnosis.figures,
+        layout={
+            key: (spec.dtype, tuple(spec.shape))
+            for key, spec in diagnosis.result.specs.items()
+            if key in diagnosis.figures
+        },
     )
 
 

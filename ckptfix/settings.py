@@ -37,6 +37,15 @@ _OF_TWINS = "VAL301"
 """The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
 
 
+def parse_size(option: str, text: str) -> int:
+    """Bytes from ``5GB`` or ``500 MiB``. Raises ``UsageError`` where the text is no size."""
+    match = _SIZE.fullmatch(text.upper())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size <= 0:
+        raise UsageError(f"{option} {text!r} is no size; write it like 5GB or 500MB")
+    return size
+
+
 @dataclass(frozen=True)
 class SmokeSettings:
     """How the forward test runs.
@@ -124,13 +133,7 @@ class Settings:
 
         Raises ``UsageError`` where ``shard_size`` is no size.
         """
-        if self.shard_size is None:
-            return None
-        match = _SIZE.fullmatch(self.shard_size.upper())
-        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-        if size <= 0:
-            raise UsageError(f"--shard-size {self.shard_size!r} is no size; write it like 5GB or 500MB")
-        return size
+        return None if self.shard_size is None else parse_size("--shard-size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
         """Whether the result is meant for a torch older than ``release``.

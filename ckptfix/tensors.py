@@ -16,7 +16,8 @@ from ckptfix.checkpoint import (
 )
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnreadableError, WriteError
-from ckptfix.formats.checksums import Alarm, proved_stream, refusal, warning
+from ckptfix.formats.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
+from ckptfix.formats.mapping import Mapping
 from ckptfix.formats.pickles.claims import sizes
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import stream
@@ -25,16 +26,24 @@ from ckptfix.live import LiveBytes, bytes_of
 from ckptfix.regions import Region, Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 
 class Builder:
     """Builds tensors so that those which share bytes in the file share memory too.
 
-    With an ``alarm``, the checksum of every storage is proved, and the alarm given for a damaged one."""
+    With an ``alarm``, the checksum of every storage is proved, and the alarm given for a damaged one. The storages
+    that ``mapped`` holds are not read but mapped, where their bytes lie in a file as torch needs them."""
 
-    def __init__(self, specs: Iterable[TensorSpec], path: str, alarm: Alarm | None = None) -> None:
-        self.path, self.alarm = path, alarm
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        path: str,
+        alarm: Alarm | None = None,
+        mapped: Collection[Storage] = (),
+    ) -> None:
+        self.path, self.alarm, self.mapped = path, alarm, mapped
+        self._mapping = Mapping()
         self._regions = Regions(part for spec in specs for part in spec.strided_parts())
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
@@ -72,13 +81,23 @@ class Builder:
 
     def _storage(self, region: Region) -> torch.UntypedStorage:
         if id(region) not in self._loaded:
-            buffer = torch.empty(region.nbytes, dtype=torch.uint8)
-            view, position = bytes_of(buffer), 0
-            for block in self._blocks(region):
-                view[position : position + block.nbytes] = block
-                position += block.nbytes
-            self._loaded[id(region)] = buffer.untyped_storage()
+            storage = self._map(region) if region.storage in self.mapped else None
+            self._loaded[id(region)] = self._read(region) if storage is None else storage
         return self._loaded[id(region)]
+
+    def _map(self, region: Region) -> torch.UntypedStorage | None:
+        storage = self._mapping.storage(region)
+        if storage is not None and self.alarm is not None and not is_sound(region.storage):
+            self.alarm(region.storage)
+        return storage
+
+    def _read(self, region: Region) -> torch.UntypedStorage:
+        buffer = torch.empty(region.nbytes, dtype=torch.uint8)
+        view, position = bytes_of(buffer), 0
+        for block in self._blocks(region):
+            view[position : position + block.nbytes] = block
+            position += block.nbytes
+        return buffer.untyped_storage()
 
     def _blocks(self, region: Region) -> Iterator[memoryview]:
         if self.alarm is None:
@@ -126,9 +145,15 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
     return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
 
-def build_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
-    """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute."""
-    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint))
+def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
+    """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
+
+    The tensors of the keys in ``mapped`` share the memory of the file where they can, and are read where they cannot.
+    """
+    storages = _storages_under(checkpoint, mapped)
+    if storages:
+        prove_ahead(storages)  # what is read is proved on the way
+    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint), storages)
     made: dict[int, Any] = {}
     try:
         state_dict: OrderedDict[str, Any] = OrderedDict(
@@ -143,6 +168,16 @@ def build_state_dict(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
             (module, dict(versions)) for module, versions in checkpoint.metadata.items()
         )
     return state_dict
+
+
+def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection[Storage]:
+    """The storages of these keys' entries that no other entry has a part in, in order."""
+    found: dict[bool, dict[Storage, None]] = {True: {}, False: {}}
+    for key, entry in checkpoint.entries.items():
+        for spec in tensors_in(entry):
+            if spec.storage is not None:
+                found[key in keys][spec.storage] = None
+    return {storage: None for storage in found[True] if storage not in found[False]}
 
 
 def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,3 +60,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     start, count = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return raw[start : start + count].numpy().tobytes()
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    """Whether other bytes in the file show in the tensor, as long as nothing was written to it."""
+    before, whole = bytes_of(tensor), path.read_bytes()
+    descriptor = os.open(path, os.O_WRONLY)
+    os.pwrite(descriptor, bytes(byte ^ 1 for byte in whole), 0)
+    changed = bytes_of(tensor) != before
+    os.pwrite(descriptor, whole, 0)
+    os.close(descriptor)
+    return changed

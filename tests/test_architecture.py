@@ -23,14 +23,15 @@ LAYERS = (
     "live",
     "formats tensors",
     "values",
-    "supplies",
+    "supplies assigning",
     "rules applying",
     "plan",
     "diagnosis",
     "smoke",
     "report coverage",
-    "delivery loading comparison explain measuring",
+    "delivery comparison explain measuring arguments",
     "repairing",
+    "loading",
     "zoo",
     "cli",
 )
@@ -50,7 +51,7 @@ UPWARD = {
 }
 """Imports of a room above, made inside of a function only."""
 
-HEAVY = {"torch", "numpy", "safetensors", "rich", "typer"}
+HEAVY = {"torch", "numpy", "safetensors", "rich", "typer", "jinja2", "fsspec", "xxhash", "ray"}
 AT_THE_TOP = {"tensors": {"torch"}, "live": {"torch"}, "cli": {"typer", "rich"}}
 """The rooms that may import a heavy package at the top of a module."""
 

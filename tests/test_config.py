@@ -63,9 +63,12 @@ def test_the_own_file_wins_in_one_folder(tmp_path):
 def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     inner = tmp_path / "runs"
     inner.mkdir()
-    (tmp_path / "ckptfix.toml").write_text('like = "good.pth"\nfill = "/abs/donor.pth"\ncompare = "good.pth"\n')
-    good = str(tmp_path / "good.pth")
-    assert load_configuration(inner).values == {"like": good, "fill": "/abs/donor.pth", "compare": good}
+    (tmp_path / "ckptfix.toml").write_text(
+        'like = "good.pth"\nfill = "/abs/donor.pth"\ncompare = "good.pth"\nrecalibrate = "data.npy"\n'
+    )
+    good, data = str(tmp_path / "good.pth"), str(tmp_path / "data.npy")
+    expected = {"like": good, "fill": "/abs/donor.pth", "compare": good, "recalibrate": data}
+    assert load_configuration(inner).values == expected
 
 
 def test_words_that_stand_for_a_file_are_no_paths(tmp_path):

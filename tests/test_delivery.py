@@ -18,7 +18,7 @@ import torch
 
 import ckptfix
 from ckptfix.errors import UnreadableError, UsageError, WriteError
-from ckptfix.formats import output
+from ckptfix.formats import output, verification
 from tests.formats.state_dicts import same
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,18 +195,20 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tm
 
 
 @pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
-@pytest.mark.parametrize("step", ["copy_file_range", "fsync"])
+@pytest.mark.parametrize("step", ["write", "fdatasync", "fsync"])
 def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step, name, source, tmp_path, monkeypatch):
     """What the kernel copies has no block of its own yet: the room may be gone when the file is flushed."""
 
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if step == "copy_file_range":
-        for call in ("copy_file_range", "sendfile"):
+    if step == "write":
+        for call in ("copy_file_range", "write"):
             monkeypatch.setattr(f"os.{call}", refuse)
         monkeypatch.setattr("ckptfix.formats.copying.SMALL", 0)
-        monkeypatch.setattr("ckptfix.formats.copying.stream", refuse)
+    elif step == "fdatasync":
+        monkeypatch.setattr("ckptfix.formats.copying.FLUSHED", 0)
+        monkeypatch.setattr("ckptfix.formats.copying._FLUSH", refuse)
     else:
         monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(WriteError, match="cannot be written: No space left on device; nothing was left behind"):
@@ -283,12 +285,13 @@ def test_an_interrupt_leaves_nothing(step, source, monkeypatch):
 def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):
     real = output.write_to
 
-    def damage(temporary: Path, *rest) -> None:
-        real(temporary, *rest)
+    def damage(temporary: Path, *rest) -> output.Written:
+        written = real(temporary, *rest)
         content = bytearray(temporary.read_bytes())
         place = content.index(torch.arange(6.0).numpy().tobytes())
         content[place + 2] ^= 1
         temporary.write_bytes(content)
+        return written
 
     monkeypatch.setattr("ckptfix.delivery.write_to", damage)
     with pytest.raises(WriteError, match=r"differs from the plan: the bytes of fc\.weight"):
@@ -296,10 +299,38 @@ def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, mo
     assert names(source.parent) == ["model.pth"]
 
 
+@pytest.mark.parametrize(
+    ("call", "name"), [("copy_file_range", "out.pth"), ("write", "out.pth"), ("write", "out.safetensors")]
+)
+def test_a_byte_of_a_large_tensor_that_went_wrong_on_the_way_is_found(call, name, source, tmp_path, monkeypatch):
+    torch.save({"module.w": torch.randn(1 << 18), "module.b": torch.randn(1 << 18)}, source)
+    real, turns = getattr(os, call), [3]
+
+    def damage(first: int, second: Any, *rest: int) -> int:
+        moved: int = real(first, second, *rest)
+        goal = second if rest else first
+        turns[0] -= 1
+        if not turns[0]:
+            place = os.lseek(goal, 0, os.SEEK_CUR) - 5
+            os.pwrite(goal, bytes([os.pread(goal, 1, place)[0] ^ 1]), place)
+        return moved
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    if call == "write":
+        monkeypatch.setattr("os.copy_file_range", refuse)
+    monkeypatch.setattr(f"os.{call}", damage)
+    with pytest.raises(WriteError, match=r"differs from the plan: the bytes of (w|b);"):
+        ckptfix.repair(source, output=tmp_path / name, values=False)
+    assert turns[0] <= 0
+    assert names(tmp_path) == ["here"]
+
+
 def test_an_old_output_stays_until_the_new_one_is_whole(source, tmp_path, monkeypatch):
     goal = tmp_path / "out.pth"
     goal.write_bytes(b"old")
-    monkeypatch.setattr(output, "_difference", lambda written, expected: "a test")
+    monkeypatch.setattr(verification, "_difference", lambda written, expected: "a test")
     with pytest.raises(WriteError):
         ckptfix.repair(source, output=goal)
     assert goal.read_bytes() == b"old"

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
+from ckptfix.live import open_state_dict
 from ckptfix.loading import load_strictly
+from tests.checks import bytes_of, is_mapped
 
 
 @pytest.mark.parametrize(
@@ -53,5 +58,157 @@ def test_what_the_load_raises_is_an_error_of_one_line(error: Exception) -> None:
 
 def test_a_load_goes_by_way_of_the_device() -> None:
     model, source = nn.Linear(2, 2), nn.Linear(2, 2)
-    load_strictly(model, dict(source.state_dict()), torch.device("cpu"), "memory")
+    load_strictly(model, open_state_dict(source.state_dict()), torch.device("cpu"))
     assert torch.equal(model.weight, source.weight)
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, buffers of both kinds, and modules that load in their own ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 40)
+        self.head = nn.Linear(40, 50)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.keeper = Keeper()
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.randn(200))
+        self.register_buffer("positions", torch.randn(200), persistent=False)
+
+
+class Keeper(nn.Module):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.randn(300))
+        self.extra = torch.randn(300)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.kept = state_dict.pop(prefix + "kept")
+        super()._load_from_state_dict({**state_dict, prefix + "kept": self.kept}, prefix, *rest)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+@pytest.fixture(params=["pth", "legacy.pth", "safetensors"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    path = tmp_path / f"net.{request.param}"
+    if request.param == "safetensors":
+        save_model(Net(), str(path))
+    else:
+        torch.save(Net().state_dict(), path, _use_new_zipfile_serialization=request.param == "pth")
+    return path
+
+
+def values(model: nn.Module) -> dict[str, bytes]:
+    return {key: bytes_of(value) for key, value in model.state_dict().items()}
+
+
+def wanted(path: Path) -> dict[str, bytes]:
+    stored = ckptfix.open_checkpoint(path).state_dict()
+    return {key: bytes_of(stored.get(key, stored["embed.weight"])) for key in Net().state_dict()}
+
+
+def test_a_load_keeps_the_parameters_and_shares_no_memory_with_the_file(file: Path) -> None:
+    model = Net()
+    before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    expected, content = wanted(file), file.read_bytes()
+    ckptfix.load(model, file)
+    assert values(model) == expected
+    assert {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()} == before
+    assert model.head.weight is model.embed.weight
+    assert [parameter.requires_grad for parameter in (model.embed.weight, model.frozen)] == [True, False]
+    assert [key for key, value in model.state_dict().items() if is_mapped(value, file)] == []
+    os.truncate(file, 0)
+    assert values(model) == expected
+    file.write_bytes(content)
+
+
+def test_assigned_parameters_are_those_of_the_file(file: Path) -> None:
+    model = Net()
+    before = list(model.parameters())  # kept, or a new one could get the id of an old one
+    model.head.weight.requires_grad_(False)
+    expected, content = wanted(file), file.read_bytes()
+    report = ckptfix.load(model, file, assign=True)
+    assert values(model) == expected
+    assert report.remarks == ()
+    assert not {id(parameter) for parameter in before} & {id(parameter) for parameter in model.parameters()}
+    if not file.name.endswith("legacy.pth"):  # where its tensors lie is a matter of chance
+        assert is_mapped(model.embed.weight, file)
+        assert is_mapped(model.scale, file)
+    assert model.head.weight is model.embed.weight
+    wants = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert wants == {"embed.weight": False, "head.bias": True, "frozen": False, "norm.weight": True, "norm.bias": True}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    changed = values(model)
+    assert changed != expected
+    assert file.read_bytes() == content
+    file.rename(file.with_name("old"))
+    file.write_bytes(b"another file")
+    file.with_name("old").unlink()
+    assert values(model) == changed
+
+
+def test_a_model_on_the_meta_device_gets_its_tensors_assigned(file: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ckptfix.TargetError, match=r"lies on the meta device.*; load with assign=True, or"):
+        ckptfix.load(model, file)
+    report = ckptfix.load(model, file, assign=True)
+    assert values(model) == wanted(file)
+    assert model.head.weight is model.embed.weight
+    assert report.remarks == (
+        "the model has 1 tensor on the meta device still, which no state_dict holds: fill positions before use",
+    )
+
+
+def test_an_assigned_model_trains_like_the_one_it_was(file: Path) -> None:
+    copied, assigned = Net(), Net()
+    ckptfix.load(copied, file)
+    ckptfix.load(assigned, file, assign=True)
+    for model in (copied, assigned):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model.head(model.embed(torch.arange(9))).square().sum().backward()
+        optimizer.step()
+    assert values(assigned) == values(copied) != wanted(file)
+
+
+def test_a_prefix_is_taken_off_before_the_tensors_are_assigned(tmp_path: Path) -> None:
+    path, source, model = tmp_path / "wrapped.pth", nn.Linear(30, 20), nn.Linear(30, 20)
+    torch.save({"state_dict": nn.DataParallel(source).state_dict()}, path)
+    report = ckptfix.load(model, path, assign=True)
+    assert values(model) == values(source)
+    assert [finding.code for finding in report.fixed] == ["KEY102"]
+    assert is_mapped(model.weight, path)
+
+
+def test_assigned_tensors_of_a_state_dict_are_its_own() -> None:
+    model, source = nn.Linear(2, 2), nn.Linear(2, 2)
+    ckptfix.load(model, source.state_dict(), assign=True)
+    assert model.weight.data_ptr() == source.weight.data_ptr()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"values": False}], ids=["values read", "values not read"])
+def test_nothing_of_a_damaged_file_gets_into_the_model(settings: Any, assign: bool, tmp_path: Path) -> None:
+    path, source = tmp_path / "net.pth", Net()
+    torch.save(source.state_dict(), path)
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes_of(source.scale)) + 2] ^= 4
+    path.write_bytes(data)
+    model = Net()
+    before, tensors = values(model), [id(parameter) for parameter in model.parameters()]
+    with pytest.raises(ckptfix.UnreadableError, match="the storage of scale fails its checksum"):
+        ckptfix.load(model, path, assign=assign, **settings)
+    assert values(model) == before
+    assert [id(parameter) for parameter in model.parameters()] == tensors

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import json
+import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save
 
+from ckptfix import open_checkpoint
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError, WriteError
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from ckptfix.live import open_state_dict, spec_of_tensor
 from ckptfix.tensors import build_state_dict, build_tensor, cast_spec, row_major_bytes
-from tests.checks import bytes_of
-from tests.formats.state_dicts import STRIDED, pattern
+from tests.checks import bytes_of, is_mapped
+from tests.formats.state_dicts import STRIDED, ordered, pattern, same
 
 
 def checkpoint(**entries: object) -> Checkpoint:
@@ -146,3 +154,89 @@ def test_a_cast_of_what_no_whole_number_stands_for_is_refused(value, goal):
     spec = cast_spec(spec_of_tensor(torch.tensor([value])), goal, "f")
     with pytest.raises(WriteError, match=f"cannot become {goal}"):
         build_tensor(spec)
+
+
+def file_of(state_dict: Mapping[str, Any], folder: Path) -> Path:
+    torch.save(ordered(state_dict), folder / "model.pth")
+    return folder / "model.pth"
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_safetensors_are_mapped_where_their_elements_can_lie(name, tmp_path):
+    state_dict = {"bytes": torch.arange(3, dtype=torch.uint8), "w": pattern(STRIDED[name], 4, 6)}
+    try:
+        raw = save(state_dict)
+    except (ValueError, KeyError, SafetensorError):
+        pytest.skip(f"safetensors has no tag for {name}")
+    length = int.from_bytes(raw[:8], "little")
+    for pad in range(9):
+        path = tmp_path / f"{pad}.safetensors"
+        path.write_bytes((length + pad).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * pad + raw[8 + length :])
+        got = open_checkpoint(path).state_dict(mmap=True)
+        same(got["w"], state_dict["w"])
+        starts = json.loads(raw[8 : 8 + length])["w"]["data_offsets"][0] + 8 + length + pad
+        assert is_mapped(got["w"], path) is (starts % STRIDED[name].itemsize == 0)
+        assert is_mapped(got["bytes"], path)
+        assert not is_mapped(open_checkpoint(path).state_dict()["w"], path)
+
+
+def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path):
+    path = file_of({"w": torch.ones(5000), "tied": torch.zeros(3)}, tmp_path)
+    before = path.read_bytes()
+    path.chmod(0o444)
+    checkpoint = open_checkpoint(path)
+    mapped = checkpoint.state_dict(mmap=True)
+    mapped["w"].mul_(3)
+    assert path.read_bytes() == before
+    assert checkpoint.state_dict()["w"].eq(1).all()
+    assert checkpoint.state_dict(mmap=True)["w"].eq(1).all()
+
+
+def test_a_mapped_tensor_outlives_its_file_and_a_new_one_under_its_name(tmp_path):
+    path = file_of({"w": torch.ones(5000)}, tmp_path)
+    mapped = open_checkpoint(path).state_dict(mmap=True)
+    other = tmp_path / "other"
+    other.write_bytes(b"")
+    other.rename(path)
+    assert mapped["w"].eq(1).all()
+    path.unlink()
+    assert mapped["w"].eq(1).all()
+
+
+def test_a_mapped_tensor_is_saved_alone_and_not_with_its_file(tmp_path):
+    path = file_of({"small": torch.ones(3), "large": torch.zeros(100_000)}, tmp_path)
+    torch.save({"small": open_checkpoint(path).state_dict(mmap=True)["small"]}, tmp_path / "small.pth")
+    assert (tmp_path / "small.pth").stat().st_size < 5000
+
+
+def test_storages_that_an_unmapped_entry_shares_are_read(tmp_path):
+    weight = torch.ones(4)
+    path = file_of({"w": weight, "x._extra_state": {"same": weight}, "alone": torch.ones(2)}, tmp_path)
+    checkpoint = open_checkpoint(path)
+    made = build_state_dict(checkpoint, ["w", "alone"])
+    assert [is_mapped(tensor, path) for tensor in (made["w"], made["x._extra_state"]["same"], made["alone"])] == [
+        0,
+        0,
+        1,
+    ]
+    assert made["w"].data_ptr() == made["x._extra_state"]["same"].data_ptr()
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_flipped_bit_is_refused_mapped_or_read(mmap, tmp_path):
+    path = file_of({"w": torch.ones(5000)}, tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(bytes_of(torch.ones(5000))) + 7] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UnreadableError, match="the storage of w fails its checksum"):
+        open_checkpoint(path).state_dict(mmap=mmap)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_that_was_cut_after_it_was_opened_is_refused_mapped_or_read(mmap, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(save({"w": torch.ones(5000)}))
+    checkpoint = open_checkpoint(path)
+    os.truncate(path, 300)
+    with pytest.raises(UnreadableError, match="ends inside a storage"):
+        checkpoint.state_dict(mmap=mmap)

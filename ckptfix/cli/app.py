@@ -6,29 +6,18 @@ from typing import Annotated
 
 import typer
 
-from ckptfix.cli.check import check
-from ckptfix.cli.command import Command
 from ckptfix.cli.console import heed_signals, write_output
-from ckptfix.cli.diff import diff
-from ckptfix.cli.explain import explain
-from ckptfix.cli.inspect import inspect
-from ckptfix.cli.repair import repair
-from ckptfix.cli.rule import rule
+from ckptfix.cli.program import Program
 
 # rich takes longer to import than all the rest, and plain text is what a pipe wants anyway.
 app = typer.Typer(
     name="ckptfix",
+    cls=Program,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command(cls=Command)(check)
-app.command(cls=Command)(repair)
-app.command(cls=Command)(inspect)
-app.command(cls=Command)(diff)
-app.command(cls=Command)(rule)
-app.command(cls=Command)(explain)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +44,7 @@ def ckptfix(
     """
 
 
-def main() -> None:
+def run() -> None:
     """Run the program and exit."""
     heed_signals()
     app()

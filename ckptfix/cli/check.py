@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
-from ckptfix.cli.choices import library_arguments, repair_command
 from ckptfix.cli.console import begin
-from ckptfix.cli.output import ReportWriter
+from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.report import Report
 from ckptfix.report.telling import Mode, Telling
 
@@ -40,6 +40,7 @@ def check(
     dtype: options.Dtype = None,
     seed: options.Seed = None,
     output_format: options.ReportFormat = None,
+    report: options.ReportFile = None,
     quiet: options.Quiet = None,
     verbose: options.Verbose = None,
 ) -> None:
@@ -50,7 +51,8 @@ def check(
     console, choices = begin(context)
     with console.guarding():
         arguments = library_arguments(choices)
-        writer = ReportWriter(console, choices.get("output_format", "full"))
+        page = page_writer(choices)
+        writer = ReportWriter(console, choices.get("output_format", "full"), page)
         for number, path in enumerate(paths, 1):
             console.progress(f"checking {path}{f' ({number} of {len(paths)})' if len(paths) > 1 else ''}")
             telling = Telling(Mode.CHECK, console.verbose, repair_command(path, choices))

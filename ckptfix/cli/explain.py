@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
-from ckptfix.cli.choices import library_arguments, repair_command
 from ckptfix.cli.console import Console, begin, write_output
 from ckptfix.errors import UsageError
 

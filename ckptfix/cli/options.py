@@ -117,6 +117,10 @@ ReportFormat = Annotated[
     OutputFormat | None,
     typer.Option("--output-format", help="How the report is written.  [default: full]"),
 ]
+ReportFile = Annotated[
+    str | None,
+    typer.Option("--report", metavar="FILE", help="Also write the report as one HTML page that loads nothing."),
+]
 Quiet = Annotated[
     bool | None,
     typer.Option("--quiet", "-q", help="No notes, no progress, nothing about clean files."),

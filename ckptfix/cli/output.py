@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.report import Report
 from ckptfix.report.telling import Telling
 
+if TYPE_CHECKING:
+    from ckptfix.cli.page import PageWriter
+
 
 @dataclass
 class ReportWriter:
-    """Writes reports one after another; JSON comes as one document at the end. ``exit_code`` is the worst so far."""
+    """Writes reports one after another; JSON comes as one document at the end, and a page too, where one is asked for.
+
+    ``exit_code`` is the worst so far.
+    """
 
     console: Console
     form: str = "full"
+    page: PageWriter | None = None
     exit_code: int = 0
     _entries: list[Mapping[str, Any]] = field(default_factory=list)
     _written: int = 0
@@ -42,11 +50,16 @@ class ReportWriter:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
         told = len(self.console.failures)
         with self.console.surviving(source):
+            begun = time.monotonic()
             with self.console.watching():
                 report = make()
+            if self.page is not None:
+                self.page.add(report, telling, time.monotonic() - begun)
             self.report(report, telling)
             self.exit_code = max(self.exit_code, report.exit_code)
         for message in self.console.failures[told:]:
+            if self.page is not None:
+                self.page.add_error(source, message)
             self.error(source, message)
             self.exit_code = FAILED
 
@@ -67,3 +80,15 @@ class ReportWriter:
             from ckptfix.report.json import envelope
 
             write_output(json.dumps(envelope(self._entries), indent=2, allow_nan=False) + "\n")
+        if self.page is not None:
+            self.page.save()
+            self.console.note(f"report: {self.page.file}")
+
+
+def page_writer(choices: Mapping[str, Any]) -> PageWriter | None:
+    """What ``--report`` asks for. Raises ``UsageError`` where no page can go there."""
+    if "report" not in choices:
+        return None
+    from ckptfix.cli.page import PageWriter
+
+    return PageWriter(choices["report"], {f"--{name}": choices.get(name) for name in ("output", "plan")})

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
-from ckptfix.cli.choices import library_arguments, repair_command
 from ckptfix.cli.console import begin
-from ckptfix.cli.output import ReportWriter
+from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.errors import PlanError, UsageError, WriteError
 from ckptfix.report import Report
 from ckptfix.report.telling import Mode, Telling
@@ -131,6 +131,7 @@ def repair(
     no_values: options.NoValues = None,
     seed: options.Seed = None,
     output_format: options.ReportFormat = None,
+    report: options.ReportFile = None,
     quiet: options.Quiet = None,
     verbose: options.Verbose = None,
 ) -> None:
@@ -146,7 +147,8 @@ def repair(
         arguments = repair_arguments(choices)
         mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
         telling = Telling(mode, console.verbose, repair_command(path, choices))
-        writer = ReportWriter(console, choices.get("output_format", "full"))
+        page = page_writer(choices)
+        writer = ReportWriter(console, choices.get("output_format", "full"), page)
         console.progress(f"repairing {path}")
         writer.account(path, telling, lambda: _repair(path, arguments, choices))
         writer.close()

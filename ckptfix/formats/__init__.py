@@ -5,38 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats import safetensors, torch_legacy, torch_tar, torch_zip, torchscript
+from ckptfix.formats import sniffing
 from ckptfix.formats.containers import open_document
 from ckptfix.formats.document import Document
-from ckptfix.formats.folders import read_folder
-from ckptfix.formats.foreign.pages import READ, as_text
-from ckptfix.formats.foreign.strangers import describe_unknown, name_mangled, name_stranger
-from ckptfix.formats.mending import mend
 from ckptfix.formats.pickles.payload import refusing_payload
-from ckptfix.formats.shards import sharded
 from ckptfix.formats.sources import Content
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.wrappers.wrapped import unwrap
+
+# What only some files need is imported when one of them comes: the first answer is to come at once.
 
 
 @dataclass(frozen=True)
 class Format:
-    """A container format: its name, how its bytes begin, and how it is read."""
+    """A container format: its name, and how its bytes begin. The module of its name reads it."""
 
     name: str
     sniff: Callable[[Content], bool]
-    read: Callable[[Content], Document]
+
+    def read(self, content: Content) -> Document:
+        """The document of a content of this format."""
+        module = import_module(f"{__name__}.{self.name.replace('-', '_')}")
+        document: Document = module.read(content)
+        return document
 
 
 FORMATS = (
-    Format(torchscript.NAME, torchscript.sniff, torchscript.read),
-    Format(torch_zip.NAME, torch_zip.sniff, torch_zip.read),
-    Format(safetensors.NAME, safetensors.sniff, safetensors.read),
-    Format(torch_tar.NAME, torch_tar.sniff, torch_tar.read),
-    Format(torch_legacy.NAME, torch_legacy.sniff, torch_legacy.read),
+    Format("torchscript", sniffing.is_torchscript_zip),
+    Format("torch-zip", sniffing.is_zip),
+    Format("safetensors", sniffing.is_safetensors),
+    Format("torch-tar", sniffing.is_torch_tar),
+    Format("torch-legacy", sniffing.is_pickle),
 )
 """Every format, in the order in which a file is asked."""
 
@@ -48,14 +50,29 @@ def open_file(path: str, weights: str | None = None, *, salvage: bool = False, m
     archive. ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises
     ``UnreadableError`` with the true cause where there is nothing."""
     if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
+        from ckptfix.formats.folders import read_folder
+
         return open_document(read_folder(path, salvage), weights, salvage=salvage)
-    content = unwrap(Content.of_file(path), member)
+    content = Content.of_file(path)
+    if member is not None or sniffing.may_be_wrapped(content):
+        from ckptfix.formats.wrappers.wrapped import unwrap
+
+        content = unwrap(content, member)
     try:
-        document = sharded.read(content, salvage) if sharded.sniff(content) else read_unwrapped(content, salvage)
+        document = _read_index(content, salvage) or read_unwrapped(content, salvage)
         checkpoint = open_document(document, weights, salvage=salvage)
         return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
     finally:
         content.close()
+
+
+def _read_index(content: Content, salvage: bool) -> Document | None:
+    """The document of a sharded checkpoint, where the content is the index of one."""
+    if not sniffing.may_be_json(content):
+        return None
+    from ckptfix.formats.shards import sharded
+
+    return sharded.read(content, salvage) if sharded.sniff(content) else None
 
 
 def read_unwrapped(content: Content, salvage: bool) -> Document:
@@ -91,6 +108,8 @@ def _read_or_mend(content: Content) -> Document:
     except UnreadableError as error:
         if (mended := _read_mended(content)) is not None:
             return mended
+        from ckptfix.formats.foreign.strangers import name_stranger
+
         if (stranger := name_stranger(content)) is not None:
             raise UnreadableError(stranger) from error
         raise
@@ -99,6 +118,8 @@ def _read_or_mend(content: Content) -> Document:
     mended = _read_mended(content)
     if mended is not None and _tensors(mended) >= _tensors(document):
         return mended  # less is what lies inside of a plain pickle: each of its tensors is a file of torch
+    from ckptfix.formats.foreign.strangers import name_mangled
+
     if (mangled := name_mangled(content)) is not None:
         raise UnreadableError(f"{content.path}: {mangled}")
     return document
@@ -110,6 +131,9 @@ def _tensors(document: Document) -> int:
 
 def _read_mended(content: Content) -> Document | None:
     """The document of a damaged file whose damage can be undone; None where it is damaged in another way."""
+    from ckptfix.formats.foreign.pages import READ, as_text
+    from ckptfix.formats.mending import mend
+
     mended = mend(content)
     if mended is None:
         return None
@@ -136,4 +160,6 @@ def _read(content: Content) -> Document:
     for form in FORMATS:
         if form.sniff(content):
             return form.read(content)
+    from ckptfix.formats.foreign.strangers import describe_unknown
+
     raise UnreadableError(f"{content.path}: {describe_unknown(content)}")

@@ -111,7 +111,9 @@ class Bounds:
 
     def make(self, made: Any) -> Any:
         """The new value itself, counted."""
-        self.spend(getsizeof(made) + 8)
+        self._left -= getsizeof(made) + 8
+        if self._left < 0:
+            self.spend(0)
         return made
 
     def fill(self, owner: Any, how: Callable[[Any], Any], values: Any) -> None:

@@ -10,19 +10,22 @@ one large storage. A storage that is read from end to end is proved while it pas
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-from ckptfix.checkpoint import ByteSource, Checkpoint, Storage
+from ckptfix.checkpoint import Checkpoint, Storage
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError, one_line
 from ckptfix.formats.copying import background
+from ckptfix.formats.crc32 import crc32
 from ckptfix.formats.sources import stream
 from ckptfix.formats.tree import tensors_in
 
 _SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
 """What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again."""
+
+_BATCH = 4 << 20
+"""Bytes whose proof takes much longer than handing it to a thread."""
 
 
 def is_sound(storage: Storage) -> bool:
@@ -36,13 +39,43 @@ def is_sound(storage: Storage) -> bool:
     return _SOUND.get(storage, True) and all(map(is_sound, storage.parts))
 
 
+def prove_ahead(storages: Iterable[Storage]) -> None:
+    """Work out at once, in two threads, what ``is_sound`` will be asked of many storages."""
+    with background(threads=2) as pool:
+        for _ in pool.map(lambda batch: list(map(is_sound, batch)), _batches(storages)):
+            pass
+
+
+def _batches(storages: Iterable[Storage]) -> Iterator[list[Storage]]:
+    """Small storages together, since a turn of a thread takes longer than the proof of one."""
+    batch: list[Storage] = []
+    nbytes = 0
+    for storage in storages:
+        batch.append(storage)
+        nbytes += storage.nbytes
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+def is_open(storage: Storage) -> bool:
+    """Whether nobody knows yet if the storage itself has the checksum that its file gives."""
+    return storage.crc32 is not None and storage not in _SOUND
+
+
+def note_checksum(storage: Storage, crc: int) -> None:
+    """Keep what the CRC-32 of a whole storage says, for all who ask later."""
+    _SOUND[storage] = crc == storage.crc32
+
+
 def _proving(storage: Storage) -> Iterator[memoryview]:
     """The blocks of a whole storage; behind the last one it is known whether the storage has its checksum."""
     crc = 0
     for block in stream(storage.source, 0, storage.nbytes):
-        crc = zlib.crc32(block, crc)
+        crc = crc32(block, crc)
         yield block
-    _SOUND[storage] = crc == storage.crc32
+    note_checksum(storage, crc)
 
 
 Alarm = Callable[[Storage], None]
@@ -107,14 +140,6 @@ def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Itera
         proof = pool.submit(prove, checkpoint, list(storages))
         yield
         proof.result()
-
-
-def checksum(source: ByteSource, start: int, stop: int) -> int:
-    """The CRC-32 of bytes ``start`` to ``stop``."""
-    crc = 0
-    for block in stream(source, start, stop):
-        crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:

@@ -10,23 +10,24 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from packaging.version import Version
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.errors import CkptfixError, WriteError
+from ckptfix.checkpoint import Checkpoint
+from ckptfix.errors import WriteError
 from ckptfix.formats import safetensors, safetensors_write, torch_write
-from ckptfix.formats.copying import background
-from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
-from ckptfix.formats.sources import stream
-from ckptfix.progress import Task
+from ckptfix.formats.copying import Copied, background
 
 PTH, SAFETENSORS = "pth", "safetensors"
 FIRST_ZIP = Version("1.6")
 """The first torch that writes and reads the zip container by default."""
+
+Write = Callable[[Checkpoint, BinaryIO], Sequence[Copied] | None]
+"""Writes a checkpoint to a file, and gives the ranges that were read back from it."""
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
@@ -36,7 +37,7 @@ def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
     return SAFETENSORS if checkpoint.format.endswith(safetensors.NAME) else PTH
 
 
-def writer_for(form: str, for_torch: str | None) -> Callable[[Checkpoint, BinaryIO], None]:
+def writer_for(form: str, for_torch: str | None) -> Write:
     """The function that writes a format; an old ``--for-torch`` gets the legacy container, the only one it reads."""
     if form == SAFETENSORS:
         return safetensors_write.write
@@ -47,8 +48,8 @@ def writer_for(form: str, for_torch: str | None) -> Callable[[Checkpoint, Binary
 
 @contextlib.contextmanager
 def temporary_beside(output: Path, like: Path | None) -> Iterator[Path]:
-    """A temporary file in the folder of the output, with the permissions of ``like``; gone at the end unless it was
-    renamed.
+    """A temporary file in the folder of the output, with the permissions of ``like``, and readable for us; gone at the
+    end unless it was renamed.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{output.name[:50]}.", suffix=".ckptfix-tmp", dir=output.parent)
@@ -58,7 +59,7 @@ def temporary_beside(output: Path, like: Path | None) -> Iterator[Path]:
         ) from error
     temporary = Path(name)
     try:
-        os.fchmod(handle, _mode_of(like))
+        os.fchmod(handle, _mode_of(like) | stat.S_IRUSR)
         os.close(handle)
         yield temporary
     finally:
@@ -73,17 +74,35 @@ def _mode_of(like: Path | None) -> int:
     return 0o666 & ~mask
 
 
-def write_to(
-    temporary: Path, checkpoint: Checkpoint, write: Callable[[Checkpoint, BinaryIO], None], output: Path
-) -> None:
+@dataclass(frozen=True)
+class Written:
+    """A file that was written, and what of it was read back since and found equal to its source."""
+
+    path: Path
+    copied: Sequence[Copied]
+
+
+def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path) -> Written:
     """Write the checkpoint. Raises ``WriteError`` where the disk is full or refuses."""
     try:
-        # Without O_TRUNC: ext4 would start to write when the file is closed, and keep us waiting.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
-        with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
-            write(checkpoint, file)
+        with os.fdopen(_open(temporary), "r+b", buffering=1 << 20) as file:
+            return Written(temporary, write(checkpoint, file) or ())
     except OSError as error:
         raise _unwritten(output, error) from error
+
+
+def _open(path: Path) -> int:
+    """A descriptor to write a file and read it back, also where it has the permissions of a source that is read-only.
+
+    Without O_TRUNC: ext4 would start to write when the file is closed, and keep us waiting."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else stat.S_IWUSR
+    if mode & stat.S_IWUSR:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    path.chmod(mode | stat.S_IWUSR)
+    try:
+        return os.open(path, os.O_RDWR)
+    finally:
+        path.chmod(mode)
 
 
 @contextlib.contextmanager
@@ -114,95 +133,9 @@ def _unwritten(output: Path, error: OSError) -> WriteError:
     return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind")
 
 
-def verify(temporary: Path, expected: Checkpoint, output: Path) -> None:
-    """Open the written file and compare names, order, shapes, dtypes, ties, ``_metadata`` and every byte with what was
-    to be written.
-
-    Raises ``WriteError`` on any difference: then the file is not delivered.
-    """
-    from ckptfix.formats import open_file
-
-    try:
-        written = open_file(str(temporary), _written_name(expected))
-    except CkptfixError as error:
-        raise WriteError(
-            f"{output}: the written file does not open again ({error}); it was removed; please report this"
-        ) from error
-    difference = _difference(written, expected)
-    if difference:
-        raise WriteError(
-            f"{output}: the written file differs from the plan: {difference}; it was removed; please report this"
-        )
-
-
-def _written_name(expected: Checkpoint) -> str:
-    from ckptfix.checkpoint import path_name
-
-    return path_name(expected.container)
-
-
-def _difference(written: Checkpoint, expected: Checkpoint) -> str:
-    is_safetensors = written.format.endswith(safetensors.NAME)  # in one file or in shards
-    # What has no form in a format was said before; it is no tensor.
-    lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
-    if list(written.entries) != [key for key in expected.entries if key not in lost]:
-        return "other keys, or in another order"
-    if (written.metadata or {}) != (expected.metadata or {}):
-        return "another _metadata"
-    task = Task(f"comparing {expected.path}", sum(spec.nbytes for spec in expected.specs.values()))
-    for key, spec in expected.specs.items():
-        other = written.specs.get(key)
-        if other is None or (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
-            return f"the tensor {key}"
-        if (spec.quantizer is None) != (other.quantizer is None) or _scheme(spec) != _scheme(other):
-            return f"the quantiser of {key}"
-        trained = (spec.requires_grad, spec.is_parameter) != (other.requires_grad, other.is_parameter)
-        if trained and not is_safetensors:
-            return f"requires_grad of {key}"
-        pairs = zip(spec.strided_parts(), other.strided_parts(), strict=True)
-        if any(not _same_bytes(before, after, expected.path) for before, after in pairs):
-            return f"the bytes of {key}"
-        task.advance(spec.nbytes)
-    if _tie_groups(written) != _tie_groups(expected):
-        return "the ties"
-    return ""
-
-
-def _scheme(spec: TensorSpec) -> tuple[object, ...]:
-    """A quantiser without the tensors in it, whose bytes are compared like all others."""
-    quantizer = spec.quantizer
-    if quantizer is None:
-        return ()
-    numbers = [None if isinstance(part, TensorSpec) else part for part in (quantizer.scale, quantizer.zero_point)]
-    return (quantizer.scheme, quantizer.axis, *numbers)
-
-
-def _same_bytes(before: TensorSpec, after: TensorSpec, path: str) -> bool:
-    if (
-        before.strides == after.strides
-        and before.math_bits == after.math_bits
-        and before.storage is not None
-        and after.storage is not None
-    ):
-        # The same view on both sides: what it spans can be compared without putting it into row-major order.
-        left, right = stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent)
-    else:
-        left, right = contiguous_blocks(before, path), contiguous_blocks(after, path)
-    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a block in the cache.
-    return all(bytearray(one) == other for one, other in zip(left, right, strict=True))
-
-
-def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for key, spec in checkpoint.specs.items():
-        if spec.storage is not None and spec.numel:
-            groups.setdefault(spec.view, []).append(key)
-    return {tuple(group) for group in groups.values() if len(group) > 1}
-
-
-def deliver_file(temporary: Path, output: Path, backup_of: Path | None) -> None:
-    """Rename the temporary file to the output and flush the folder. ``backup_of`` keeps its old content under
-    ``<name>.bak``.
+def deliver_file(temporary: Path, output: Path, backup_of: Path | None, flush: bool = True) -> None:
+    """Rename the temporary file to the output, and flush the folder unless the caller does. ``backup_of`` keeps its old
+    content under ``<name>.bak``.
     """
     try:
         if backup_of is not None:
@@ -211,6 +144,7 @@ def deliver_file(temporary: Path, output: Path, backup_of: Path | None) -> None:
                 raise WriteError(f"{backup}: a backup is there already; move it away, or leave out --backup")
             os.link(backup_of, backup)
         temporary.replace(output)
-        _flush(output.parent)
+        if flush:
+            _flush(output.parent)
     except OSError as error:
         raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error

@@ -21,24 +21,14 @@ from ckptfix.errors import UnreadableError
 from ckptfix.formats.bounds import Bounds, shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.notes import restore_container
+from ckptfix.formats.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import TornBytes
 from ckptfix.formats.unfilled import unfilled_from
 
 NAME = "safetensors"
-HEADER_LIMIT = 100_000_000
-_SPACES = b" \t\r\n"
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
-
-
-def sniff(content: Content) -> bool:
-    """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
-    length. White space in front of it is against the specification, and the library reads it all the same.
-    """
-    head = bytes(content.buffer[8:64])
-    is_padded = int.from_bytes(content.buffer[:8], "little") <= HEADER_LIMIT and head.lstrip(_SPACES)[:1] == b"{"
-    return head[:1] == b"{" or is_padded
 
 
 def read(content: Content, nesting: int = 0) -> Document:

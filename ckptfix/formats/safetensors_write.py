@@ -6,23 +6,23 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.formats.checksums import proving
-from ckptfix.formats.copying import blocks_of, copy_bytes
+from ckptfix.formats.checksums import is_open, note_checksum, prove, proving
+from ckptfix.formats.copying import LARGE, PAGE, Copied, Copier, blocks_of
 from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
-from ckptfix.formats.sources import stream
+from ckptfix.formats.sources import located, stream
 from ckptfix.progress import Task, tell_slower
 
 ALIGNMENT = 8
 
 
-def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
+def write(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
     """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
-    header.
+    header. Gives the ranges that were read back.
 
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
     """
@@ -34,19 +34,44 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> None:
             f"{checkpoint.path}: a name in it is no valid text (it has half a surrogate pair), which safetensors "
             "cannot hold; write it with --format pth"
         ) from error
-    raw += b" " * (-len(raw) % ALIGNMENT)
-    task = Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order))
-    with proving(checkpoint, (spec.storage for spec in order)):
+    raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
+    copier = Copier(file, Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order)))
+    passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
+    with proving(checkpoint, (spec.storage for spec in order if spec.storage not in passing)), copier:
         file.write(len(raw).to_bytes(8, "little"))
         file.write(raw)
         for spec in order:
             if spec.storage is not None and _is_range(spec):
-                copy_bytes(spec.storage.source, *spec.extent, file, task)
+                is_summed = _is_proved_by_copy(spec, spec.storage)
+                crc = copier.copy(spec.storage.source, *spec.extent, is_summed)
+                if is_summed:
+                    note_checksum(spec.storage, crc)
                 continue
             tell_slower("put in row-major order", spec.nbytes)
             for block in contiguous_blocks(spec, checkpoint.path):
-                file.write(block)
-                task.advance(block.nbytes)
+                copier.write(block)
+    prove(checkpoint, passing)
+    return copier.copied
+
+
+def _is_proved_by_copy(spec: TensorSpec, storage: Storage) -> bool:
+    """Whether all that the checksum of a storage is about passes when the tensor is copied."""
+    return is_open(storage) and not storage.parts and _is_range(spec) and spec.extent == (0, storage.nbytes)
+
+
+def _data_start(least: int, order: list[TensorSpec]) -> int:
+    """Where the tensors begin, at ``least`` or behind it: at a multiple of ``ALIGNMENT``, and of large ones in order
+    where the first of them keeps its place in a page, and with it those that followed it in the source.
+    """
+    start = least + -least % ALIGNMENT
+    position = 0
+    for spec in order:
+        place = located(spec.storage.source) if spec.storage is not None and _is_range(spec) else None
+        if place is not None and spec.nbytes >= LARGE:
+            shift = (place.offset + spec.extent[0] - position - start) % PAGE
+            return start if shift % ALIGNMENT else start + shift
+        position += spec.nbytes
+    return start
 
 
 def lost_extras(checkpoint: Checkpoint) -> list[str]:

@@ -31,12 +31,6 @@ MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
 
-def sniff(content: Content) -> bool:
-    """Whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and 1."""
-    head = bytes(content.buffer[:2])
-    return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
-
-
 def read(content: Content, nesting: int = 0) -> Document:
     """The document of a legacy file or a plain pickle.
 

@@ -31,7 +31,7 @@ PARTS = ("pickle", "tensors", "storages")
 _DIMENSIONS = 64
 
 
-def sniff(content: Content) -> bool:
+def has_parts(content: Content) -> bool:
     """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
     if not tar_members.sniff(content):
         return False

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, BinaryIO
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.formats.checksums import checksum, proving
-from ckptfix.formats.copying import background, copy_bytes
+from ckptfix.formats.checksums import proving
+from ckptfix.formats.copying import Copied, Copier
 from ckptfix.formats.pickles.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
+from ckptfix.formats.sources import located
 from ckptfix.formats.torch_legacy import MAGIC, PROTOCOL
 from ckptfix.formats.tree import tensors_in
 from ckptfix.formats.zip_writer import Checksum, ZipWriter
@@ -45,41 +47,48 @@ class Placement:
         return StorageRef(self.keys[id(region)], region.nbytes, device, offset)
 
 
-def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> None:
-    """Write the zip container of torch ≥ 1.6."""
+def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
+    """Write the zip container of torch ≥ 1.6. Gives the ranges that were read back."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
     changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
-    with proving(checkpoint, (region.storage for region in changed)), background() as pool:
+    sums: dict[str, int] = {}
+    with proving(checkpoint, (region.storage for region in changed)):
         archive = ZipWriter(file)
         for name, data in (
             ("data.pkl", pickle),
-            (".format_version", b"1"),
             (".storage_alignment", b"64"),
             ("byteorder", sys.byteorder.encode()),
         ):
             archive.write(name, data)
-        task = _task(checkpoint, placement)
-        for region in placement.regions:
-            source, key = region.storage.source, placement.keys[id(region)]
-            # A whole storage keeps the checksum of its source: damage that was there stays visible.
-            crc: int | Checksum | None = region.storage.crc32 if region.is_whole else None
-            if crc is None:
-                tell_slower("given the checksum that its source lacks", region.nbytes)
-                crc = pool.submit(checksum, source, region.start, region.stop).result
-            with archive.member(f"data/{key}", region.nbytes, crc):
-                copy_bytes(source, region.start, region.stop, file, task)
+        with Copier(file, _task(checkpoint, placement)) as copier:
+            for region in placement.regions:
+                source, key = region.storage.source, placement.keys[id(region)]
+                # A whole storage keeps the checksum of its source: damage that was there stays visible.
+                crc: int | Checksum | None = region.storage.crc32 if region.is_whole else None
+                if crc is None:
+                    tell_slower("given the checksum that its source lacks", region.nbytes)
+                    crc = partial(sums.__getitem__, key)
+                with archive.member(f"data/{key}", region.nbytes, crc, _place(region)):
+                    sums[key] = copier.copy(source, region.start, region.stop, is_summed=not isinstance(crc, int))
         archive.write("version", b"3\n")
         archive.close()
+    return copier.copied
+
+
+def _place(region: Region) -> int | None:
+    """Where a region lies in its file, where its bytes are a range of one."""
+    place = located(region.storage.source)
+    return None if place is None else place.offset + region.start
 
 
 def _task(checkpoint: Checkpoint, placement: Placement) -> Task:
     return Task(f"writing {checkpoint.path}", sum(region.nbytes for region in placement.regions))
 
 
-def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
-    """Write the container of torch ≤ 1.5, which cannot read the zip one."""
+def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
+    """Write the container of torch ≤ 1.5, which cannot read the zip one. Gives the ranges that were read back."""
     root, _ = plain_root(checkpoint)
     modern = {spec.dtype for spec in tensors_in(root) if DTYPES[spec.dtype].storage is None}
     if modern:
@@ -92,13 +101,14 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> None:
     placement = Placement(root, checkpoint.devices)
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     keys = [placement.keys[id(region)] for region in placement.regions]
-    task = _task(checkpoint, placement)
-    with proving(checkpoint, (region.storage for region in placement.regions)):
+    copier = Copier(file, _task(checkpoint, placement))
+    with proving(checkpoint, (region.storage for region in placement.regions)), copier:
         for value in (MAGIC, PROTOCOL, system, root, keys):
             file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
         for region, key in zip(placement.regions, keys, strict=True):
             file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
-            copy_bytes(region.storage.source, region.start, region.stop, file, task)
+            copier.copy(region.storage.source, region.start, region.stop)
+    return copier.copied
 
 
 class _LegacyPickleWriter(PickleWriter):

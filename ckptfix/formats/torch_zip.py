@@ -28,11 +28,6 @@ NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: faile
 _IGNORED = ("__MACOSX/", ".DS_Store")
 
 
-def sniff(content: Content) -> bool:
-    """Whether the content starts as a zip archive does."""
-    return bytes(content.buffer[:4]) in (b"PK\x03\x04", b"PK\x05\x06")
-
-
 @dataclass
 class Archive:
     """The members of a torch zip file by their names below the archive's root folder."""

@@ -29,7 +29,6 @@ from ckptfix.formats.torch_zip import Archive, open_archive
 from ckptfix.formats.torchscript_json import read_json
 from ckptfix.formats.torchscript_packed import is_packed, python_module, unpacked
 from ckptfix.formats.tree import tensors_in
-from ckptfix.formats.wrappers.zip_directory import is_torchscript, member_names
 from ckptfix.formats.wrappers.zip_walk import first_names
 
 NAME = "torchscript"
@@ -42,16 +41,6 @@ _PICKLED_CODE = b"\x80\x02c__torch__"
 _CLASS = re.compile(r"^class ([^\s(:]+)\((\w+)\):\n", re.MULTILINE)
 _LISTED = re.compile(r"^  (__parameters__|__buffers__) = (\[[^\]\n]*\])$", re.MULTILINE)
 _QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
-
-
-def sniff(content: Content) -> bool:
-    """Whether the content is a zip archive with the members of torch.jit.save.
-
-    One that has lost its directory is known by what is left: the pickle begins with a class of the archive's code."""
-    if bytes(content.buffer[:4]) != b"PK\x03\x04":
-        return False
-    names = member_names(content)
-    return is_torchscript(names) if names else _names_code(content)
 
 
 def read(content: Content, nesting: int = 0) -> Document:
@@ -80,7 +69,7 @@ def _archive(content: Content, main: str) -> Archive | None:
         return None
 
 
-def _names_code(content: Content) -> bool:
+def names_code(content: Content) -> bool:
     """Whether the pickle of an archive without directory begins with a class of TorchScript.
 
     A file of torch.save begins with its pickle, which saves the search for it through all of the file."""

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from ckptfix.formats.copying import LARGE, PAGE
+
 ALIGNMENT = 64
 """torch aligns the data of each member so that a mapped file gives aligned tensors."""
 
@@ -47,11 +49,15 @@ class ZipWriter:
             self._file.write(data)
 
     @contextmanager
-    def member(self, name: str, size: int, crc: int | Checksum) -> Iterator[None]:
-        """Append a member of ``size`` bytes, which the body writes to the file. No other look is taken at them."""
+    def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> Iterator[None]:
+        """Append a member of ``size`` bytes, which the body writes to the file. No other look is taken at them.
+
+        ``place`` is where they lie in another file: large ones keep their place in a page, if that is an aligned one.
+        """
         path, offset = f"{self._root}/{name}".encode(), self._file.tell()
         member = _Member(path, crc if isinstance(crc, int) else 0, size, offset)
-        header = _local_header(member)
+        is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
+        header = _local_header(member, place if is_aligned else None)
         self._file.write(header)
         yield
         written = self._file.tell() - offset - len(header)
@@ -80,13 +86,13 @@ class ZipWriter:
         self._file.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, size, start, 0))
 
 
-def _local_header(member: _Member) -> bytes:
+def _local_header(member: _Member, place: int | None) -> bytes:
     path, size = member.name, member.size
     zip64 = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
     start = member.offset + 30 + len(path) + len(zip64)
     # The padding is an extra field of its own, with the id FB that torch's writer uses: 4 bytes and as many more as are
     # needed.
-    padding = 4 + (-start - 4) % ALIGNMENT
+    padding = 4 + ((-start - 4) % ALIGNMENT if place is None else (place - start - 4) % PAGE)
     extra = zip64 + struct.pack("<2s H", b"FB", padding - 4) + b"Z" * (padding - 4)
     shown = _LIMIT if zip64 else size
     return (

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.finding import Edit, Finding, Fix
 from ckptfix.report.model import REPORT_VERSION, Coverage, Report
-from ckptfix.smoke.result import SmokeResult
+
+if TYPE_CHECKING:
+    from ckptfix.smoke.result import SmokeResult
 
 
 def report_to_json(report: Report) -> dict[str, Any]:

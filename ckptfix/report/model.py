@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.finding import Edit, Finding, Level
-from ckptfix.smoke.result import SmokeResult
-
 if TYPE_CHECKING:
+    from ckptfix.finding import Edit, Finding
+    from ckptfix.smoke.result import SmokeResult
     from ckptfix.values import TensorStatistics
 
 REPORT_VERSION = 1
@@ -43,7 +42,8 @@ class Report:
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
     them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
     findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
-    of the tensors whose values were read, by their key after the edits; they are no part of the JSON form.
+    of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
+    each of these; they are no part of the JSON form.
     """
 
     source: str
@@ -61,6 +61,7 @@ class Report:
     output: str | None = None
     remarks: tuple[str, ...] = ()
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
+    layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     @property
     def remaining(self) -> tuple[Finding, ...]:
@@ -74,6 +75,8 @@ class Report:
         1: warnings or errors remain, a strict load would still fail whatever rules were selected, or the forward test
         failed.
         """
+        from ckptfix.finding import Level
+
         failed = self.smoke is not None and self.smoke.passed is False
         return int(failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining))
 

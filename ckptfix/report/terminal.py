@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.finding import Finding, Level, counted
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
+from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.figures import elements, percent, quantity
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain
 from ckptfix.report.model import Coverage, Report
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, mark, message_with_count
-from ckptfix.smoke.result import SmokeResult
+
+if TYPE_CHECKING:
+    from ckptfix.smoke.result import SmokeResult
 
 _HEADLINE_ITEMS = 3
 _HEADLINE_LENGTH = 100
@@ -65,7 +68,7 @@ def headline(report: Report) -> Line:
     notes = len(report.findings) - len(defects)
     if not defects and report.edits and not report.fixed and report.exit_code == 0:
         done = [line for line in edit_lines(report.edits) if not line.startswith(" ")]
-        named = [_cut(line, _HEADLINE_LENGTH) for line in done[:_HEADLINE_ITEMS]]
+        named = [cut(line, _HEADLINE_LENGTH) for line in done[:_HEADLINE_ITEMS]]
         more = [f"and {len(done) - _HEADLINE_ITEMS} more"] if len(done) > _HEADLINE_ITEMS else []
         return (Span(f"{report.source}: ", "strong"), Span("a saved plan", "good"), f": {'; '.join([*named, *more])}")
     if not defects:
@@ -78,7 +81,7 @@ def headline(report: Report) -> Line:
         )
     # The first clause says what is wrong; the rest of the message stands below.
     named = [
-        _cut(message_with_count(finding).partition("; ")[0].rstrip("."), _HEADLINE_LENGTH)
+        cut(message_with_count(finding).partition("; ")[0].rstrip("."), _HEADLINE_LENGTH)
         for finding in defects[:_HEADLINE_ITEMS]
     ]
     if len(defects) > _HEADLINE_ITEMS:
@@ -119,26 +122,10 @@ def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | S
 
 
 def _evidence_text(evidence: dict[str, Any], verbose: bool) -> str:
-    items = [f"{key} {_figure(value)}" for key, value in evidence.items()]
-    if not verbose:
-        items = [_cut(item, _EVIDENCE_LENGTH) for item in items]
-        if len(items) > _EVIDENCE_ITEMS:
-            items = [*items[:_EVIDENCE_ITEMS], f"… and {len(items) - _EVIDENCE_ITEMS} more (-v)"]
+    items = list(evidence_items(evidence, None if verbose else _EVIDENCE_LENGTH))
+    if not verbose and len(items) > _EVIDENCE_ITEMS:
+        items = [*items[:_EVIDENCE_ITEMS], f"… and {len(items) - _EVIDENCE_ITEMS} more (-v)"]
     return "; ".join(items)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _figure(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} {_figure(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_figure, value))}]"
-    return str(value)
 
 
 def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:

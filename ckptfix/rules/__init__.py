@@ -1,87 +1,99 @@
 """The rules, in the order in which they run. Each sees the checkpoint after the edits of those before it."""
 
-from ckptfix.finding import Rule
-from ckptfix.rules.all_zero import all_zero
-from ckptfix.rules.constant import constant
-from ckptfix.rules.damaged_file import damaged_file
-from ckptfix.rules.dead_channels import dead_channels
-from ckptfix.rules.decayed import decayed
-from ckptfix.rules.device_tag import device_tag
-from ckptfix.rules.dtype_mismatch import dtype_mismatch
-from ckptfix.rules.executable_payload import executable_payload
-from ckptfix.rules.foreign_prefix import foreign_prefix
-from ckptfix.rules.forward_devices_differ import forward_devices_differ
-from ckptfix.rules.forward_fails import forward_fails
-from ckptfix.rules.forward_in_training import forward_in_training
-from ckptfix.rules.forward_incomparable import forward_incomparable
-from ckptfix.rules.forward_non_finite import forward_non_finite
-from ckptfix.rules.forward_odd_input import forward_odd_input
-from ckptfix.rules.half_overflow import half_overflow
-from ckptfix.rules.lost_extras import lost_extras
-from ckptfix.rules.malformed_num_batches_tracked import malformed_num_batches_tracked
-from ckptfix.rules.missing_key import missing_key
-from ckptfix.rules.missing_num_batches_tracked import missing_num_batches_tracked
-from ckptfix.rules.missing_wrapper_prefix import missing_wrapper_prefix
-from ckptfix.rules.non_finite import non_finite
-from ckptfix.rules.not_weights_only import not_weights_only
-from ckptfix.rules.outlier_scale import outlier_scale
-from ckptfix.rules.renamed_by_release import renamed_by_release
-from ckptfix.rules.running_stats import running_stats
-from ckptfix.rules.several_state_dicts import several_state_dicts
-from ckptfix.rules.shape_mismatch import shape_mismatch
-from ckptfix.rules.shard_of_weights import shard_of_weights
-from ckptfix.rules.storage_damage import storage_damage
-from ckptfix.rules.subnormal import subnormal
-from ckptfix.rules.tie import tie
-from ckptfix.rules.transient_buffer import transient_buffer
-from ckptfix.rules.twins_disagree import twins_disagree
-from ckptfix.rules.unexpected_key import unexpected_key
-from ckptfix.rules.unexpected_num_batches_tracked import unexpected_num_batches_tracked
-from ckptfix.rules.unnamed_weights import unnamed_weights
-from ckptfix.rules.wrapper_prefix import wrapper_prefix
-from ckptfix.rules.wrapper_segment import wrapper_segment
-from ckptfix.rules.zero_run import zero_run
+from __future__ import annotations
 
-RULES: tuple[Rule, ...] = (
-    executable_payload,
-    damaged_file,
-    storage_damage,
-    zero_run,
-    several_state_dicts,
-    shard_of_weights,
-    not_weights_only,
-    device_tag,
-    lost_extras,
-    unnamed_weights,
-    wrapper_segment,
-    wrapper_prefix,
-    missing_wrapper_prefix,
-    foreign_prefix,
-    renamed_by_release,
-    missing_num_batches_tracked,
-    unexpected_num_batches_tracked,
-    malformed_num_batches_tracked,
-    transient_buffer,
-    shape_mismatch,
-    tie,
-    unexpected_key,
-    missing_key,
-    dtype_mismatch,
-    non_finite,
-    running_stats,
-    decayed,
-    all_zero,
-    subnormal,
-    dead_channels,
-    constant,
-    outlier_scale,
-    twins_disagree,
-    half_overflow,
-    forward_fails,
-    forward_non_finite,
-    forward_in_training,
-    forward_devices_differ,
-    forward_odd_input,
-    forward_incomparable,
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+
+from ckptfix.finding import Context, Finding, Rule
+
+
+class Needs(Enum):
+    """What a rule cannot say anything without."""
+
+    NAMES = "names"
+    TARGET = "target"
+    VALUES = "values"
+    FORWARD_TEST = "forward test"
+
+    def are_met(self, context: Context) -> bool:
+        """Whether it is there. The forward test comes after the rules, and makes its findings itself."""
+        if self is Needs.TARGET:
+            return context.target is not None
+        if self is Needs.VALUES:
+            return context.statistics is not None
+        return self is Needs.NAMES
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A rule in the list. Its module is imported when it has something to look at, or when its manual is read: half of
+    the rules need values, and most of the rest of these a target."""
+
+    code: str
+    name: str
+    needs: Needs = Needs.NAMES
+
+    @property
+    def rule(self) -> Rule:
+        """The rule itself: the function of its name in the module of its name."""
+        name = self.name.replace("-", "_")
+        rule: Rule = getattr(import_module(f"{__name__}.{name}"), name)
+        return rule
+
+    @property
+    def manual(self) -> str:
+        """The manual of the rule."""
+        return self.rule.manual
+
+    def propose(self, context: Context) -> Iterator[Finding]:
+        """The findings of the rule."""
+        return self.rule.propose(context) if self.needs.are_met(context) else iter(())
+
+
+RULES: tuple[Listed, ...] = (
+    Listed("FIL901", "executable-payload"),
+    Listed("FIL203", "damaged-file"),
+    Listed("FIL201", "storage-damage", Needs.VALUES),
+    Listed("FIL202", "zero-run", Needs.VALUES),
+    Listed("FIL101", "several-state-dicts"),
+    Listed("FIL105", "shard-of-weights"),
+    Listed("FIL102", "not-weights-only"),
+    Listed("FIL103", "device-tag"),
+    Listed("FIL104", "lost-extras"),
+    Listed("FIL106", "unnamed-weights"),
+    Listed("FIL107", "wrong-name-hash"),
+    Listed("KEY101", "wrapper-segment"),
+    Listed("KEY102", "wrapper-prefix"),
+    Listed("KEY103", "missing-wrapper-prefix", Needs.TARGET),
+    Listed("KEY104", "foreign-prefix", Needs.TARGET),
+    Listed("KEY105", "renamed-by-release", Needs.TARGET),
+    Listed("BUF101", "missing-num-batches-tracked"),
+    Listed("BUF102", "unexpected-num-batches-tracked"),
+    Listed("BUF103", "malformed-num-batches-tracked"),
+    Listed("BUF104", "transient-buffer", Needs.TARGET),
+    Listed("FIT103", "shape-mismatch", Needs.TARGET),
+    Listed("FIT105", "tie", Needs.TARGET),
+    Listed("FIT102", "unexpected-key", Needs.TARGET),
+    Listed("FIT101", "missing-key", Needs.TARGET),
+    Listed("FIT104", "dtype-mismatch", Needs.TARGET),
+    Listed("VAL101", "non-finite", Needs.VALUES),
+    Listed("VAL103", "running-stats", Needs.VALUES),
+    Listed("VAL201", "decayed", Needs.VALUES),
+    Listed("VAL202", "all-zero", Needs.VALUES),
+    Listed("VAL203", "subnormal", Needs.VALUES),
+    Listed("VAL204", "dead-channels", Needs.VALUES),
+    Listed("VAL205", "constant", Needs.VALUES),
+    Listed("VAL206", "outlier-scale", Needs.VALUES),
+    Listed("VAL301", "twins-disagree", Needs.VALUES),
+    Listed("VAL102", "half-overflow", Needs.VALUES),
+    Listed("RUN101", "forward-fails", Needs.FORWARD_TEST),
+    Listed("RUN102", "forward-non-finite", Needs.FORWARD_TEST),
+    Listed("RUN103", "forward-in-training", Needs.FORWARD_TEST),
+    Listed("RUN104", "forward-devices-differ", Needs.FORWARD_TEST),
+    Listed("RUN105", "forward-odd-input", Needs.FORWARD_TEST),
+    Listed("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
 """Every rule, once. What names say comes before what shapes say, and both before what values say."""

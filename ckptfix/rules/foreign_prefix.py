@@ -36,11 +36,19 @@ from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, c
 from ckptfix.rules.wrappers import renames, two_sets
 from ckptfix.target import Target
 
+MOST = 32
+"""Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
+no prefix is what is wrong."""
+
 Prefixes = tuple[str, str]
 """What is taken off and what is put on, each with its dot at the end or empty."""
 
 MAX_DEPTH = 6
 """Segments of a prefix that are tried."""
+
+COMMON = 16
+"""Keys of the target that may end alike for one prefix to be taken for another by that end. ``conv.weight``, which each
+of a hundred layers has, fits them all and says nothing, and to compare each layer with each would take for ever."""
 
 
 @rule("KEY104", "foreign-prefix")
@@ -58,17 +66,24 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         chosen: dict[Prefixes, dict[str, str]] = {}
         rivals: list[Prefixes] = []
         while not rivals:
-            ranked = [
+            ranked = (
                 (prefixes, matches)
                 for prefixes, matches in _ranked(free, known - placed, target, pure)
                 if len(matches) >= _enough(prefixes, chosen, pure, is_single)
-                and not _is_another_set(prefixes, matches, free, placed)
-            ]
-            if not ranked:
+            )
+            best = next((one for one in ranked if not _is_another_set(*one, free, placed)), None)
+            if best is None:
                 break
-            (prefixes, matches), *others = ranked
-            is_complete = target.slots.keys() - placed <= set(matches.values())
-            rivals = [other for other, theirs in others if _is_rival(matches, theirs, is_complete)]
+            if len(chosen) == MOST:
+                return
+            prefixes, matches = best
+            names = set(matches.values())
+            is_complete = target.slots.keys() - placed <= names
+            rivals = [
+                other
+                for other, theirs in ranked
+                if _is_rival(matches, names, theirs, is_complete) and not _is_another_set(other, theirs, free, placed)
+            ]
             if not rivals:
                 chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
                 free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
@@ -109,11 +124,19 @@ def _ranked(
             continue
         for suffix in _suffixes(key):
             taken = key[: len(key) - len(suffix)]
-            for put in suffixes.get(suffix, ()):
-                fits = bool(taken) != bool(put) if pure else bool(taken and put and "." in suffix)
-                if fits and target.accepts(put + suffix, entry.shape):
+            if pure and taken:
+                puts: Iterable[str] = [""] if suffix in wanted else []
+            else:
+                puts = filter(None, suffixes.get(suffix, ())) if pure or _says_much(taken, suffix, suffixes) else []
+            for put in puts:
+                if target.accepts(put + suffix, entry.shape):
                     changes[(taken, put)][key] = put + suffix
     return sorted(changes.items(), key=lambda item: (-len(item[1]), len("".join(item[0])), item[0]))
+
+
+def _says_much(taken: str, suffix: str, suffixes: Mapping[str, list[str]]) -> bool:
+    """Whether a suffix may tell that what stands in front of it was replaced."""
+    return bool(taken) and "." in suffix and len(suffixes.get(suffix, ())) <= COMMON
 
 
 def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], pure: bool, is_single: bool) -> int:
@@ -141,9 +164,11 @@ def _is_another_set(
     return 4 * conflicts > len(matches)
 
 
-def _is_rival(matches: Mapping[str, str], theirs: Mapping[str, str], is_complete: bool) -> bool:
-    """Whether another change claims the same keys or the same places about as well."""
-    overlap = max(len(matches.keys() & theirs.keys()), len(set(matches.values()) & set(theirs.values())))
+def _is_rival(
+    matches: Mapping[str, str], names: AbstractSet[str], theirs: Mapping[str, str], is_complete: bool
+) -> bool:
+    """Whether another change claims the same keys, or the same places (``names``), about as well."""
+    overlap = max(sum(key in matches for key in theirs), sum(name in names for name in theirs.values()))
     return bool(overlap) and (len(theirs) == len(matches) or (not is_complete and 2 * overlap > len(matches)))
 
 

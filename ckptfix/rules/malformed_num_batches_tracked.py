@@ -50,10 +50,9 @@ from ckptfix.finding import (
     counted,
     rule,
 )
-from ckptfix.target import Slot
-from ckptfix.values.decode import encoding
 
-_DEFAULT = Slot("int64", (), "buffer")
+_DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())
+"""What BatchNorm gives a counter."""
 
 _DIGITS = {
     **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
@@ -72,12 +71,15 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     broken: dict[str, str] = {}
     zeros: list[Edit] = []
     for key, spec in context.checkpoint.specs.items():
-        slot = context.target.slots.get(key, _DEFAULT) if context.target else _DEFAULT
-        if split_key(key)[1] != NUM_BATCHES_TRACKED or not (cure := _cure(key, spec, slot)):
+        if split_key(key)[1] != NUM_BATCHES_TRACKED:
             continue
-        if spec.dtype != slot.dtype and not _holds(slot.dtype, value := _value(spec)):
+        slot = context.target.slots.get(key) if context.target else None
+        dtype, shape = (slot.dtype, slot.shape) if slot is not None else _DEFAULT
+        if not (cure := _cure(key, spec, dtype, shape)):
+            continue
+        if spec.dtype != dtype and not _holds(dtype, value := _value(spec)):
             broken[key] = f"{value:g}"
-            zeros += (Drop(key), Fill(key, slot.dtype, slot.shape or (), "zeros"))
+            zeros += (Drop(key), Fill(key, dtype, shape or (), "zeros"))
             continue
         form = f"{spec.dtype}{list(spec.shape)}"
         forms[form] = forms.get(form, 0) + 1
@@ -102,23 +104,29 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         )
 
 
-def _cure(key: str, spec: TensorSpec, slot: Slot) -> list[Edit]:
-    """The edits that give a counter the form of its slot; none for what is fine, or for what is no counter at all."""
-    dtype = DTYPES[spec.dtype]
-    is_number = not (dtype.is_complex or dtype.is_quantized) and encoding(spec.dtype) is not None
-    if spec.numel != 1 or spec.storage is None or not is_number:
-        return []
+def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
+    """The edits that give a counter this form; none for what is fine, or for what is no counter at all."""
     cure: list[Edit] = []
-    if slot.shape is not None and len(slot.shape) <= 1 and spec.shape != slot.shape:
-        cure.append(Reshape(key, spec.shape, slot.shape))
-    if spec.dtype != slot.dtype:
-        cure.append(Cast(key, spec.dtype, slot.dtype))
-    return cure
+    if spec.numel != 1 or spec.storage is None:
+        return cure
+    if shape is not None and len(shape) <= 1 and spec.shape != shape:
+        cure.append(Reshape(key, spec.shape, shape))
+    if spec.dtype != dtype:
+        cure.append(Cast(key, spec.dtype, dtype))
+    return cure if cure and _is_number(spec.dtype) else []
+
+
+def _is_number(dtype: str) -> bool:
+    from ckptfix.values.decode import encoding  # what decodes values comes with it, and most counters are well formed
+
+    return not (DTYPES[dtype].is_complex or DTYPES[dtype].is_quantized) and encoding(dtype) is not None
 
 
 def _value(spec: TensorSpec) -> float:
     """The value of a counter. It is one element, so that a rule may read it without asking for the values."""
     import numpy as np
+
+    from ckptfix.values.decode import encoding
 
     form = encoding(spec.dtype)
     assert form is not None, "what is no number has no cure"

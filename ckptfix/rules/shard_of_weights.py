@@ -33,7 +33,6 @@ from pathlib import Path
 
 from ckptfix.finding import Context, Finding, Level, Rule, rule
 from ckptfix.formats.shards.rank_shards import rank_shard
-from ckptfix.formats.shards.shard_index import Numbering
 
 
 @rule("FIL105", "shard-of-weights")
@@ -50,6 +49,10 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             remedy=shard.remedy,
         )
     name = Path(checkpoint.member or checkpoint.path).name
+    if "-of-" not in name:
+        return
+    from ckptfix.formats.shards.shard_index import Numbering
+
     numbering = Numbering.of(name)
     if numbering is not None and numbering.count > 1:
         yield rule.finding(

@@ -24,6 +24,7 @@ turns `module.backbone_module.blocks` into `backbone_blocks` (HumanBench#12)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
@@ -37,7 +38,13 @@ from ckptfix.rules.wrappers import (
     two_sets,
     without_first,
 )
-from ckptfix.target import Target
+
+if TYPE_CHECKING:
+    from ckptfix.target import Target
+
+DEEPEST = 16
+"""Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any
+number of segments."""
 
 
 @rule("KEY102", "wrapper-prefix")
@@ -80,6 +87,8 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
     found = {
         key for key, spec in checkpoint.specs.items() if is_counter(key) and (spec.dtype, spec.numel) == ("int64", 1)
     }
+    if not found:
+        return ()
     depths = {key: leading_modules(strip_segments(key)) for key in checkpoint.entries}
     depth = min((depths[key] for key in depths if key not in found), default=0)
     return tuple(key for key in depths if key in found and depths[key] < depth)
@@ -101,7 +110,7 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mappi
         return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
 
     shared = min((leading_modules(key) for key in keys), default=0)
-    cuts = [{key: without_first(key, count) for key in keys} for count in range(1, shared + 1)]
+    cuts = [{key: without_first(key, count) for key in keys} for count in range(1, min(shared, DEEPEST) + 1)]
     single = _each_for_itself(checkpoint, keys, target)
     least = max(agreement(single), agreement({}) + 1)
     return max((cut for cut in cuts if agreement(cut) >= least), key=agreement, default=single)
@@ -112,7 +121,10 @@ def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) ->
     it knows in another shape.
     """
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
-    names = {key: [without_first(key, count) for count in range(1, leading_modules(key) + 1)] for key in strange}
+    names = {
+        key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]
+        for key in strange
+    }
     new: dict[str, str] = {}
     for key in strange:
         if (name := next((name for name in names[key] if _wants(checkpoint, key, target, name)), None)) is not None:

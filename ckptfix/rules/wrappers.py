@@ -20,12 +20,19 @@ COUNTER = "n_averaged"
 
 def has_wrapper_segment(path: str) -> bool:
     """Whether a reserved segment stands anywhere in the key or module path."""
-    return not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
+    return _may_have_segment(path) and not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
 
 
 def strip_segments(path: str) -> str:
     """The key or module path without its reserved segments."""
+    if not _may_have_segment(path):
+        return path
     return ".".join(part for part in path.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def _may_have_segment(path: str) -> bool:
+    # A look at the text alone, because nearly all of a hundred thousand keys have none.
+    return "._" in path or path.startswith("_")
 
 
 def bare(key: str) -> str:
@@ -38,11 +45,13 @@ def bare(key: str) -> str:
 
 def is_counter(key: str) -> bool:
     """Whether the key is where an AveragedModel around the whole model keeps its counter."""
-    return bare(key) == COUNTER
+    return key.endswith(COUNTER) and bare(key) == COUNTER
 
 
 def leading_modules(key: str) -> int:
     """How many segments ``module`` the key begins with, its last segment not counted."""
+    if not key.startswith(f"{MODULE}."):
+        return 0
     path = key.split(".")[:-1]
     return next((count for count, part in enumerate(path) if part != MODULE), len(path))
 

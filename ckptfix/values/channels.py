@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.values.decode import encoding
-from ckptfix.values.scan import BLOCK
+from ckptfix.values.portable import BLOCK
 from ckptfix.values.walk import Walk
 
 if TYPE_CHECKING:

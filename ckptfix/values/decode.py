@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,13 +28,44 @@ class Encoding:
 
     ``unit`` is numpy's type of one stored number, of which an element has ``units`` (two for a complex one).
     ``decode`` makes an array of float32 or float64 of a 1-d array of units, without a copy where it can.
-    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers.
+    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers. ``part`` is the dtype of one
+    number.
     """
 
     unit: np.dtype[Any]
     units: int
     decode: Callable[[Array], Array]
     smallest_normal: float
+    part: str
+
+    @cached_property
+    def code_values(self) -> Array:
+        """What each code of a unit of 8 bits stands for, as float64."""
+        import numpy as np
+
+        return self.decode(np.arange(256, dtype=np.uint8).view(self.unit)).astype(np.float64)
+
+    @cached_property
+    def finite_codes(self) -> Array:
+        """Which of these codes stand for finite numbers."""
+        import numpy as np
+
+        return np.isfinite(self.code_values)
+
+    @cached_property
+    def strange_codes(self) -> Array:
+        """Which of them do not."""
+        return ~self.finite_codes
+
+    @cached_property
+    def code_kinds(self) -> Array:
+        """Which codes are NaN, infinite, negative infinite, zero, subnormal: a row of 0 and 1 for each."""
+        import numpy as np
+
+        values = self.code_values
+        is_small = (np.abs(values) < self.smallest_normal) & (values != 0)
+        kinds = (np.isnan(values), values == np.inf, values == -np.inf, values == 0, is_small)
+        return np.stack(kinds).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -88,28 +119,28 @@ def encoding(dtype: str) -> Encoding | None:
 
     if dtype in _COMPLEX:
         part = encoding(_COMPLEX[dtype])
-        return part and Encoding(part.unit, 2, part.decode, part.smallest_normal)
+        return part and Encoding(part.unit, 2, part.decode, part.smallest_normal, part.part)
     if dtype == "float64":
-        return Encoding(np.dtype("<f8"), 1, _as_is, 2.0**-1022)
+        return Encoding(np.dtype("<f8"), 1, _as_is, 2.0**-1022, dtype)
     if dtype == "float32":
-        return Encoding(np.dtype("<f4"), 1, _as_is, 2.0**-126)
+        return Encoding(np.dtype("<f4"), 1, _as_is, 2.0**-126, dtype)
     if dtype == "bfloat16":
-        return Encoding(np.dtype("<u2"), 1, _upper_half, 2.0**-126)
+        return Encoding(np.dtype("<u2"), 1, _upper_half, 2.0**-126, dtype)
     if dtype == "float16":
         codes = np.arange(1 << 16, dtype=np.uint16)
         with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
-            return Encoding(np.dtype("<u2"), 1, _table(codes.view(np.float16).astype(np.float32)), 2.0**-14)
+            return Encoding(np.dtype("<u2"), 1, _table(codes.view(np.float16).astype(np.float32)), 2.0**-14, dtype)
     if dtype == "float8_e8m0fnu":
         scales = [2.0 ** (code - 127) for code in range(255)] + [float("nan")]
-        return Encoding(np.dtype("<u1"), 1, _table(np.array(scales, dtype=np.float32)), 2.0**-127)
+        return Encoding(np.dtype("<u1"), 1, _table(np.array(scales, dtype=np.float32)), 2.0**-127, dtype)
     if dtype in _MINIFLOATS:
         form = _MINIFLOATS[dtype]
         values = np.array([form.value(code) for code in range(256)], dtype=np.float32)
-        return Encoding(np.dtype("<u1"), 1, _table(values), 2.0 ** (1 - form.bias))
+        return Encoding(np.dtype("<u1"), 1, _table(values), 2.0 ** (1 - form.bias), dtype)
     if dtype == "bool":
-        return Encoding(np.dtype("<u1"), 1, _truth, 0.0)
+        return Encoding(np.dtype("<u1"), 1, _truth, 0.0, dtype)
     if dtype in _INTEGERS:
-        return Encoding(np.dtype(_INTEGERS[dtype]), 1, _widened, 0.0)
+        return Encoding(np.dtype(_INTEGERS[dtype]), 1, _widened, 0.0, dtype)
     return None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import replace
+from itertools import islice
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
@@ -12,7 +13,9 @@ from ckptfix.progress import Task
 from ckptfix.values.decode import encoding
 from ckptfix.values.integrity import Integrity
 from ckptfix.values.narrowing import Narrowing
-from ckptfix.values.scan import Scanner, TensorStatistics
+from ckptfix.values.scan import TensorStatistics, statistics_of
+from ckptfix.values.survey import Part, parts_of, tallies
+from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
 
 
@@ -43,15 +46,32 @@ class Statistics(Mapping[str, TensorStatistics]):
         return other
 
     def __getitem__(self, key: str) -> TensorStatistics:
-        if key in self._of_key:
-            return self._of_key[key]
-        spec = self._specs[key]
-        view = (spec.view, spec.layout, *(part.view for part in spec.parts.values()))
-        if view not in self._of_view:
-            self._of_view[view] = (spec, tensor_statistics(spec, self._narrowing))
-            self._task.advance(spec.nbytes)
-        self._of_key[key] = self._of_view[view][1]
+        if key not in self._of_key:
+            view = _view(self._specs[key])
+            if view not in self._of_view:
+                self._compute([self._specs[key]])
+            self._of_key[key] = self._of_view[view][1]
         return self._of_key[key]
+
+    def items(self) -> ItemsView[str, TensorStatistics]:
+        """All of them, computed side by side."""
+        self._compute(self._specs.values())
+        return super().items()
+
+    def values(self) -> ValuesView[TensorStatistics]:
+        """All of them, computed side by side."""
+        self._compute(self._specs.values())
+        return super().values()
+
+    def _compute(self, specs: Iterable[TensorSpec]) -> None:
+        """Compute those that are not known yet."""
+        wanted = {view: spec for spec in specs if (view := _view(spec)) not in self._of_view}
+        parts = {view: _parts(spec, self._narrowing) for view, spec in wanted.items()}
+        found = tallies([part for some in parts.values() for part in some])
+        for view, spec in wanted.items():
+            some = parts[view]
+            self._of_view[view] = (spec, _assemble(spec, some, islice(found, len(some))))
+            self._task.advance(spec.nbytes)
 
     @property
     def known(self) -> Mapping[str, TensorStatistics]:
@@ -75,6 +95,11 @@ def _is_numeric(spec: TensorSpec) -> bool:
     return values.numel == 0 or (values.storage is not None and Walk(values).is_bounded)
 
 
+def _view(spec: TensorSpec) -> tuple[object, ...]:
+    """What two specs of the same numbers in the same places have in common."""
+    return (spec.view, spec.layout, *(part.view for part in spec.parts.values()))
+
+
 def _values(spec: TensorSpec) -> TensorSpec | None:
     """The strided tensor that holds the numbers: the tensor itself, or the values of a sparse one."""
     return spec.parts.get("values") if spec.parts else spec if spec.has_data else None
@@ -85,27 +110,34 @@ def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> T
 
     Raises ``UnreadableError`` where the bytes are not in the file.
     """
+    parts = _parts(spec, narrowing)
+    return _assemble(spec, parts, tallies(parts))
+
+
+def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
+    """What has to be looked at; nothing for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
-    figures = _strided(values, narrowing)
-    if values is spec:
+    return parts_of(values, narrowing) if values.numel else []
+
+
+def _assemble(spec: TensorSpec, parts: Sequence[Part], tallies: Iterable[Tally]) -> TensorStatistics:
+    """The statistics of a tensor from the figures of its parts."""
+    whole = Tally()
+    for tally in tallies:
+        whole.add(tally)
+    figures = _repeated(statistics_of(whole), parts[0].walk) if parts else TensorStatistics(0)
+    if not spec.parts:
         return figures
-    numbers = spec.numel * (2 if DTYPES[values.dtype].is_complex else 1)
+    numbers = spec.numel * (2 if DTYPES[spec.dtype].is_complex else 1)
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
 
 
-def _strided(spec: TensorSpec, narrowing: Narrowing | None) -> TensorStatistics:
-    stored = encoding(spec.dtype)
-    assert stored is not None, f"{spec.dtype} holds no numbers"
-    if spec.numel == 0:
-        return TensorStatistics(0)
-    walk = Walk(spec)
-    order = None if walk.is_row_major else walk.logical_order
-    scanner = Scanner(stored, order, narrowing if DTYPES[spec.dtype].is_float else None)
-    for block in walk.blocks():
-        scanner.feed(block)
-    figures = scanner.result()
+def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
+    """The statistics of all elements from those of the distinct ones."""
     times, first = walk.repetition, figures.first_nonfinite
+    if times == 1 and first is None:
+        return figures
     return replace(
         figures,
         numel=figures.numel * times,

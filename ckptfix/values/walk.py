@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import TensorSpec, contiguous_strides
+from ckptfix.checkpoint import ByteSource, TensorSpec, contiguous_strides
 from ckptfix.formats.sources import stream
 
 if TYPE_CHECKING:
@@ -49,8 +49,15 @@ class Walk:
         return tuple(sorted(self.axes, key=lambda axis: -self.spec.strides[axis]))
 
     @cached_property
+    def is_plain(self) -> bool:
+        """Whether the tensor is contiguous, as nearly all are: then nothing else has to be found out."""
+        return self.spec.is_contiguous
+
+    @cached_property
     def distinct(self) -> int:
         """How many elements the walk meets; each stands for ``repetition`` elements of the tensor."""
+        if self.is_plain:
+            return self.spec.numel
         return math.prod(self.spec.shape[axis] for axis in self.axes)
 
     @property
@@ -62,30 +69,45 @@ class Walk:
     def is_bounded(self) -> bool:
         """Whether the walk is about as long as the storage that it goes through."""
         start, stop = self.spec.extent
-        return self.distinct * self.spec.itemsize <= OVERLAP * (stop - start)
+        fits = OVERLAP * (stop - start) // self.spec.itemsize
+        return self.spec.numel <= fits or self.distinct <= fits
 
     @property
     def is_row_major(self) -> bool:
         """Whether memory order is logical order."""
-        return self.memory_axes == self.axes
+        return self.is_plain or self.memory_axes == self.axes
 
-    def blocks(self) -> Iterator[memoryview]:
+    @property
+    def is_run(self) -> bool:
+        """Whether the walk meets every element between its first and its last one."""
+        return self.is_plain or self._merged in ((), ((self.distinct, 1),))
+
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """The bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the next.
 
-        Raises ``UnreadableError`` where the bytes are not in the file.
+        Of a run, those of the elements ``start`` to ``stop`` alone can be asked for. Raises ``UnreadableError`` where
+        the bytes are not in the file.
         """
-        import numpy as np
-
         storage, itemsize = self.spec.storage, self.spec.itemsize
         assert storage is not None, "a walk needs a storage"
-        dims_in_memory = self._merged()
+        if self.is_run:
+            begin, end = (self.spec.offset + at for at in (start, self.distinct if stop is None else stop))
+            yield from stream(storage.source, begin * itemsize, end * itemsize)
+        else:
+            yield from self._scattered_blocks(storage.source)
+
+    def _scattered_blocks(self, source: ByteSource) -> Iterator[memoryview]:
+        """The blocks of a walk that leaves out elements on its way, or meets one twice."""
+        import numpy as np
+
+        itemsize, dims_in_memory = self.spec.itemsize, self._merged
         overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view is larger than what is read for it
         for offset, dims in _pieces(self.spec.offset, dims_in_memory, max(CHUNK // itemsize // overlap, 1)):
             start, stop = offset * itemsize, (offset + _span(dims)) * itemsize
             if dims in ((), ((_span(dims), 1),)):
-                yield from stream(storage.source, start, stop)
+                yield from stream(source, start, stop)
             else:
-                block = storage.source.read(start, stop)
+                block = source.read(start, stop)
                 view = np.lib.stride_tricks.as_strided(
                     np.frombuffer(block, dtype=np.dtype((np.void, itemsize))),
                     [size for size, _ in dims],
@@ -114,6 +136,7 @@ class Walk:
             flat += place * steps[axis]
         return flat
 
+    @cached_property
     def _merged(self) -> Dims:
         """The dimensions in memory order, adjacent ones joined where the outer one goes on where the inner one ends."""
         dims: list[tuple[int, int]] = []

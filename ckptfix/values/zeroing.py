@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Encoding, encoding
-from ckptfix.values.scan import magnitudes
+from ckptfix.values.portable import magnitudes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -41,9 +41,13 @@ class Record:
     sha256: str | None = None
     """Of the source; of a folder, of its files' names and digests in order. None where it could not be read whole."""
     output: str | None = None
-    """The written file below the destination root."""
+    """The written file below the destination root; of a folder that was copied, and of shards, what is to be opened."""
     output_size: int | None = None
+    """Bytes; of several files, of all of them."""
     output_sha256: str | None = None
+    """Of several files, of their names and digests in order."""
+    output_parts: tuple[str, ...] = ()
+    """The files of the output below the destination root, where it is not one file."""
     format: str | None = None
     tensors: int | None = None
     numel: int | None = None
@@ -58,6 +62,8 @@ class Record:
     """Why it is unreadable or failed, in one line."""
     command: str | None = None
     """Needs a decision: the command that carries it out, as it is to be typed."""
+    decision: Mapping[str, Any] | None = None
+    """What was decided for this file alone, with ``migrate --only``: the flags by name. Later runs keep to it."""
     seconds: float = 0.0
     """Wall time of the file, waiting excluded."""
     peak_memory: int | None = None
@@ -75,15 +81,21 @@ class Record:
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Record:
         """The record of a line. Raises ``UsageError`` for one of another version, or with fields missing."""
-        if line.get("version") != MANIFEST_VERSION:
-            raise UsageError(
-                f"a line of the manifest is of version {line.get('version')!r}, this ckptfix writes {MANIFEST_VERSION}; "
-                "migrate into a new folder"
-            )
+        check_version(line)
         known = {field.name for field in fields(cls)}
         try:
             given = {name: value for name, value in line.items() if name in known}
-            given |= {name: tuple(given[name]) for name in ("findings", "edits", "remarks") if name in given}
+            given |= {
+                name: tuple(given[name]) for name in ("output_parts", "findings", "edits", "remarks") if name in given
+            }
             return cls(**(given | {"outcome": Outcome(line["outcome"])}))
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(f"a line of the manifest is none ({error}); migrate into a new folder") from error
+
+
+def check_version(line: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` where a line of the manifest is of another version than ours."""
+    if (version := line.get("version")) != MANIFEST_VERSION:
+        raise UsageError(
+            f"a line of the manifest is of version {version!r}, this is {MANIFEST_VERSION}; migrate into a new folder"
+        )

@@ -15,7 +15,7 @@ import torch
 import ckptfix
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
-from ckptfix.formats.checksums import is_sound
+from ckptfix.formats.checksums import is_sound, prove_ahead
 from ckptfix.tensors import cast_spec
 from tests.checks import assert_same, bytes_of
 
@@ -135,6 +135,17 @@ def test_no_read_gives_damaged_values_in_silence(parts: int) -> None:
             checkpoint.state_dict()
         with pytest.warns(DamageWarning, match=r"the storage of t0.* fails its checksum"):
             checkpoint.read("t0")
+
+
+@pytest.mark.parametrize("batch", [1, 5000, 1 << 22], ids=["each alone", "some together", "all together"])
+def test_what_is_proved_ahead_is_read_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.formats.checksums._BATCH", batch)
+    made = [counted(WHOLE, crc_of(WHOLE) ^ (number % 3 == 1), 1) for number in range(7)]
+    storages = [checkpoint.specs["t0"].storage for checkpoint, _ in made]
+    prove_ahead([storage for storage in storages if storage is not None])
+    found = [storage is not None and is_sound(storage) for storage in storages]
+    assert found == [number % 3 != 1 for number in range(7)]
+    assert [source.count for _, source in made] == [WHOLE.nbytes] * 7
 
 
 def test_what_is_made_of_a_damaged_storage_is_damaged() -> None:

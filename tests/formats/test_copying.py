@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import copying
-from ckptfix.formats.copying import copy_bytes
+from ckptfix.formats.copying import EDGE, PAGE, SMALL, WINDOW, Copier
 from ckptfix.formats.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, OpenFile, WindowBytes, located
 from ckptfix.progress import Task, watched_by
 from tests.formats.files import opened, saved, write
@@ -46,23 +49,20 @@ def fail(number: int, after: int = 0):
     return refuse
 
 
-def refuse_to_send(*_: object) -> int:
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-
 @pytest.fixture
 def place(tmp_path) -> FileBytes:
     path = tmp_path / "source"
-    path.write_bytes(b"head" + DATA)
-    return FileBytes(OpenFile(str(path)), 4, len(DATA))
+    path.write_bytes(b"header" + DATA)
+    return FileBytes(OpenFile(str(path)), 6, len(DATA))
 
 
 def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, list[tuple[str, int]], int]:
     """What is in the new file behind a header and in front of an end, what was told, and what was counted."""
     path, slow, task = folder / "copy", Slow(), Task("writing", stop - start)
-    with watched_by(slow), path.open("wb") as file:
+    with watched_by(slow), path.open("w+b") as file:
         file.write(b"header")
-        copy_bytes(source, start, stop, file, task)
+        with Copier(file, task) as copier:
+            copier.copy(source, start, stop)
         file.write(b"end")
     content = path.read_bytes()
     assert (content[:6], content[-3:]) == (b"header", b"end")
@@ -70,29 +70,103 @@ def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, list[tup
 
 
 WAYS = {
-    "by the kernel": (None, None),
-    "sent": (fail(errno.EXDEV), None),
-    "through a buffer": (fail(errno.ENOSYS), refuse_to_send),
-    "begun by the kernel and sent": (fail(errno.EINVAL, after=3), None),
-    "begun by the kernel and ended in a buffer": (fail(errno.EIO, after=2), refuse_to_send),
+    "by the kernel": lambda: os.copy_file_range,
+    "through a buffer": lambda: fail(errno.EXDEV),
+    "begun by the kernel and ended in a buffer": lambda: fail(errno.EIO, after=3),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("start", "stop"), [(0, len(DATA)), (1, len(DATA) - 5), (7, 7), (0, 100), (5, 200_000)])
-def test_every_way_gives_the_same_bytes(start, stop, way, place, tmp_path, monkeypatch):
-    by_kernel, sent = WAYS[way]
-    if by_kernel is not None:
-        monkeypatch.setattr("os.copy_file_range", by_kernel)
-    if sent is not None:
-        monkeypatch.setattr("os.sendfile", sent)
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch) -> Any:
+    monkeypatch.setattr("os.copy_file_range", WAYS[request.param]())
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [
+        (0, len(DATA)),
+        (PAGE, len(DATA) - 5),
+        (BLOCK + PAGE, BLOCK + PAGE + SMALL + 1),
+        (1, len(DATA) - 5),
+        (5, 200_000),
+        (0, 100),
+        (7, 7),
+    ],
+)
+def test_every_way_gives_the_same_bytes(start, stop, way, place, tmp_path):
     content, told, counted = copied(place, start, stop, tmp_path)
     assert content == DATA[start:stop]
     assert counted == stop - start
-    if by_kernel is None or stop - start <= copying.SMALL:
+    is_for_kernel = start % PAGE == 0 and stop - start > SMALL
+    if way == "by the kernel" or not is_for_kernel:
         assert told == []
     else:
         assert "not copied from page to page" in told[0][0]
+
+
+def test_only_what_lies_alike_in_its_pages_is_for_the_kernel(place, tmp_path, monkeypatch):
+    def refuse(*_: object) -> int:
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr("os.copy_file_range", refuse)
+    copied(place, 64, len(DATA), tmp_path)
+    with pytest.raises(AssertionError, match="the kernel was asked"):
+        copied(place, 2 * PAGE, len(DATA), tmp_path)
+
+
+def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypatch):
+    ends: list[int] = []
+    for name in ("copy_file_range", "write"):
+        real = getattr(os, name)
+
+        def noted(first: int, second: int, *more: int, real: Any = real) -> int:
+            moved: int = real(first, second, *more)
+            ends.append(os.lseek(second if more else first, 0, os.SEEK_CUR))
+            return moved
+
+        monkeypatch.setattr(f"os.{name}", noted)
+    for start in (0, 1):
+        copied(place, start, len(DATA), tmp_path)
+        assert len(ends) >= len(DATA) // WINDOW
+        assert {end % EDGE for end in ends[:-1]} == {0}
+        ends.clear()
+
+
+def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        file.write(b"header")
+        copier.copy(place, 0, len(DATA))
+        copier.copy(place, 0, SMALL)
+        copier.copy(WindowBytes(place, 100, len(DATA) - 100), 7, SMALL + 8)
+        copier.copy(MemoryBytes(DATA), 0, len(DATA))
+    found = [(copied.place.offset, copied.place.nbytes, copied.start) for copied in copier.copied]
+    assert found == [(6, len(DATA), 6), (6 + 107, SMALL + 1, 6 + len(DATA) + SMALL)]
+
+
+@pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
+def test_what_differs_when_it_is_read_back_is_not_noted(wrong, way, place, tmp_path, monkeypatch):
+    real = os.preadv
+
+    def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        if descriptor != place.file.descriptor and offset <= 6 + wrong < offset + count:
+            buffers[0][6 + wrong - offset] ^= 1
+        return count
+
+    monkeypatch.setattr("os.preadv", misread)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        file.write(b"header")
+        copier.copy(place, 0, len(DATA))
+        copier.copy(place, 0, len(DATA) - 5)
+    assert [(copied.place.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA))]
+
+
+def test_a_file_that_cannot_be_read_back_is_written_as_well(way, place, tmp_path):
+    with (tmp_path / "copy").open("wb") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.copy(place, 0, len(DATA))
+    assert (tmp_path / "copy").read_bytes() == DATA
+    assert copier.copied == []
 
 
 def test_a_system_without_the_call(place, tmp_path, monkeypatch):
@@ -102,6 +176,28 @@ def test_a_system_without_the_call(place, tmp_path, monkeypatch):
     assert "has no copy_file_range" in told[0][0]
 
 
+def test_a_large_file_is_flushed_while_it_grows(place, tmp_path, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
+    monkeypatch.setattr(copying, "_FLUSH", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    copied(place, 0, len(DATA), tmp_path)
+    assert sizes
+    sizes.clear()
+    monkeypatch.setattr(copying, "FLUSHED", len(DATA) + 1)
+    copied(place, 0, len(DATA), tmp_path)
+    assert sizes == []
+
+
+def test_an_error_of_the_disk_meanwhile_is_not_lost(way, place, tmp_path, monkeypatch):
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
+    monkeypatch.setattr(copying, "_FLUSH", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        copied(place, 0, len(DATA), tmp_path)
+
+
 def test_bytes_that_are_no_range_of_a_file_say_why(tmp_path):
     content, told, counted = copied(MemoryBytes(DATA), 3, 1000, tmp_path)
     assert (content, told, counted) == (DATA[3:1000], [("from memory", 997)], 997)
@@ -109,7 +205,8 @@ def test_bytes_that_are_no_range_of_a_file_say_why(tmp_path):
 
 def test_a_file_in_memory_takes_them_too(place):
     file = io.BytesIO()
-    copy_bytes(place, 0, len(DATA), file, Task("writing", len(DATA)))
+    with Copier(file, Task("writing", len(DATA))) as copier:
+        copier.copy(place, 0, len(DATA))
     assert file.getvalue() == DATA
 
 
@@ -120,32 +217,52 @@ def test_ranges_of_ranges_are_located(place):
     late.inner = window
     found = located(late)
     assert found is not None
-    assert (found.offset, found.nbytes) == (4 + 10 + 5, 20)
+    assert (found.offset, found.nbytes) == (6 + 10 + 5, 20)
     assert bytes(found.read(0, 20)) == bytes(late.read(0, 20)) == DATA[15:35]
     assert located(MemoryBytes(DATA)) is None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_source_that_is_cut_meanwhile_is_named(way, place, tmp_path, monkeypatch):
-    by_kernel, sent = WAYS[way]
-    if by_kernel is not None:
-        monkeypatch.setattr("os.copy_file_range", by_kernel)
-    if sent is not None:
-        monkeypatch.setattr("os.sendfile", sent)
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_source_that_is_cut_meanwhile_is_named(start, way, place, tmp_path):
     os.truncate(place.file.path, BLOCK)
     with pytest.raises(UnreadableError, match="source: the file ends inside a storage"):
-        copied(place, 0, len(DATA), tmp_path)
+        copied(place, start, len(DATA), tmp_path)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
-def test_every_way_writes_the_same_file(form, way, tmp_path, monkeypatch):
-    state_dict = {"a": torch.randn(300, 400), "small": torch.ones(3), "part": torch.randn(50_000)[7:40_000]}
+def test_every_way_writes_the_same_file(form, tmp_path, monkeypatch):
+    state_dict = {"a": torch.randn(300, 1000), "small": torch.ones(3), "part": torch.randn(50_000)[7:40_000]}
     checkpoint = opened(saved(state_dict, tmp_path))
     expected = write(checkpoint, form, tmp_path, "expected").read_bytes()
-    by_kernel, sent = WAYS[way]
-    if by_kernel is not None:
-        monkeypatch.setattr("os.copy_file_range", by_kernel)
-    if sent is not None:
-        monkeypatch.setattr("os.sendfile", sent)
-    assert write(checkpoint, form, tmp_path, "again").read_bytes() == expected
+    for refused in (fail(errno.EXDEV), fail(errno.EIO, after=3)):
+        monkeypatch.setattr("os.copy_file_range", refused)
+        assert write(checkpoint, form, tmp_path, "again").read_bytes() == expected
+
+
+@pytest.mark.parametrize("source", ["a range", "from memory"])
+@pytest.mark.parametrize(("start", "stop"), [(0, len(DATA)), (1, len(DATA) - 5), (0, 100), (7, 7)])
+@pytest.mark.parametrize("mode", ["wb", "w+b"])
+def test_the_checksum_of_what_is_copied_is_given(mode, start, stop, source, way, place, tmp_path):
+    given = place if source == "a range" else MemoryBytes(DATA)
+    with (tmp_path / "copy").open(mode) as file, Copier(file, Task("writing", 0)) as copier:
+        file.write(b"header")
+        assert copier.copy(given, start, stop, is_summed=True) == zlib.crc32(DATA[start:stop])
+    assert (tmp_path / "copy").read_bytes() == b"header" + DATA[start:stop]
+
+
+def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
+    def who(fails: bool) -> int:
+        if fails:
+            raise OSError("full")
+        return threading.get_ident()
+
+    with copying.background() as pool:
+        assert pool.submit(who, False).result() != threading.get_ident()
+    with copying.without_threads(), copying.background() as pool:
+        assert pool.submit(who, False).result() == threading.get_ident()
+        assert set(pool.map(who, [False, False])) == {threading.get_ident()}
+        failed = pool.submit(who, True)  # as of a thread, the error comes with the result
+        with pytest.raises(OSError, match="full"):
+            failed.result()
+    with copying.background() as pool:
+        assert pool.submit(who, False).result() != threading.get_ident()

@@ -53,6 +53,9 @@ def test_a_whole_file_is_read_bit_for_bit(row, corpus):
     changed = set(row.get("bad_keys") or ()) if row["expect"] in ("report_crc", "warn_suspicious_zeros") else set()
     assert set(checkpoint.specs) == set(row["truth"])
     assert [key for key in checkpoint.specs if key not in changed and not is_true(row, key, checkpoint)] == []
+    if not changed:
+        mapped = checkpoint.state_dict(mmap=True)
+        assert all(bytes_of(mapped[key]) == bytes_of(checkpoint.read(key)) for key in checkpoint.specs)
 
 
 @pytest.mark.parametrize("row", rows("diagnose"))

@@ -1,96 +1,15 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptfix.errors import WriteError
 from ckptfix.formats import output, safetensors_write, torch_write
-from ckptfix.formats.output import output_format, temporary_beside, verify, writer_for
+from ckptfix.formats.output import output_format, temporary_beside, writer_for
 from tests.formats.files import opened, saved, write
-from tests.formats.state_dicts import KINDS, STRIDED, ordered
-
-
-@pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if not kind.startswith("views of") or kind == "views of float32"]
-)
-def test_what_the_writers_write_is_found_equal(kind, form, tmp_path):
-    if kind in ("two dtypes of one storage", "conjugated and negated views"):
-        from ckptfix.live import open_state_dict
-
-        checkpoint = open_state_dict(ordered(KINDS[kind]()))
-    else:
-        checkpoint = opened(saved(ordered(KINDS[kind]()), tmp_path))
-    try:
-        path = write(checkpoint, form, tmp_path)
-    except WriteError as error:
-        assert "cannot hold" in str(error)  # noqa: PT017 - only some of the kinds have a form in each format
-        return
-    verify(path, checkpoint, path)
-
-
-def changed(kind: str) -> dict[str, torch.Tensor]:
-    weight = torch.arange(4.0)
-    return {
-        "as it was": {"a": weight, "b": weight, "c": torch.zeros(2)},
-        "a value": {"a": weight + 1, "b": weight, "c": torch.zeros(2)},
-        "a sign of zero": {"a": weight, "b": weight, "c": -torch.zeros(2)},
-        "a name": {"a": weight, "b": weight, "d": torch.zeros(2)},
-        "the order": {"b": weight, "a": weight, "c": torch.zeros(2)},
-        "a shape": {"a": weight, "b": weight, "c": torch.zeros(2, 1)},
-        "a dtype": {"a": weight, "b": weight, "c": torch.zeros(2, dtype=torch.int32)},
-        "a tie": {"a": weight, "b": weight.clone(), "c": torch.zeros(2)},
-        "requires_grad": {"a": weight, "b": weight, "c": torch.zeros(2, requires_grad=True)},
-        "a tensor too few": {"a": weight, "b": weight},
-    }[kind]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a value",
-        "a sign of zero",
-        "a name",
-        "the order",
-        "a shape",
-        "a dtype",
-        "a tie",
-        "requires_grad",
-        "a tensor too few",
-    ],
-)
-def test_any_difference_is_found(kind, tmp_path):
-    expected = opened(saved(changed("as it was"), tmp_path))
-    verify(saved(changed("as it was"), tmp_path, "same.pth"), expected, tmp_path / "out")
-    with pytest.raises(WriteError, match="differs from the plan"):
-        verify(saved(changed(kind), tmp_path, "other.pth"), expected, tmp_path / "out")
-
-
-def test_another_quantiser_is_found(tmp_path):
-    def quantised(scale: float) -> dict[str, torch.Tensor]:
-        return {"q": torch._make_per_tensor_quantized_tensor(torch.arange(4, dtype=torch.int8), scale, 0)}
-
-    with pytest.raises(WriteError, match="the quantiser of q"):
-        verify(saved(quantised(0.5), tmp_path, "a.pth"), opened(saved(quantised(0.25), tmp_path)), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["float32", "float64", "uint8", "bfloat16"])
-def test_tensors_of_many_blocks_are_compared_block_by_block(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.formats.sources.BLOCK", 64)
-    monkeypatch.setattr("ckptfix.formats.copying.BLOCK", 64)
-    tensor = (torch.arange(40 * 30) % 251).to(STRIDED[name]).reshape(40, 30)
-    checkpoint = opened(saved({"t": tensor.t(), "part": tensor[:, 1::2], "plain": tensor}, tmp_path))
-    for form in ("zip", "legacy", "safetensors"):
-        verify(write(checkpoint, form, tmp_path, f"{name}-{form}"), checkpoint, tmp_path)
-
-
-def test_a_file_that_does_not_open_is_not_delivered(tmp_path):
-    (tmp_path / "bad").write_bytes(b"nothing")
-    with pytest.raises(WriteError, match="does not open again"):
-        verify(tmp_path / "bad", opened(saved({"w": torch.ones(1)}, tmp_path)), tmp_path / "out.pth")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +47,24 @@ def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
     with pytest.raises(KeyError):
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
+
+
+def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writing(tmp_path, monkeypatch):
+    like = tmp_path / "like"
+    like.touch()
+    like.chmod(0o440)
+    real, modes = os.open, []
+
+    def noted(path, flags: int, *mode: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            modes.append(stat.S_IMODE(Path(path).stat().st_mode))
+        return real(path, flags, *mode)
+
+    with temporary_beside(tmp_path / "out.pth", like) as temporary:
+        monkeypatch.setattr("os.open", noted)
+        output.write_to(temporary, opened(saved({"w": torch.ones(1)}, tmp_path)), torch_write.write_zip, temporary)
+        assert modes == [0o640]  # the superuser, as whom tests may run, is never refused
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o440
 
 
 def test_without_a_model_the_permissions_are_those_of_any_new_file(tmp_path):

@@ -95,10 +95,11 @@ def test_what_is_left_out_is_remarked() -> None:
 
 def read(data: bytes) -> Any:
     from ckptfix.formats import torchscript
+    from ckptfix.formats.sniffing import is_torchscript_zip
     from ckptfix.formats.sources import Content
 
     content = Content("model.pt", data)
-    assert torchscript.sniff(content)
+    assert is_torchscript_zip(content)
     return torchscript.read(content)
 
 

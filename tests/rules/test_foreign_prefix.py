@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.finding import Applicability, Level
-from ckptfix.rules.foreign_prefix import foreign_prefix
+from ckptfix.rules.foreign_prefix import MOST, foreign_prefix
 from tests.checks import check_noop, check_repaired
 from tests.rules.proposals import propose, repaired
 
@@ -206,3 +206,11 @@ def test_prefixes_are_segments():
     model = within(blocks=net())
     state = prefixed(net().state_dict(), "backbone_module.blocks.")
     check_repaired(state, prefixed(net().state_dict(), "blocks."), "KEY104", model)
+
+
+@pytest.mark.parametrize(("layers", "count"), [(MOST, 1), (MOST + 1, 0)])
+def test_a_prefix_of_its_own_for_each_of_many_layers_is_none(layers: int, count: int):
+    """Each is looked for among all keys: with ten thousand layers that would take for ever."""
+    model = within(**{f"layer{number}": nn.Linear(2, 2) for number in range(layers)})
+    state = {f"m{key.partition('.')[0]}.{key}": value for key, value in model.state_dict().items()}
+    assert len(propose(foreign_prefix, state, model)) == count

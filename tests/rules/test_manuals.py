@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptfix.rules
-from ckptfix.finding import Rule
-from ckptfix.rules import RULES
+from ckptfix.rules import RULES, Listed, Needs
+from tests.rules.proposals import context
 
 FOLDER = Path(ckptfix.rules.__file__).parent
 SECTIONS = ["What it finds", "Why it matters", "Fix safety", "Example", "Sources"]
@@ -18,7 +20,7 @@ FAMILIES = ("FIL", "KEY", "BUF", "FIT", "VAL", "RUN")
 MODULES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem != "__init__"}
 
 
-def stem(rule: Rule) -> str:
+def stem(rule: Listed) -> str:
     return rule.name.replace("-", "_")
 
 
@@ -34,7 +36,8 @@ def test_no_code_and_no_name_is_given_twice():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_rule(rule: Rule):
+def test_rule(rule: Listed):
+    assert (rule.code, rule.name) == (rule.rule.code, rule.rule.name)
     assert re.fullmatch(rf"({'|'.join(FAMILIES)})\d{{3}}", rule.code)
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
     first, *rest = rule.manual.splitlines()
@@ -44,6 +47,18 @@ def test_rule(rule: Rule):
     assert all(text.strip() for text in texts)
     # A line of a manual is a line on a terminal.
     assert all(len(line) <= 120 for line in rest)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.needs is not Needs.NAMES], ids=lambda rule: rule.code)
+def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
+    """It is not even imported then, so it had better be right."""
+    state = {"module.fc.weight": torch.full((4, 4), float("nan")), "module.fc.bias": torch.zeros(4)}
+    model = torch.nn.Linear(4, 4)
+    met = context(state, model)
+    unmet = replace(met, target=None) if rule.needs is Needs.TARGET else replace(met, statistics=None)
+    assert not rule.needs.are_met(unmet)
+    assert rule.needs.are_met(met) is (rule.needs is not Needs.FORWARD_TEST)
+    assert list(rule.rule.propose(unmet)) == list(rule.propose(unmet)) == []
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

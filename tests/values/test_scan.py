@@ -1,12 +1,24 @@
 """The scanner does not care how the bytes are cut."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptfix.values.decode import encoding
-from ckptfix.values.scan import BLOCK, Scanner, TensorStatistics
+from ckptfix.values.portable import BLOCK
+from ckptfix.values.scan import Scanner, TensorStatistics, statistics_of
+from tests.values.exact import exact_tally
+
+
+@pytest.fixture(autouse=True, params=["kernel", "numpy alone"])
+def _way(request, monkeypatch):
+    """Every test here holds for both."""
+    if request.param == "numpy alone":
+        monkeypatch.setattr("ckptfix.values.scan.kernel", lambda: None)
 
 
 def scan(values: np.ndarray, dtype: str, cuts: int = 1) -> TensorStatistics:
@@ -63,3 +75,71 @@ def test_all_zero_needs_numbers():
     assert TensorStatistics(4, zeros=4).all_zero
     assert not TensorStatistics(0).all_zero
     assert not TensorStatistics(4, zeros=3, nan=1).all_zero
+
+
+def test_numbers_at_odd_addresses_are_numbers_too():
+    values = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    form = encoding("float32")
+    assert form is not None
+    scanner = Scanner(form)
+    scanner.feed(memoryview(b"?" + values.tobytes())[1:])
+    assert scanner.result() == scan(values, "float32")
+
+
+SHARP = {
+    "constant": lambda generator, count: np.full(count, 0.1, np.float32),
+    "one side": lambda generator, count: -np.abs(generator.standard_normal(count)),
+    "far from zero": lambda generator, count: 6e4 + generator.standard_normal(count),
+    "sixty orders of magnitude": lambda generator, count: np.where(generator.random(count) < 0.5, 1e-30, 1e30),
+    "tiny": lambda generator, count: 1e-30 * generator.standard_normal(count),
+    "subnormal": lambda generator, count: 1e-40 * generator.standard_normal(count),
+    "huge": lambda generator, count: 1e38 * generator.standard_normal(count),
+    "with NaN": lambda generator, count: np.where(generator.random(count) < 0.01, np.nan, generator.random(count)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("kind", SHARP)
+def test_the_moments_are_right_on_nasty_numbers(kind, dtype):
+    with np.errstate(over="ignore"):
+        values = np.asarray(SHARP[kind](np.random.default_rng(0), 30_011), np.float32).astype(dtype)
+    found = scan(values, dtype, 3)
+    finite = values[np.isfinite(values)].astype(np.longdouble)
+    if not len(finite):  # in float16 the huge ones are infinite
+        assert (found.mean, found.rms) == (0.0, 0.0)
+        return
+    mean, rms = float(finite.mean()), float(np.sqrt((finite * finite).mean()))
+    assert math.isclose(found.rms, rms, rel_tol=1e-12)
+    assert math.isclose(found.mean, mean, rel_tol=1e-12, abs_tol=1e-12 * rms)
+
+
+FED = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex32",
+    "float8_e4m3fn",
+    "float8_e5m2fnuz",
+    "int8",
+]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.sampled_from(FED))
+def test_any_bytes_in_any_blocks_give_the_exact_figures(data, dtype):
+    form = encoding(dtype)
+    assert form is not None
+    width = form.unit.itemsize * form.units
+    raw = data.draw(st.binary(max_size=60 * width).map(lambda raw: raw[: len(raw) // width * width]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw) // width), max_size=4)))
+    scanner = Scanner(form)
+    for start, stop in zip([0, *cuts], [*cuts, len(raw) // width], strict=True):
+        scanner.feed(memoryview(raw)[start * width : stop * width])
+    exact = exact_tally(np.frombuffer(raw, form.unit), form)
+    exact.first = None if exact.first is None else exact.first // form.units
+    found, expected = scanner.result(), statistics_of(exact)
+    assert math.isclose(found.rms, expected.rms, rel_tol=1e-12)
+    assert math.isclose(found.mean, expected.mean, rel_tol=1e-12, abs_tol=1e-12 * expected.rms)
+    assert replace(found, mean=0.0, rms=0.0) == replace(expected, mean=0.0, rms=0.0)

@@ -38,6 +38,7 @@ class Bytes(Protocol):
 
 
 _STOP = ord(".")
+_REFUSED = [code for code, handler in enumerate(HANDLERS) if handler is not None and bytes([code]) not in WEIGHTS_ONLY]
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError)
 
 _STRIDE = 1 << 14
@@ -72,6 +73,7 @@ class PickleMachine:
         bounds: Bounds | None = None,
     ) -> None:
         self.data, self.path, self.position = data, path, position
+        self._size = len(data)
         self.call: Call = call
         self.persistent_load: Callable[[Any], Any] = persistent_load
         self.globals: dict[tuple[str, str], Global] = {}
@@ -87,11 +89,11 @@ class PickleMachine:
     @property
     def unsupported(self) -> set[bytes]:
         """The opcodes so far that ``weights_only=True`` refuses."""
-        return {bytes([code]) for code, seen in enumerate(self._seen) if seen} - WEIGHTS_ONLY
+        return {bytes([code]) for code in _REFUSED if self._seen[code]}
 
     def load(self) -> Any:
         """The inert value of the pickle."""
-        data, size, table, seen = self.data, len(self.data), HANDLERS, self._seen
+        data, size, table, seen = self.data, self._size, HANDLERS, self._seen
         try:
             while True:
                 self.bounds.step(_STRIDE, self._below + len(self._stack))
@@ -127,9 +129,9 @@ class PickleMachine:
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes of the stream."""
         start = self.position
-        if count < 0 or count > len(self.data) - start:
+        if count < 0 or count > self._size - start:
             raise PickleEndError(
-                f"{self.path}: {count} bytes are claimed at offset {start}, {len(self.data) - start} are there; the "
+                f"{self.path}: {count} bytes are claimed at offset {start}, {self._size - start} are there; the "
                 "file is cut short or damaged: fetch it again",
                 start,
             )
@@ -139,7 +141,7 @@ class PickleMachine:
     def byte(self) -> int:
         """The next byte, as a number."""
         position = self.position
-        if position >= len(self.data):
+        if position >= self._size:
             self.take(1)
         self.position = position + 1
         return self.data[position]
@@ -198,7 +200,8 @@ class PickleMachine:
 
     def remember(self, index: int) -> None:
         """Keep the top value under a number."""
-        self.bounds.spend(self._memo.keep(index, self._stack[-1]))
+        if taken := self._memo.keep(index, self._stack[-1]):
+            self.bounds.spend(taken)
 
     def memoize(self) -> None:
         """Keep the top value under the next number."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from ckptfix.formats import torch_legacy, torch_zip
 from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.sniffing import is_zip
 from ckptfix.formats.sources import Content
 
 
 def read_nested(data: bytes, path: str, nesting: int, account: Bounds | None = None) -> tuple[Any, set[str]]:
     """The root object of the inner file and the globals that its pickles name. It spends from the outer account."""
     content = Content(path, data, account=account)
-    reader = torch_zip.read if torch_zip.sniff(content) else torch_legacy.read
+    reader = torch_zip.read if is_zip(content) else torch_legacy.read
     document = reader(content, nesting)
     return document.root, document.names

@@ -35,6 +35,7 @@ from ckptfix.formats.shards.dcp_metadata import (
     parse_metadata,
 )
 from ckptfix.formats.shards.shard_index import file_inside
+from ckptfix.formats.sniffing import is_zip
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import TornBytes, is_torn
 from ckptfix.formats.wrappers.windows import WindowContent
@@ -179,7 +180,7 @@ class _Reading:
             raise UnreadableError(f"{location.file} is cut short")
         content = WindowContent(outer, location.offset, min(stop, len(outer)))
         content.account = self.bounds
-        if not torch_zip.sniff(content):
+        if not is_zip(content):
             raise UnreadableError(
                 f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged, or of another save"
             )

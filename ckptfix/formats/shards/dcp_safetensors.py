@@ -23,6 +23,7 @@ from ckptfix.formats.document import Document
 from ckptfix.formats.pickles.claims import sizes
 from ckptfix.formats.shards.chunks import Box, check_tiling, tensor_of_chunks
 from ckptfix.formats.shards.shard_index import file_inside
+from ckptfix.formats.sniffing import is_safetensors
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import TornBytes, is_torn
 
@@ -74,7 +75,7 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
     content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
     content.salvage = salvage
     try:
-        if not safetensors.sniff(content):
+        if not is_safetensors(content):
             raise UnreadableError(f"{name} is no safetensors file")
         document = safetensors.read(content)
     finally:

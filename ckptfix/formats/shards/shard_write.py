@@ -12,17 +12,16 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.formats.output import flushing, verify, write_to
+from ckptfix.formats.output import Write, flushing, write_to
 from ckptfix.formats.shards.shard_index import WEIGHT_MAP
-
-Write = Callable[[Checkpoint, BinaryIO], None]
+from ckptfix.formats.verification import verify
 
 
 def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
@@ -92,12 +91,13 @@ def temporary_shards(
             f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
         ) from error
     try:
+        written = []
         for name, part in zip(names.shards, parts, strict=True):
-            write_to(folder / name, part, write, output)
+            written.append(write_to(folder / name, part, write, output))
         index = folder / names.index.name
         _write_index(index, names.shards, parts, checkpoint, output)
         with flushing((folder / name for name in names.shards), output):
-            verify(index, checkpoint, output)
+            verify(index, checkpoint, output, written)
         yield index, names
     finally:
         shutil.rmtree(folder)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.formats import torch_tar
 from ckptfix.formats.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
 from ckptfix.formats.foreign.bundles import OF_TORCH, is_part, name_bundle
+from ckptfix.formats.sniffing import is_torch_tar
 from ckptfix.formats.sources import Content
 from ckptfix.formats.wrappers import compressed, tar_members, zip_members
 from ckptfix.formats.wrappers.expanding import Blocks, expand
@@ -94,7 +94,7 @@ def _archive(content: Content, damage: list[str]) -> list[Member] | None:
     if zip_members.sniff(content):
         found, causes = zip_members.members(content)
         members = [Member(*parts) for parts in found]
-    elif tar_members.sniff(content) and not torch_tar.sniff(content):
+    elif tar_members.sniff(content) and not is_torch_tar(content):
         files, causes = tar_members.members(content)
         members = [Member(*parts) for parts in files]
     else:

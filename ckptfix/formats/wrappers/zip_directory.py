@@ -4,7 +4,9 @@ Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.
 
 from __future__ import annotations
 
+import re
 import struct
+from weakref import WeakKeyDictionary
 
 from ckptfix.errors import HostileError
 from ckptfix.formats.sources import Content
@@ -16,9 +18,21 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _TAIL = 65535 + _END.size + _LOCATOR.size
 """The end record has a comment of at most 65535 bytes behind it."""
 
+_PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")
+"""Where a torch file keeps its storages."""
+
+_known: WeakKeyDictionary[Content, list[str]] = WeakKeyDictionary()
+"""The names by archive: whoever looks what a file is asks for them, and a file may have a hundred thousand."""
+
 
 def member_names(content: Content) -> list[str]:
     """The names of all members, none where there is no whole directory. They are read as latin-1."""
+    if (names := _known.get(content)) is None:
+        names = _known[content] = _member_names(content)
+    return names
+
+
+def _member_names(content: Content) -> list[str]:
     start = max(len(content) - _TAIL, 0)
     tail = bytes(content.buffer[start:])
     at = tail.rfind(b"PK\x05\x06")
@@ -70,11 +84,10 @@ def _entries(directory: bytes) -> list[str]:
 
 def is_torch_save(names: list[str]) -> bool:
     """Whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
-    return any(
-        f"{root}version" in present or any(name.startswith((f"{root}data/", f"{root}tensors/")) for name in names)
-        for root in _roots(names, "data.pkl")
-        for present in [set(names)]
-    )
+    present, roots = set(names), set(_roots(names, "data.pkl"))
+    if any(f"{root}version" in present for root in roots):
+        return True
+    return any(name[: place.start()] in roots for name in names for place in _PLACE.finditer(name))
 
 
 def is_torchscript(names: list[str]) -> bool:

@@ -1,0 +1,91 @@
+"""The table of a zoo on the command line: the file, the flags over it, and its first draft."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptfix.cli.console import Console, write_output
+from ckptfix.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptfix.zoo.table import Table
+
+_OF_FILES = ("member", "salvage", "disarm")
+"""Flags that give something of a file up, or pick a part of it."""
+
+
+def given_here(context: typer.Context, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a repair on the command line, without those of the configuration file."""
+    chosen = _of_a_repair(choices)
+    return {name: value for name, value in chosen.items() if context.params.get(name) not in (None, [], ())}
+
+
+def _of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
+    from ckptfix.zoo.table import DEFAULT_KEYS
+
+    known = {key.replace("-", "_") for key in DEFAULT_KEYS if key != "output"} | set(_OF_FILES)
+    return {name: value for name, value in choices.items() if name in known}
+
+
+def table_name() -> str:
+    """What the table is called where nobody names it."""
+    from ckptfix.zoo.table import FILE_NAME
+
+    return FILE_NAME
+
+
+def _table_file(choices: Mapping[str, Any]) -> Path | None:
+    if choices.get("table") is not None:
+        return Path(choices["table"])
+    usual = Path(table_name())
+    return usual if usual.is_file() else None
+
+
+def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Table, Table | None]:
+    """The table, and the same with what is decided for single files."""
+    from ckptfix.zoo.table import plain_table, read_table
+
+    file, everything = _table_file(choices), _of_a_repair(choices)
+    if file is not None and choices.get("table") is None:
+        console.note(f"the table of the zoo is {file}")
+
+    def made(flags: Mapping[str, Any]) -> Table:
+        table = plain_table(flags) if file is None else read_table(file, flags)
+        if file is not None and "table" not in choices and any(each.model for each in (*table.treatments, table.rest)):
+            # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.
+            console.note(f"{file} names models; their code runs")
+        return table
+
+    if not choices.get("only") or not given:
+        for name in _OF_FILES:
+            if name in given:
+                raise UsageError(f"--{name} is a decision about single files; name them with --only")
+        return made(everything), None
+    common = {name: value for name, value in everything.items() if name not in given}
+    return made(common), made(everything)
+
+
+def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
+    """Look at a zoo and write the table that says what belongs to what, as far as its files tell."""
+    from ckptfix.zoo.drafting import draft_table
+    from ckptfix.zoo.listing import list_zoo
+    from ckptfix.zoo.places import open_place
+    from ckptfix.zoo.places.opening import split_source
+
+    if goal.exists():
+        raise UsageError(f"{goal}: is there already; move it away, or name another file with --table")
+    place_name, pattern = split_source(source)
+    console.progress(f"looking at {place_name}")
+    place = open_place(place_name)
+    text = draft_table(place, list_zoo(place, () if pattern is None else (pattern,), choices.get("only")))
+    with goal.open("x", encoding="utf-8") as file:
+        file.write(text)
+    console.end_progress()
+    write_output(f"written: {goal}\n")
+    console.note(f"read it, correct it, and run: ckptfix migrate {shlex.join((source, destination or 'NEW_ZOO'))}")
+    return 0

@@ -1,0 +1,181 @@
+// The weights at a glance: for each layer a dot at its RMS and a stem up to its largest magnitude, on a log axis.
+
+const colour = (variable) => getComputedStyle(document.documentElement).getPropertyValue(`--${variable}`).trim();
+
+/** The whole decades around all positive magnitudes. */
+function decades(layers) {
+  let low = Infinity;
+  let high = 0;
+  for (const { rms, peak } of layers) {
+    if (rms > 0) low = Math.min(low, rms);
+    high = Math.max(high, peak, rms);
+  }
+  if (high === 0) return null;
+  const ends = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  if (ends[0] === ends[1]) ends[1] += 1;
+  return [10 ** ends[0], 10 ** ends[1]];
+}
+
+/** At most nine powers of ten within the range: where the lines of the chart are. */
+function powersOfTen([low, high]) {
+  const [first, last] = [Math.round(Math.log10(low)), Math.round(Math.log10(high))];
+  const step = Math.ceil((last - first) / 8);
+  return Array.from({ length: Math.floor((last - first) / step) + 1 }, (_, index) => 10 ** (first + index * step));
+}
+
+const SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+const power = (number) => {
+  const exponent = Math.round(Math.log10(number));
+  if (exponent >= -2 && exponent <= 3) return String(Number(number.toPrecision(1)));
+  return `10${exponent < 0 ? "⁻" : ""}${[...String(Math.abs(exponent))].map((digit) => SUPERSCRIPT[digit]).join("")}`;
+};
+
+function triangle(context, x, y, size) {
+  context.beginPath();
+  context.moveTo(x - size, y);
+  context.lineTo(x + size, y);
+  context.lineTo(x, y + 1.6 * size);
+  context.fill();
+}
+
+/** Draws all layers at once; the series of uPlot are there for its scales and its cursor. */
+function drawLayers(chart, layers) {
+  const context = chart.ctx;
+  const ratio = devicePixelRatio;
+  const { left, top, height, width } = chart.bbox;
+  const step = width / Math.max(layers.length, 1);
+  const radius = Math.max(1.6, Math.min(3.5, step / ratio / 2.4)) * ratio;
+  const at = (value) => chart.valToPos(value, "y", true);
+  const plain = colour("mark");
+  const flagged = colour("bad");
+  context.save();
+  for (const isFlagged of [false, true]) {
+    for (const layer of layers) {
+      if ((layer.flagged.length > 0 || layer.nonfinite > 0) !== isFlagged) continue;
+      const x = chart.valToPos(layer.index, "x", true);
+      context.fillStyle = context.strokeStyle = isFlagged ? flagged : plain;
+      if (isFlagged) {
+        context.globalAlpha = 0.12;
+        const band = Math.max(4, Math.min(24, step / ratio)) * ratio;
+        context.fillRect(x - band / 2, top, band, height);
+      }
+      context.globalAlpha = isFlagged ? 0.75 : 0.4;
+      if (layer.rms > 0 && layer.peak > 0) {
+        context.lineWidth = Math.max(1, Math.min(2 * ratio, step * 0.5));
+        context.beginPath();
+        context.moveTo(x, at(layer.rms));
+        context.lineTo(x, at(layer.peak));
+        context.stroke();
+      }
+      context.globalAlpha = 1;
+      context.lineWidth = ratio;
+      context.beginPath();
+      context.arc(x, layer.rms > 0 ? at(layer.rms) : top + height - radius, isFlagged ? radius * 1.35 : radius, 0, 2 * Math.PI);
+      if (layer.rms > 0) context.fill();
+      else if (layer.zeros > 0) context.stroke(); // else there is no finite value at all, which the triangle says
+      if (layer.nonfinite > 0) triangle(context, x, top + 2 * ratio, 4.5 * ratio);
+    }
+  }
+  context.restore();
+}
+
+function tooltipOf(layer) {
+  const lines = [
+    ["RMS", figure(layer.rms)],
+    ["from … to", `${figure(layer.minimum)} … ${figure(layer.maximum)}`],
+    ["zeros", layer.zeros ? `${whole(layer.zeros)} (${percent(layer.zeros / Math.max(layer.numel, 1))})` : ""],
+    ["not finite", layer.nonfinite ? whole(layer.nonfinite) : ""],
+    ["flagged", layer.flagged.join(", ")],
+  ];
+  return [
+    el("strong", {}, name(layer.key)),
+    el("span", { className: "faint" }, `${shown(layer.dtype)} [${shown(layer.shape).replaceAll("x", ", ")}]`),
+    el("dl", {}, facts(lines)),
+  ];
+}
+
+/** What the chart says, for those who do not see it. */
+function summaryOf(layers) {
+  const flagged = layers.filter((layer) => layer.flagged.length > 0).length;
+  const broken = layers.filter((layer) => layer.nonfinite > 0).length;
+  const positive = layers.map((layer) => layer.rms).filter((rms) => rms > 0);
+  const range = positive.length
+    ? `RMS from ${figure(positive.reduce((a, b) => Math.min(a, b)))} to ${figure(positive.reduce((a, b) => Math.max(a, b)))}`
+    : "all zero";
+  return `${counted(layers.length, "layer")}, ${range}; ${flagged || "none"} flagged, ${broken || "none"} with values that are not finite`;
+}
+
+/** The chart in an element; gives back a function that takes it away. `pick` is called with the layer of a click. */
+function weightsChart(box, layers, pick) {
+  const range = decades(layers);
+  if (range === null) {
+    box.append(el("p", { className: "faint" }, "All values are zero, or none are finite: there is nothing to draw."));
+    return () => {};
+  }
+  const tip = el("div", { className: "tip", hidden: true });
+  const frame = el("div", { className: "chart", role: "img", "aria-label": `Weights by layer: ${summaryOf(layers)}` });
+  box.append(frame);
+  let chart = null;
+  const moved = (self) => {
+    const layer = self.cursor.idx === null || self.cursor.left < 0 ? null : layers[self.cursor.idx];
+    tip.hidden = !layer;
+    if (!layer) return;
+    tip.replaceChildren(...tooltipOf(layer));
+    const left = self.cursor.left > self.over.clientWidth / 2 ? self.cursor.left - tip.offsetWidth - 12 : self.cursor.left + 12;
+    tip.style.transform = `translate(${Math.max(0, left)}px, 8px)`;
+  };
+  const build = () => {
+    if (chart) chart.destroy();
+    const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+    chart = new uPlot(
+      {
+        width: Math.max(frame.clientWidth, 200),
+        height: Math.max(220, Math.min(340, frame.clientWidth * 0.4)),
+        legend: { show: false },
+        cursor: { y: false, points: { show: false }, drag: { x: layers.length > 40, y: false } },
+        scales: {
+          x: { time: false, range: (self, low, high) => [low - 0.7, high + 0.7] },
+          y: { distr: 3, range: () => range },
+        },
+        axes: [
+          { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], label: "layer, in the file's order", labelSize: 22, labelFont: axis.font, size: 30 },
+          { ...axis, size: 54, splits: () => powersOfTen(range), values: (self, splits) => splits.map(power) },
+        ],
+        series: [
+          {},
+          { paths: () => null, points: { show: false } },
+          { paths: () => null, points: { show: false } },
+        ],
+        hooks: { draw: [(self) => drawLayers(self, layers)], setCursor: [moved] },
+      },
+      [
+        layers.map((layer) => layer.index),
+        layers.map((layer) => (layer.rms > 0 ? layer.rms : null)),
+        layers.map((layer) => (layer.peak > 0 ? layer.peak : null)),
+      ],
+      frame,
+    );
+    chart.over.append(tip);
+    chart.over.addEventListener("click", () => {
+      if (chart.cursor.idx !== null) pick(layers[chart.cursor.idx]);
+    });
+  };
+  build();
+  let drawn = frame.clientWidth;
+  const observer = new ResizeObserver(() => {
+    if (frame.clientWidth && Math.abs(frame.clientWidth - drawn) > 4) {
+      drawn = frame.clientWidth;
+      build();
+    }
+  });
+  observer.observe(frame);
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
+  scheme.addEventListener("change", build);
+  addEventListener("ckptfix-colours", build);
+  return () => {
+    observer.disconnect();
+    scheme.removeEventListener("change", build);
+    removeEventListener("ckptfix-colours", build);
+    chart.destroy();
+  };
+}

@@ -1,0 +1,80 @@
+// The data of the page: rows are read at once, what is behind a row when it is opened.
+
+const parsed = (id) => {
+  const element = document.getElementById(id);
+  return element === null ? null : JSON.parse(element.textContent);
+};
+
+const run = parsed("run");
+
+const rows = [];
+for (let chunk = 0, part; (part = parsed(`rows-${chunk}`)) !== null; chunk += 1) {
+  for (const values of part) {
+    const row = { id: rows.length };
+    run.columns.forEach((column, index) => { row[column] = values[index]; });
+    row.searched = [row.name, row.output, ...row.codes].join("\n").toLowerCase();
+    rows.push(row);
+  }
+}
+
+/** What is behind a row. A part that is word for word as in an earlier file is taken from there. */
+function accountOf(id) {
+  const account = parsed(`file-${id}`);
+  for (const [part, earlier] of Object.entries(account.same || {})) account[part] = parsed(`file-${earlier}`)[part];
+  return account;
+}
+
+/** How files end, what needs somebody first. */
+const OUTCOMES = [
+  ["failed", "bad", "an error of the run, not of the file"],
+  ["unreadable", "bad", "nothing could be read"],
+  ["needs a decision", "attention", "something is left that ckptfix does not decide"],
+  ["can be repaired", "repaired", "a repair needs no decision"],
+  ["repaired", "repaired", "written, opened again and compared"],
+  ["already fine", "good", "nothing to repair"],
+  ["other", "other", "no checkpoint"],
+];
+const rank = (outcome) => {
+  const index = OUTCOMES.findIndex(([known]) => known === outcome);
+  return index === -1 ? OUTCOMES.length : index;
+};
+const tone = (outcome) => (OUTCOMES[rank(outcome)] || [null, "other"])[1];
+const badge = (outcome) => el("span", { className: `badge ${tone(outcome)}` }, shown(outcome));
+
+/** The layers of a file as objects, null where the page does not have them. */
+function layersOf(id) {
+  const figures = parsed(`weights-${id}`);
+  if (figures === null) return null;
+  const layout = parsed(`layout-${figures.layout}`);
+  const sparse = (column) => figures[column] || {};
+  return layout.key.map((key, index) => ({
+    index,
+    key,
+    dtype: Array.isArray(layout.dtype) ? layout.dtype[index] : layout.dtype,
+    shape: layout.shape[index],
+    numel: layout.numel[index],
+    rms: figures.rms[index],
+    minimum: figures.minimum[index],
+    maximum: figures.maximum[index],
+    peak: Math.max(Math.abs(figures.minimum[index]), Math.abs(figures.maximum[index])),
+    zeros: sparse("zeros")[index] || 0,
+    nonfinite: sparse("nonfinite")[index] || 0,
+    flagged: sparse("flagged")[index] || [],
+  }));
+}
+
+// A file's address is its name, so that a link outlives the page that it was taken from.
+const isWellFormed = (text) => !/\p{Cs}/u.test(text);
+const addressOf = (row) => (isWellFormed(row.name) ? `#/${encodeURIComponent(row.name)}` : `#//${row.id}`);
+const rowOfName = new Map(rows.map((row) => [row.name, row]));
+
+/** The row that an address names; null for the overview and for addresses of nothing. */
+function rowAt(address) {
+  if (address.startsWith("#//")) return rows[Number(address.slice(3))] || null;
+  try {
+    return rowOfName.get(decodeURIComponent(address.slice(2))) || null;
+  } catch (error) {
+    if (error instanceof URIError) return null;
+    throw error;
+  }
+}

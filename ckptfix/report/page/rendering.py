@@ -1,0 +1,132 @@
+"""Puts a page together: the template, the libraries beside it, and the data of the files one after another.
+
+The page is written as it is made. What is kept of each file is its number and the name that its weights are found by.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from itertools import islice
+from typing import Any, TextIO, TypeVar
+
+from ckptfix.report.page.embedding import data_element, script_json
+from ckptfix.report.page.entries import COLUMNS, Entries
+from ckptfix.report.page.layers import Layers
+from ckptfix.report.style import printable
+
+T = TypeVar("T")
+
+PAGE_VERSION = 1
+PAGE_LIMIT, LEAST_FOR_WEIGHTS = 12_000_000, 2_000_000
+"""Characters that a page has for files and their weights. Files are never left out, weights are: those that come last,
+and those of healthy files first."""
+
+MARK = '<meta name="generator" content="ckptfix'
+"""What a page of ours has among its first characters."""
+
+_ROWS_IN_ONE = 500
+_STYLES = ("vendor/tabulator.min.css", "vendor/uplot.min.css", "page.css")
+_SCRIPTS = ("vendor/tabulator.min.js", "vendor/uplot.min.js")
+_OWN_SCRIPTS = ("text.js", "data.js", "chart.js", "layers.js", "file.js", "overview.js", "main.js")
+_LICENCES = {"Tabulator": "vendor/tabulator.LICENSE", "uPlot": "vendor/uplot.LICENSE"}
+
+
+def render_page(
+    title: str, records: Iterable[Mapping[str, Any]], weights: Iterable[Mapping[str, Any]] = (), **rest: Any
+) -> str:
+    """The page as one text; see ``write_page``."""
+    page = io.StringIO()
+    write_page(page, title, records, weights, **rest)
+    return page.getvalue()
+
+
+def write_page(
+    out: TextIO,
+    title: str,
+    records: Iterable[Mapping[str, Any]],
+    weights: Iterable[Mapping[str, Any]] = (),
+    *,
+    facts: Mapping[str, Any] | None = None,
+    renames: Mapping[str, str] | None = None,
+    duplicates: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a page that holds everything it shows.
+
+    ``records`` are lines of a manifest (``Record.to_json``), ``weights`` lines of ``weights.jsonl`` in any order, one
+    for a file; those of files that no record names are ignored. Records and weights are read once and not kept, so that
+    a page of many files takes little memory. ``facts`` say what the run was: versions, date, settings, as words and
+    values. ``renames`` maps old names of files to new ones. ``duplicates`` says what files have in common, as words and
+    values too.
+    """
+    run = {
+        "title": printable(title),
+        "facts": _words(facts),
+        "renames": dict(renames or {}),
+        "duplicates": _words(duplicates),
+    }
+    scripts = [*map(_asset, _SCRIPTS), "\n".join(map(_asset, _OWN_SCRIPTS))]
+    for piece in _template().generate(
+        title=printable(title),
+        version=PAGE_VERSION,
+        styles=[_asset(name) for name in _STYLES],
+        scripts=scripts,
+        hashes=[_digest(script) for script in scripts],
+        licences={name: _asset(path) for name, path in _LICENCES.items()},
+        elements=_elements(run, records, weights),
+    ):
+        out.write(piece)
+
+
+def _elements(
+    run: Mapping[str, Any], records: Iterable[Mapping[str, Any]], weights: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    entries = Entries()
+    written = len(script_json(run))
+    numbers: dict[str, int] = {}
+    for chunk, some in enumerate(_chunks(enumerate(records), _ROWS_IN_ONE)):
+        for number, record in some:
+            numbers[record["source"]] = number
+            element = data_element(f"file-{number}", script_json(entries.account(number, record)))
+            written += len(element)
+            yield element
+        yield data_element(f"rows-{chunk}", script_json([entries.row(record) for _, record in some]))
+    layers = Layers(max(PAGE_LIMIT - written, LEAST_FOR_WEIGHTS))
+    for line in weights:
+        if line["source"] in numbers:
+            yield from layers.elements(numbers.pop(line["source"]), line)
+    yield data_element("run", script_json({**run, "columns": COLUMNS, "left_out": layers.left_out}))
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _words(facts: Mapping[str, Any] | None) -> list[list[str]]:
+    return [[str(name), str(value)] for name, value in (facts or {}).items()]
+
+
+@cache
+def _asset(name: str) -> str:
+    text = (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return re.sub(r"(?://|/\*)# sourceMappingURL=\S+(?: \*/)?\s*$", "", text)  # the map stays with its makers
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_asset("page.html.jinja"))
+
+
+def _digest(script: str) -> str:
+    """The hash by which the page's policy knows a script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

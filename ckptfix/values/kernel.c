@@ -1,0 +1,273 @@
+/* The figures of a block of numbers, for processors with AVX2.
+
+   What portable.py does in some eight passes of numpy is done here in one, at about the rate at which memory is read.
+   Neither includes Python nor needs it: kernel.py calls it by ctypes, and without it numpy does the work.
+
+   The bits of an IEEE float without the sign are ordered as the magnitudes are. So three integers tell nearly
+   everything of a chunk: the greatest as signed (the maximum, if one is positive), the greatest as unsigned (the
+   minimum, if one is negative), and the least without the sign (zeros and subnormals; the other extremum where all
+   have one sign). What they tell to be rare is counted apart. Sums are those of float64, in which the square of a
+   float32 is exact.
+
+   A mapped file that shrinks while it is read raises SIGBUS. That ends the call with an error, and not the process. */
+
+#define _GNU_SOURCE
+#include <immintrin.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INTERFACE 1 /* as in kernel.py: raise both with every change of what they share */
+#define FAST __attribute__((target("avx2,fma,f16c")))
+#define CHUNK 4096 /* numbers that stay in the first-level cache; 16-bit counters must hold so many */
+
+typedef struct {
+    uint64_t finite, nan, pos_inf, neg_inf, zeros, subnormals, overflowing, vanishing;
+    int64_t first; /* the index of the first number that is not finite, or -1 */
+    double minimum, maximum, sum, squares; /* of the finite numbers */
+} Figures;
+
+typedef struct {
+    double vanishing, largest; /* of a cast, as in narrowing.py */
+    int wanted;
+} Cast;
+
+FAST static inline __m256d four_float32(const uint32_t *p) { return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p)); }
+
+FAST static inline __m256d four_float16(const uint16_t *p)
+{
+    return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+FAST static inline __m256d four_bfloat16(const uint16_t *p)
+{
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)p)), 16)));
+}
+
+static inline double float32_value(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+FAST static inline double float16_value(uint16_t bits) { return _cvtsh_ss(bits); }
+
+static inline double bfloat16_value(uint16_t bits) { return float32_value((uint32_t)bits << 16); }
+
+FAST static inline double total(__m256d a, __m256d b, __m256d c, __m256d d)
+{
+    double parts[4];
+    _mm256_storeu_pd(parts, _mm256_add_pd(_mm256_add_pd(a, b), _mm256_add_pd(c, d)));
+    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
+/* Loads sixteen numbers as four times four, in any order: neither sum depends on it but for its last bits. */
+#define IN_ORDER(FOUR, p, a, b, c, d) (a = FOUR(p), b = FOUR(p + 4), c = FOUR(p + 8), d = FOUR(p + 12))
+
+/* Two bfloat16 are in 32 bits; the upper one needs a mask alone, the lower one a shift, to be a float32. */
+#define IN_PAIRS(FOUR, p, a, b, c, d)                                                                                  \
+    do {                                                                                                               \
+        const __m256i upper = _mm256_set1_epi32((int)0xffff0000u), pairs = _mm256_loadu_si256((const __m256i *)(p));   \
+        const __m256i odd = _mm256_and_si256(pairs, upper), even = _mm256_slli_epi32(pairs, 16);                       \
+        a = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_castsi256_si128(odd)));                                            \
+        b = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_extracti128_si256(odd, 1)));                                       \
+        c = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_castsi256_si128(even)));                                           \
+        d = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_extracti128_si256(even, 1)));                                      \
+    } while (0)
+
+/* NAME_scan(numbers, count, cast, figures): UNSIGNED and SIGNED are the integers of the size, NORMAL and INFINITE the
+   bits of the least normal number and of infinity. */
+#define SCAN(NAME, UNSIGNED, SIGNED, NORMAL, INFINITE, SIXTEEN)                                                        \
+    enum { NAME##_SIGN = 8 * sizeof(UNSIGNED) - 1 };                                                                   \
+    static const UNSIGNED NAME##_magnitude = (UNSIGNED)(((uint64_t)1 << NAME##_SIGN) - 1);                             \
+                                                                                                                       \
+    FAST static void NAME##_sum(const UNSIGNED *p, size_t count, Figures *f)                                           \
+    {                                                                                                                  \
+        __m256d s0 = _mm256_setzero_pd(), s1 = s0, s2 = s0, s3 = s0, q0 = s0, q1 = s0, q2 = s0, q3 = s0, a, b, c, d;   \
+        size_t i = 0;                                                                                                  \
+        for (; i + 16 <= count; i += 16) {                                                                             \
+            SIXTEEN(four_##NAME, (p + i), a, b, c, d);                                                                 \
+            s0 = _mm256_add_pd(s0, a), q0 = _mm256_fmadd_pd(a, a, q0);                                                 \
+            s1 = _mm256_add_pd(s1, b), q1 = _mm256_fmadd_pd(b, b, q1);                                                 \
+            s2 = _mm256_add_pd(s2, c), q2 = _mm256_fmadd_pd(c, c, q2);                                                 \
+            s3 = _mm256_add_pd(s3, d), q3 = _mm256_fmadd_pd(d, d, q3);                                                 \
+        }                                                                                                              \
+        double sum = total(s0, s1, s2, s3), squares = total(q0, q1, q2, q3);                                           \
+        for (; i < count; i++) {                                                                                       \
+            double value = NAME##_value(p[i]);                                                                         \
+            sum += value, squares += value * value;                                                                    \
+        }                                                                                                              \
+        f->sum += sum, f->squares += squares;                                                                          \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* One number after the other, where some of them are not finite. */                                               \
+    FAST static void NAME##_sort_out(const UNSIGNED *p, size_t count, int64_t position, Figures *f)                    \
+    {                                                                                                                  \
+        for (size_t i = 0; i < count; i++) {                                                                           \
+            UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                              \
+            if (magnitude < INFINITE) {                                                                                \
+                double value = NAME##_value(p[i]);                                                                     \
+                f->minimum = value < f->minimum ? value : f->minimum;                                                  \
+                f->maximum = value > f->maximum ? value : f->maximum;                                                  \
+                f->sum += value, f->squares += value * value, f->finite++;                                             \
+                continue;                                                                                              \
+            }                                                                                                          \
+            f->first = f->first < 0 ? position + (int64_t)i : f->first;                                                \
+            *(magnitude > INFINITE ? &f->nan : p[i] >> NAME##_SIGN ? &f->neg_inf : &f->pos_inf) += 1;                  \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    FAST static void NAME##_count_losses(const UNSIGNED *p, size_t count, const Cast *cast, Figures *f)                \
+    {                                                                                                                  \
+        for (size_t i = 0; i < count; i++) {                                                                           \
+            UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                              \
+            double value = NAME##_value(magnitude);                                                                    \
+            f->vanishing += magnitude != 0 && value <= cast->vanishing;                                                \
+            f->overflowing += magnitude < INFINITE && value > cast->largest;                                           \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    FAST static void NAME##_scan(const void *numbers, size_t length, const Cast *cast, Figures *f)                     \
+    {                                                                                                                  \
+        for (size_t position = 0; position < length; position += CHUNK) {                                              \
+            const UNSIGNED *p = (const UNSIGNED *)numbers + position;                                                  \
+            size_t count = length - position < CHUNK ? length - position : CHUNK;                                      \
+            UNSIGNED least = NAME##_magnitude, top = 0;                                                                \
+            SIGNED above = (SIGNED) ~NAME##_magnitude;                                                                 \
+            for (size_t i = 0; i < count; i++) {                                                                       \
+                UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                          \
+                least = magnitude < least ? magnitude : least;                                                         \
+                top = p[i] > top ? p[i] : top;                                                                         \
+                above = (SIGNED)p[i] > above ? (SIGNED)p[i] : above;                                                   \
+            }                                                                                                          \
+            UNSIGNED high = above < 0 ? 0 : (UNSIGNED)above, low = top >> NAME##_SIGN ? top & NAME##_magnitude : 0;    \
+            UNSIGNED largest = high > low ? high : low;                                                                \
+            if (least < NORMAL) {                                                                                      \
+                UNSIGNED zeros = 0, small = 0; /* as narrow as the numbers, so that as many are counted at a time */   \
+                for (size_t i = 0; i < count; i++) {                                                                   \
+                    UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                      \
+                    zeros += magnitude == 0;                                                                           \
+                    small += magnitude < NORMAL;                                                                       \
+                }                                                                                                      \
+                f->zeros += zeros, f->subnormals += (UNSIGNED)(small - zeros);                                         \
+            }                                                                                                          \
+            if (cast->wanted                                                                                           \
+                && (NAME##_value(least) <= cast->vanishing || largest >= INFINITE                                      \
+                    || NAME##_value(largest) > cast->largest))                                                         \
+                NAME##_count_losses(p, count, cast, f);                                                                \
+            if (largest >= INFINITE) {                                                                                 \
+                NAME##_sort_out(p, count, (int64_t)position, f);                                                       \
+                continue;                                                                                              \
+            }                                                                                                          \
+            double minimum = top >> NAME##_SIGN ? NAME##_value(top) : NAME##_value(least);                             \
+            double maximum = above < 0 ? -NAME##_value(least) : NAME##_value((UNSIGNED)above);                         \
+            f->minimum = minimum < f->minimum ? minimum : f->minimum;                                                  \
+            f->maximum = maximum > f->maximum ? maximum : f->maximum;                                                  \
+            f->finite += count;                                                                                        \
+            NAME##_sum(p, count, f);                                                                                   \
+        }                                                                                                              \
+    }
+
+SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, IN_ORDER)
+SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, IN_ORDER)
+SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, IN_PAIRS)
+
+/* How often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
+static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
+{
+    memset(counts, 0, 256 * sizeof *counts);
+    while (length) {
+        uint32_t tables[4][256] = {{0}};
+        size_t count = length < (1u << 31) ? length : (1u << 31), i = 0;
+        for (; i + 8 <= count; i += 8) {
+            uint64_t word;
+            memcpy(&word, bytes + i, sizeof word);
+            for (int place = 0; place < 8; place++)
+                tables[place & 3][(word >> (8 * place)) & 0xff]++;
+        }
+        for (; i < count; i++)
+            tables[0][bytes[i]]++;
+        for (int code = 0; code < 256; code++)
+            counts[code] += (uint64_t)tables[0][code] + tables[1][code] + tables[2][code] + tables[3][code];
+        bytes += count, length -= count;
+    }
+}
+
+/* The index of the first byte of those that stand for no finite number, or -1. */
+static int64_t first_of(const uint8_t *bytes, size_t length, const uint64_t *counts, const uint8_t *strange)
+{
+    uint64_t found = 0;
+    for (int code = 0; code < 256; code++)
+        found += strange[code] ? counts[code] : 0;
+    for (size_t i = 0; found && i < length; i++)
+        if (strange[bytes[i]])
+            return (int64_t)i;
+    return -1;
+}
+
+/* Where a call of this thread ends when its memory is gone. A handler of signals must not allocate what it looks at. */
+static __thread sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
+static struct sigaction before;
+
+static void on_bus_error(int number, siginfo_t *info, void *context)
+{
+    if (guard)
+        siglongjmp(*guard, 1);
+    /* Not of ours: whoever was there before gets it, the default when the instruction is tried again. */
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, context);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+        before.sa_handler(number);
+    else
+        sigaction(SIGBUS, &before, NULL);
+}
+
+/* The number of the interface, or 0 where the processor is too old. */
+int ckptfix_interface(void)
+{
+    __builtin_cpu_init();
+    int able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return able ? INTERFACE : 0;
+}
+
+/* Makes calls end with an error when their memory is gone. Returns whether that worked. */
+int ckptfix_guard(void)
+{
+    struct sigaction ours = {0};
+    ours.sa_sigaction = on_bus_error;
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK; /* no signal is masked, so no mask has to be restored */
+    sigemptyset(&ours.sa_mask);
+    return sigaction(SIGBUS, &ours, &before) == 0;
+}
+
+/* `kind`: 0 float32, 1 float16, 2 bfloat16 into `figures`. Numbers lie at a multiple of their size. Or 3: bytes into
+   `counts`, and of the figures `first`, which is the first byte that is marked as `strange`. Returns 0, or 1 where the
+   memory was gone. */
+int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast, Figures *figures, uint64_t *counts,
+                 const uint8_t *strange)
+{
+    static void (*const scans[])(const void *, size_t, const Cast *, Figures *) = {
+        float32_scan, float16_scan, bfloat16_scan};
+    sigjmp_buf here;
+    unsigned mode = _mm_getcsr();
+    int gone = sigsetjmp(here, 0);
+    if (!gone) {
+        guard = &here;
+        _mm_setcsr(0x1f80); /* the processor's default: subnormals are not flushed */
+        if (kind == 3) {
+            count_bytes(numbers, length, counts);
+            figures->first = first_of(numbers, length, counts, strange);
+        } else {
+            Figures found = {.first = -1, .minimum = INFINITY, .maximum = -INFINITY};
+            scans[kind](numbers, length, cast, &found);
+            *figures = found;
+        }
+    }
+    guard = NULL;
+    _mm_setcsr(mode);
+    return gone;
+}

@@ -1,0 +1,175 @@
+"""The story of a migration, from an old zoo to one that loads. Start reading here.
+
+    list      listing      what is in the zoo: files and folders that are checkpoints, and others
+    plan      planning     what zoo.toml wants of each, under which name, and what an earlier run has done
+    run       engines      the jobs, the largest first, each in a process that may crash
+    (a job)   performing   repair or copy, digests, into a scratch folder
+    commit    committing   outputs are flushed, renamed, and only then written down in the manifest
+    close     workspace    the manifest in order, renames.json, nothing temporary left
+
+The driver reads no checkpoint, and keeps of each file what the listing says and no more. Whatever kills it, the same
+command goes on where the manifest ends, and comes to the same tree.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.budget import Budget
+from ckptfix.zoo.committing import Committer
+from ckptfix.zoo.engines import Engine
+from ckptfix.zoo.job import Done, Others
+from ckptfix.zoo.listing import ABSENT, Item, list_zoo
+from ckptfix.zoo.manifest import Known, read_manifest, sizes_at
+from ckptfix.zoo.memory import memory_at_hand, room_at
+from ckptfix.zoo.places import Place, open_place
+from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.summary import Summary
+from ckptfix.zoo.table import Table
+from ckptfix.zoo.workspace import Workspace, opened
+
+MakeEngine = Callable[[Path], Engine]
+"""Makes the engine of a migration, with a folder for temporary files."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What came of a migration: the counts, and the manifest and weights of the whole zoo, line by line."""
+
+    source: str
+    destination: str
+    summary: Summary
+    workspace: Workspace
+    chosen: frozenset[str] | None = None
+    """The sources that this run was for; None for all."""
+    remarks: tuple[str, ...] = ()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The lines of the manifest, sorted by source: those of earlier runs too."""
+        return self.workspace.manifest.lines()
+
+    def chosen_records(self) -> Iterator[dict[str, Any]]:
+        """The lines of the sources that this run was for."""
+        chosen = self.chosen
+        return (line for line in self.records() if chosen is None or line["source"] in chosen)
+
+    def weights(self) -> Iterator[dict[str, Any]]:
+        """The lines of ``weights.jsonl``, sorted by source."""
+        return self.workspace.weights.lines()
+
+
+@contextmanager
+def migrate(
+    source: str,
+    destination: str,
+    table: Table | None = None,
+    *,
+    patterns: Sequence[str] = (),
+    listed: Sequence[str] | None = None,
+    decided: Table | None = None,
+    again: Sequence[str] = (),
+    others: Others = Others.COPY,
+    dry_run: bool = False,
+    resume: bool = True,
+    verify: bool = False,
+    jobs: int | None = None,
+    memory: int | None = None,
+    temporary: int | None = None,
+    engine: MakeEngine | None = None,
+    watch: Callable[[Summary], None] = lambda summary: None,
+) -> Iterator[Migration]:
+    """Migrate a zoo: every checkpoint of ``source`` is repaired into ``destination``, or copied where it is fine.
+
+    ``source`` and ``destination`` are folders or fsspec URLs. ``patterns`` and ``listed`` choose files, and
+    ``decided`` is the table with what was decided for these alone. ``again`` is the command as the user typed it.
+    ``jobs`` is how many run at the same time, ``memory`` and ``temporary`` are the bytes that all of them may take
+    together. ``watch`` is told a few times a second how far it is. The body of the ``with`` sees the finished
+    migration; of a dry run, all is gone after it."""
+    table = table or Table()
+    old, new = open_place(source), open_place(destination)
+    _refuse_overlap(old, new)
+    found = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
+    if decided is not None and (absent := [item.name for item in found if item.fault == ABSENT]):
+        raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
+    summary = Summary(files=len(found), bytes=sum(item.size for item in found))
+    with opened(new, dry_run) as workspace:
+        runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
+        known = read_manifest(workspace.manifest)
+        workspace.weights.index()
+        plan = Plan(
+            largest_first(found),
+            table,
+            source,
+            destination,
+            decided,
+            tuple(again),
+            others,
+            dry_run,
+            known=known,
+            resumes=resume,
+            is_grouped=runs.is_grouped and new.root is not None,
+            verifies=verify,
+        )
+        _run(runs, plan, workspace, summary, watch)
+        if not dry_run:
+            workspace.close_books()
+        summary.seconds = time.monotonic() - summary.began
+        chosen = frozenset(item.name for item in found) if patterns or listed is not None else None
+        yield Migration(source, destination, summary, workspace, chosen, tuple(table.idle(item.name for item in found)))
+
+
+def _run(
+    engine: Engine,
+    plan: Plan,
+    workspace: Workspace,
+    summary: Summary,
+    watch: Callable[[Summary], None],
+) -> None:
+    def stands(item: Item, before: Known) -> None:
+        summary.count(before.outcome, item.size, before.output_size, earlier=True)
+
+    def written(done: Done) -> None:
+        record = done.record
+        summary.count(record.outcome, record.size, record.output_size, earlier=done.is_known)
+        workspace.publish()
+
+    def waiting(running: int) -> None:
+        summary.running = running
+        watch(summary)
+
+    books = workspace.manifest, workspace.weights
+    left_over = plan.left_over if not plan.dry_run else lambda record: ()
+    with Committer(workspace.destination, workspace.scratch, *books, written, left_over) as committer:
+        todo = plan.todo(workspace.manifest, sizes_at(workspace.destination), stands)
+        engine.run_jobs(todo, committer.add, waiting)
+    summary.running = 0
+    watch(summary)
+
+
+def _local(scratch: Path, jobs: int | None, memory: int | None, temporary: int | None) -> Engine:
+    from ckptfix.zoo.engines.local import LocalEngine  # one engine of several
+
+    workers = jobs or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else jobs or os.cpu_count() or 1
+    return LocalEngine(workers, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)
+
+
+def _refuse_overlap(source: Place, destination: Place) -> None:
+    """Raise where a file that is written could be one of the sources, or be taken for one next time."""
+    if (source.root is None) != (destination.root is None):
+        return
+    old, new = (
+        place.name.rstrip("/") if place.root is None else str(place.root.resolve()) for place in (source, destination)
+    )
+    if old == new:
+        raise UsageError(f"{destination.name}: is the source itself, which is never written; name another folder")
+    if new.startswith(f"{old}/"):
+        raise UsageError(f"{destination.name}: lies in the source; name a folder outside of {source.name}")
+    if old.startswith(f"{new}/"):
+        raise UsageError(f"{destination.name}: has the source in it; name a folder beside {source.name}")

@@ -1,0 +1,233 @@
+"""A place behind an fsspec URL: an object store, the Hugging Face hub, a server, a file system in memory.
+
+Every transfer is proven by a second look: the size, and that what is there is still what was there before. Object
+stores show an upload when it is whole. Elsewhere it goes under a temporary name first and is moved."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.places.errors import PlaceError, TransferError
+from ckptfix.zoo.places.faults import changed, deny
+from ckptfix.zoo.places.place import Entry
+from ckptfix.zoo.places.retrying import persistently
+from ckptfix.zoo.places.temporary import TEMPORARY, require_space, temporary_beside, temporary_name
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
+"""The schemes where an upload, in one piece or in many, shows when it is whole and not before."""
+
+FETCHING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 1}, "s3a": {"max_concurrency": 1}}
+SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
+"""How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
+way at once, and memory is counted. One at a time is fetched as a stream."""
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}
+"""The extra of ckptfix that brings the package of a scheme."""
+
+STAMPS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "content_md5",
+    "LastModified",
+    "mtime",
+    "modified",
+    "updated",
+    "created",
+)
+"""Where backends say which version of a file is there, the most certain first."""
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """A place behind a URL. How to reach it (keys, endpoints) is taken from where the backend looks for it: its
+    environment variables and files, and the configuration of fsspec.
+    """
+
+    name: str
+
+    @property
+    def root(self) -> None:
+        """None: files have to be fetched."""
+        return None
+
+    @property
+    def scheme(self) -> str:
+        """What is in front of ``://``."""
+        return self.name.partition("://")[0]
+
+    def reach(self) -> None:
+        """Raise ``UsageError`` where no package knows such a URL; nothing is sent yet."""
+        self._reached()
+
+    def walk(self) -> Iterator[Entry]:
+        """All files below the URL, sorted by name."""
+        system, base = self._reached()
+
+        def listed() -> dict[str, Any]:
+            found: dict[str, Any] = system.find(base, detail=True)
+            if not found:
+                system.info(base)  # raises where the bucket or folder itself is not there
+            return found
+
+        found = persistently(listed, self.name, "listed")
+        system.invalidate_cache()  # what it remembers of a listing of a million files is as large as the listing
+        prefix = f"{base}/" if base else ""
+        for path in sorted(found):
+            name = path.removeprefix(prefix)
+            if not path.endswith("/") and not TEMPORARY.fullmatch(name.rpartition("/")[2]):  # a/ marks a folder
+                yield _entry(name, found[path])
+
+    def entry(self, name: str) -> Entry | None:
+        """The file of a name; None where there is none."""
+        return persistently(lambda: self._look(name), self.where(name), "looked at")
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first bytes of a file, in one request; a second one where there are fewer than asked for."""
+        system, path = self._reached(name)
+
+        def read() -> bytes:
+            if system.async_impl:
+                raw = bytes(system.cat_file(path, start=0, end=count))
+            else:
+                with system.open(path, "rb", cache_type="none") as file:  # the usual cache reads megabytes ahead
+                    raw = bytes(file.read(count))
+            if len(raw) < count and len(raw) < deny(self._look(name), self.where(name)).size:
+                raise TransferError(f"{self.where(name)}: {len(raw)} of {count} bytes came")
+            return raw
+
+        return persistently(read, self.where(name), "read")
+
+    def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
+        """Copy a file to a local path."""
+        from fsspec.callbacks import Callback
+
+        system, path = self._reached(name)
+
+        def fetched() -> None:
+            before = known or deny(self._look(name), self.where(name))
+            require_space(to, before.size, self.where(name))
+            with temporary_beside(to) as temporary:
+                came = Callback()
+                system.get_file(path, str(temporary), callback=came, **FETCHING.get(self.scheme, {}))
+                after, size = self._look(name), temporary.stat().st_size
+                if after != before:
+                    raise changed(self.where(name)) if known else TransferError(f"{self.where(name)}: it changed")
+                # Who fetches ranges makes the file as large as it has to be first, and a short one leaves a hole.
+                if size != before.size or 0 < came.value < size:
+                    raise TransferError(f"{self.where(name)}: {came.value or size} of {before.size} bytes came")
+                temporary.replace(to)
+
+        persistently(fetched, self.where(name), "fetched")
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a local file here."""
+        system, path = self._reached(name)
+        size = file.stat().st_size
+
+        def sent() -> None:
+            self._send(system, file, path)
+            there = self._look(name)
+            if there is None or there.size != size:
+                self._discard(system, path)
+                raise TransferError(f"{self.where(name)}: {there.size if there else 0} of {size} bytes arrived")
+
+        persistently(sent, self.where(name), "written")
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        system, path = self._reached(name)
+        persistently(lambda: self._discard(system, path), self.where(name), "removed")
+
+    def where(self, name: str) -> str:
+        """The URL of a file."""
+        return f"{self.name.rstrip('/')}/{name}"
+
+    def _send(self, system: AbstractFileSystem, file: Path, path: str) -> None:
+        if self.scheme in ATOMIC:
+            system.put_file(str(file), path, **SENDING.get(self.scheme, {}))
+            return
+        folder = path.rpartition("/")[0]
+        if folder:
+            system.makedirs(folder, exist_ok=True)
+        temporary = f"{folder}/{temporary_name()}" if folder else temporary_name()
+        try:
+            system.put_file(str(file), temporary)
+            size = system.info(temporary)["size"]
+            if size != file.stat().st_size:
+                raise TransferError(f"{self.name}: {size} of {file.stat().st_size} bytes of {path} arrived")
+            system.mv(temporary, path)
+        finally:
+            self._discard(system, temporary)
+
+    def _discard(self, system: AbstractFileSystem, path: str) -> None:
+        try:
+            system.rm_file(path)
+        except FileNotFoundError:
+            return  # as it should be
+
+    def _look(self, name: str) -> Entry | None:
+        """The file of a name as it is now, past what the backend remembers of a listing."""
+        system, path = self._reached(name)
+        system.invalidate_cache(path)
+        try:
+            info = system.info(path)
+        except FileNotFoundError:
+            return None
+        return _entry(name, info) if info["type"] == "file" else None
+
+    def _reached(self, name: str = "") -> tuple[AbstractFileSystem, str]:
+        """The file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
+        from fsspec.core import url_to_fs
+
+        try:
+            system, base = url_to_fs(self.name)
+        except ImportError as error:
+            extra = EXTRAS.get(self.scheme)
+            package = f"ckptfix[{extra}]" if extra else str(error)
+            advice = f"install it with pip install '{package}'" if extra else package
+            raise UsageError(f"{self.name}: the package for {self.scheme}:// is not installed; {advice}") from error
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}; name a folder, or a URL that fsspec knows") from error
+        base = base.rstrip("/")
+        if not name:
+            return system, base
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise PlaceError(
+                f"{self.where(name)}: the name is no text but bytes, which {self.scheme}:// cannot keep; rename it"
+            ) from error
+        return system, f"{base}/{name}" if base else name
+
+
+def _entry(name: str, info: Mapping[str, Any]) -> Entry:
+    stamp = next((_stamp(info[field]) for field in STAMPS if info.get(field)), "")
+    return Entry(name, int(info.get("size") or 0), stamp, _leads_out(name))
+
+
+def _stamp(value: Any) -> str:
+    """A version as text. A listing may give a time as a number, and a look at the file as a date."""
+    if isinstance(value, datetime):
+        value = value.timestamp()
+    return f"{value:.6f}" if isinstance(value, float) else str(value).strip('"')
+
+
+def _leads_out(name: str) -> str | None:
+    """Why a key cannot be the path of a file below a folder, which any text can be a key of."""
+    parts = name.split("/")
+    if "" in parts or "." in parts or ".." in parts or "\0" in name:
+        return "its name is no path below a folder (it has empty parts, dots or NUL); rename it"
+    if any(unicodedata.category(character) == "Cs" for character in name):
+        return "its name is no valid text; rename it"
+    return None

@@ -1,0 +1,110 @@
+"""``ckptfix migrate`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.zoo import zoos
+
+STOPPED = """
+import os, signal
+from ckptfix.zoo.journal import Journal
+append, calls = Journal.append, []
+def stopping(*args):
+    append(*args)
+    calls.append(1)
+    if len(calls) == 2:  # the first group is written down, and most of the zoo is still to come
+        os.kill(os.getpid(), signal.{signal})
+Journal.append = stopping
+from ckptfix.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoos.build(tmp_path_factory.mktemp("zoos") / "zoo", Path(__file__).parents[2] / "sample_checkpoints")
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    torch.save(zoos.weights(1), folder / "fine.pth")
+    torch.save(zoos.weights(2, "module."), folder / "prefixed.pth")
+    return folder
+
+
+def test_a_healthy_zoo_ends_with_0_and_a_table(healthy, tmp_path):
+    done = zoos.migrate(healthy, tmp_path / "new")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"repaired +1 .*\n.*already fine +1 ", done.stdout)
+    assert re.search(r"done: 2 files", done.stdout)
+    again = zoos.migrate(healthy, tmp_path / "new")
+    assert "done: 0 files in 0 s, 2 by an earlier run" in again.stdout
+
+
+def test_json_has_every_record(healthy, tmp_path):
+    done = zoos.migrate(healthy, tmp_path / "new", "--output-format", "json")
+    document = json.loads(done.stdout)
+    assert document["outcomes"]["repaired"] == document["outcomes"]["already fine"] == 1
+    assert [record["source"] for record in document["records"]] == ["fine.pth", "prefixed.pth"]
+
+
+def test_a_dry_run_writes_nothing(healthy, tmp_path):
+    done = zoos.migrate(healthy, tmp_path / "new", "--dry-run")
+    assert re.search(r"to be repaired +1 ", done.stdout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
+def test_the_command_of_a_decision_carries_it_out(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    nan = zoos.weights(1)
+    nan["layers.0.bias"][0] = float("inf")
+    torch.save(nan, old / "nan weights.pth")
+    done = zoos.migrate(old, new)
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
+    words = shlex.split(line)
+    assert words[:2] == ["ckptfix", "migrate"]
+    assert zoos.migrate(*words[2:]).returncode == 0
+    assert zoos.migrate(old, new).returncode == 0
+    assert zoos.outcomes(new) == {"nan weights.pth": "already fine"}
+
+
+def test_what_gives_something_up_is_for_named_files_alone(healthy, tmp_path):
+    done = zoos.migrate(healthy, tmp_path / "new", "--salvage")
+    assert done.returncode == 2
+    assert "--only" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_a_stop_says_how_to_go_on_and_leaves_nothing_half_done(sent, zoo, tmp_path):
+    goal = tmp_path / "new"
+    done = zoos.migrate(zoo, goal, "--jobs", 2, script=STOPPED.format(signal=sent))
+    assert done.returncode == 128 + getattr(signal, sent), done.stderr
+    assert re.search(r"\d+ of 3\d files are done, .* the same command goes on", done.stderr)
+    assert [path.name for path in goal.rglob("*") if "tmp" in path.name] == []
+    written = {path.relative_to(goal).as_posix() for path in goal.rglob("*") if path.is_file()}
+    lines = [json.loads(line) for line in (goal / "manifest.jsonl").read_text().splitlines()]
+    told = {name for line in lines for name in line["output_parts"] or [line["output"]] if name is not None}
+    assert written - {"manifest.jsonl", "weights.jsonl"} == told
+    assert lines
+    assert zoos.migrate(zoo, goal).returncode == 2
+    assert len(zoos.outcomes(goal)) > len(lines)
+
+
+@pytest.mark.slow
+def test_the_report_is_written_beside(healthy, tmp_path):
+    done = zoos.migrate(healthy, tmp_path / "new", "--report", tmp_path / "report.html")
+    assert done.returncode == 0, done.stderr
+    assert "prefixed.pth" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,42 @@
+"""What a migration shows while it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfix.cli.console import Console
+from ckptfix.cli.migration import MigrationMeter, progress_text
+from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.summary import Summary
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_the_line_tells_files_bytes_rate_time_and_outcomes(clock):
+    summary = Summary(files=4, bytes=4_000_000, began=0.0)
+    assert progress_text(summary) == "0 of 4 files, 0 bytes of 4.0 MB"
+    summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000)
+    clock[0] = 2.0
+    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB, 500 kB/s, 6 s left: 1 repaired"
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):
+    meter, summary = MigrationMeter(Console()), Summary(files=1, began=0.0)
+    for second in range(31):
+        clock[0] = float(second)
+        meter.show(summary)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == ["ckptfix: 0 of 1 files, 0 bytes of 0 bytes"] * 3
+
+
+def test_quiet_shows_nothing(clock, capsys):
+    meter = MigrationMeter(Console(quiet=True))
+    clock[0] = 100.0
+    meter.show(Summary(files=1))
+    assert capsys.readouterr().err == ""

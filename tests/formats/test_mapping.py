@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix.checkpoint import Storage
+from ckptfix.formats.mapping import Mapping
+from ckptfix.formats.sources import FileBytes, MemoryBytes, OpenFile
+from ckptfix.regions import Region
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> OpenFile:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(256)) * 40)
+    return OpenFile(str(path))
+
+
+def region(file: OpenFile, offset: int, start: int, stop: int, align: int = 1) -> Region:
+    return Region(Storage("0", FileBytes(file, offset, 1000)), start, stop, align)
+
+
+def test_a_region_is_the_range_of_its_file(file):
+    storage = Mapping().storage(region(file, 300, 16, 32))
+    assert storage is not None
+    assert storage.tolist() == [value % 256 for value in range(316, 332)]
+
+
+def test_files_are_mapped_once(file, monkeypatch):
+    made, real = [], mmap.mmap
+
+    def counted(*given: Any, **more: Any) -> mmap.mmap:
+        made.append(given)
+        return real(*given, **more)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    mapping = Mapping()
+    for start in range(5):
+        assert mapping.storage(region(file, 0, start, start + 1)) is not None
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(("offset", "start", "is_fit"), [(4, 4, True), (4, 0, False), (3, 5, True), (0, 4, False)])
+def test_elements_lie_where_a_multiple_of_their_size_is(file, offset, start, is_fit):
+    assert (Mapping().storage(region(file, offset, start, start + 8, 8)) is not None) is is_fit
+
+
+def test_what_lies_in_no_file_is_not_mapped():
+    assert Mapping().storage(Region(Storage("0", MemoryBytes(b"1234")), 0, 4, 1)) is None
+
+
+def test_nothing_is_not_mapped(file):
+    assert Mapping().storage(region(file, 0, 8, 8)) is None
+
+
+def test_what_is_not_in_the_file_any_more_is_left_to_the_reader(file):
+    os.truncate(file.path, 340)
+    mapping = Mapping()
+    assert mapping.storage(region(file, 300, 0, 40)) is not None
+    assert mapping.storage(region(file, 300, 0, 41)) is None
+    os.truncate(file.path, 0)
+    assert Mapping().storage(region(file, 300, 0, 40)) is None
+
+
+def test_a_system_that_refuses_is_no_error(file, monkeypatch):
+    def refuse(*given: object, **more: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert Mapping().storage(region(file, 0, 0, 8)) is None

@@ -1,0 +1,98 @@
+"""Photographs the report of a real migration for the documentation: `make screenshot`.
+
+The old zoo is made of the project's sample checkpoints: some as they are, some trained for a moment longer, some
+broken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from sample_checkpoints import models
+from sample_checkpoints.build import momentum_sgd, train
+from tests.report.page.browser import chromium, look, missing
+
+ROOT = Path(__file__).parents[3]
+TABLE = """\
+[[files]]
+match = ["2018_classifiers/", "2020_sweep/", "hub/"]
+model = "sample_checkpoints.models:resnet_tiny"
+
+[[files]]
+match = "2021_vit/*"
+model = "sample_checkpoints.models:vit_tiny"
+format = "safetensors"
+output = "{stem}.safetensors"
+
+[[files]]
+match = "2019_detection/nan_*"
+model = "sample_checkpoints.models:resnet_bottleneck"
+"""
+
+
+def main(picture: Path) -> None:
+    """Make the zoo, migrate it, and photograph the overview and the page of one file."""
+    if reason := missing():
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_zoo(folder / "old_zoo")
+        (folder / "zoo.toml").write_text(TABLE)
+        words = [sys.executable, "-m", "ckptfix", "migrate", "old_zoo", "new_zoo", "--report", "report.html"]
+        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+        subprocess.run(words, cwd=folder, env=environment, check=False, stdout=subprocess.DEVNULL)
+        with chromium(folder / "profile") as browser:
+            look(browser, 1280, 1030)
+            browser.get((folder / "report.html").as_uri())
+            browser.save_screenshot(str(picture))
+            look(browser, 1280, 1200)
+            browser.execute_script("location.hash = '#/' + encodeURIComponent('2019_detection/decayed_aux_head.pth')")
+            browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+            browser.save_screenshot(str(picture.with_stem(picture.stem + "-file")))
+
+
+def make_zoo(zoo: Path) -> None:
+    """A few years of a lab."""
+    samples = ROOT / "sample_checkpoints"
+    for place in (
+        "2018_classifiers/before_num_batches_tracked.pth",
+        "2018_classifiers/imagenet_dataparallel_cuda3.pth",
+        "2018_classifiers/num_batches_tracked_removed.pth",
+        "2018_classifiers/head_missing.pth",
+        "2019_detection/decayed_aux_head.pth",
+        "2019_detection/nan_running_var.pth",
+        "2019_detection/whole_model_class_gone.pth",
+        "2021_vit/ddp_compiled.pth",
+        "2021_vit/namespace_args.pth",
+        "2022_text/tied_language_model.safetensors",
+    ):
+        write(zoo / place, (samples / Path(place).name).read_bytes())
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = models.resnet_tiny()
+        train(model, momentum_sgd(model), steps=1 + seed % 3)
+        prefix = "module." if seed % 2 else ""
+        file = zoo / "2020_sweep" / f"seed{seed}.pth"
+        file.parent.mkdir(exist_ok=True)
+        torch.save({prefix + key: value for key, value in model.state_dict().items()}, file)
+    whole = (zoo / "2020_sweep" / "seed1.pth").read_bytes()
+    write(zoo / "hub" / f"resnet_tiny-{hashlib.sha256(whole).hexdigest()[:8]}.pth", whole)
+    write(zoo / "2020_sweep" / "seed8.pth", whole[: len(whole) // 2])
+    write(zoo / "2021_vit" / "large.pth", b"<!DOCTYPE html><html><title>404 Not Found</title></html>\n")
+    write(zoo / "2021_vit" / "train.log", b"epoch 90: 76.1\n")
+
+
+def write(file: Path, content: bytes) -> None:
+    """A file in folders that may not be there yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

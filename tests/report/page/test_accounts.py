@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from ckptfix.finding import Finding, Level
+from ckptfix.report.page import account_of, account_of_error
+from ckptfix.report.telling import Mode, Telling
+from ckptfix.smoke.result import SmokeResult
+from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
+
+NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedy="--replace VAL101 --fill twin takes them")
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "outcome"),
+    [
+        pytest.param(report(), Mode.CHECK, "already fine", id="clean"),
+        pytest.param(report(NOTE), Mode.CHECK, "already fine", id="a note"),
+        pytest.param(report(PREFIX, COUNTER), Mode.CHECK, "can be repaired", id="safe fixes alone"),
+        pytest.param(report(PREFIX, EXTRA), Mode.CHECK, "needs a decision", id="one is unsafe"),
+        pytest.param(report(PREFIX, MISSING), Mode.CHECK, "needs a decision", id="one needs a flag"),
+        pytest.param(report(NAN), Mode.CHECK, "needs a decision", id="no fix"),
+        pytest.param(report(PREFIX, obstacles=("x",)), Mode.CHECK, "needs a decision", id="would not load after it"),
+        pytest.param(repaired(), Mode.REPAIR, "repaired", id="repaired"),
+        pytest.param(repaired(), Mode.DRY_RUN, "can be repaired", id="dry run"),
+        pytest.param(report(), Mode.REPAIR, "already fine", id="nothing to repair"),
+        pytest.param(report(NAN), Mode.REPAIR, "needs a decision", id="left"),
+        pytest.param(report(smoke=SmokeResult(False)), Mode.CHECK, "needs a decision", id="the forward test failed"),
+    ],
+)
+def test_outcome(made, mode, outcome):
+    assert account_of(made, Telling(mode))["outcome"] == outcome
+
+
+def test_the_command_carries_the_flags():
+    telling = Telling(command=("ckptfix", "repair", "a b.pth", "--model", "zoo:net"))
+    assert account_of(report(NAN), telling)["command"] == (
+        "ckptfix repair 'a b.pth' --model zoo:net --replace VAL101 --fill twin"
+    )
+    assert account_of(report(), telling)["command"] is None
+
+
+def test_findings_without_their_fixes(tmp_path):
+    account = account_of(report(PREFIX, EXTRA), Telling())
+    assert [finding["fixable"] for finding in account["findings"]] == [True, False]
+    assert all("fix" not in finding for finding in account["findings"])
+    json.dumps(account, allow_nan=False)
+
+
+def test_the_size_is_that_of_the_file_or_of_all_in_the_folder(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c").write_bytes(b"123")
+    sizes = [account_of(report(source=str(path)), Telling())["size"] for path in (tmp_path / "a", tmp_path, "nowhere")]
+    assert sizes == [5, 8, None]
+
+
+def test_an_error():
+    assert account_of_error("no\x00where.pth", "m") == {
+        "source": "no\x00where.pth",
+        "outcome": "unreadable",
+        "error": "m",
+        "size": None,
+    }

@@ -1,0 +1,97 @@
+from ckptfix.report.page.entries import COLUMNS, Entries
+from tests.report.page.samples import NAN, PREFIX, VERSIONS, record, repaired, undecided, unreadable
+
+
+def row(line):
+    return dict(zip(COLUMNS, Entries().row(line), strict=True))
+
+
+def test_a_file_of_nothing():
+    """What an error leaves of a file: no more than its name."""
+    line = {"source": "a.pth", "outcome": "failed", "error": "gone"}
+    assert {name: value for name, value in row(line).items() if value} == {
+        "name": "a.pth",
+        "outcome": "failed",
+        "error": "gone",
+    }
+    assert Entries().account(0, line) == {"error": "gone"}
+
+
+def test_the_row_of_a_repaired_file():
+    assert row(repaired("a.pth")) == {
+        "name": "a.pth",
+        "outcome": "repaired",
+        "codes": ["KEY102 wrapper-prefix"],
+        "format": "torch-zip",
+        "tensors": 4,
+        "numel": 64,
+        "size": 46830571,
+        "share": 1.0,
+        "smoke": "passed",
+        "seconds": 1.25,
+        "output": "a.safetensors",
+        "error": None,
+    }
+
+
+def test_a_rule_counts_once_for_a_file():
+    assert row(record("a.pth", findings=[NAN, PREFIX, NAN]))["codes"] == ["VAL101 non-finite", "KEY102 wrapper-prefix"]
+
+
+def test_a_long_error_is_cut_in_the_row_alone():
+    line = {**unreadable("a.pth"), "error": "a.pth: " + "x" * 1000}
+    assert row(line)["error"] == "x" * 159 + "…"
+    assert len(Entries().account(0, line)["error"]) == 1007
+
+
+def test_the_account_of_a_repaired_file():
+    account = Entries().account(0, repaired("a.pth"))
+    assert account["edits"] == ["rename 4 keys: module.{…} → {…}"]
+    assert account["renames"][0] == ["module.layers.0.weight", "layers.0.weight"]
+    assert account["findings"][0]["keys"] == ["module.layers.{0…3}.weight  (4)"]
+    assert account["findings"][0]["evidence"] == ["prefix module", "share 1"]
+    assert account["coverage"]["share"] == 1.0
+    assert account["smoke"]["checks"] == ["training mode: finite"]
+    assert account["versions"] == VERSIONS
+    assert "error" not in account
+
+
+def test_the_account_of_an_undecided_file():
+    account = Entries().account(0, undecided("a.pth"))
+    assert account["command"] == "ckptfix repair a.pth --replace VAL101 --fill twin"
+    assert account["findings"][1]["remedy"] == NAN["remedy"]
+    assert "fixed" not in account["findings"][1]
+
+
+def test_what_files_have_in_common_is_written_once():
+    entries = Entries()
+    first, second = entries.account(0, repaired("a.pth")), entries.account(1, repaired("b.pth"))
+    assert "same" not in first
+    assert second["same"].keys() >= {"findings", "renames", "coverage", "smoke", "versions"}
+    assert set(second["same"].values()) == {0}
+    assert second.keys().isdisjoint(second["same"])
+
+
+def test_what_differs_is_not_taken_from_another_file():
+    entries = Entries()
+    entries.account(0, repaired("a.pth"))
+    other = entries.account(1, repaired("b.pth", findings=[{**PREFIX, "message": "another"}]))
+    assert other["findings"][0]["message"] == "another"
+
+
+def test_long_lists_end_but_their_sum_stays():
+    account = Entries(lists_limit=10).account(0, repaired("a.pth"))
+    assert "renames" not in account
+    assert account["edits"] == ["rename 4 keys: module.{…} → {…}"]
+
+
+def test_edits_of_another_version_are_counted():
+    account = Entries().account(
+        0, record("a.pth", edits=[{"edit": "rotate", "key": "k"}, {"edit": "rotate", "key": "l"}])
+    )
+    assert account["edits"] == ["rotate (2)"]
+
+
+def test_figures_that_are_no_json_numbers():
+    line = record("a.pth", findings=[{**NAN, "evidence": {"rms": float("nan")}}])
+    assert Entries().account(0, line)["findings"][0]["evidence"] == ["rms NaN"]

@@ -1,0 +1,126 @@
+import base64
+import hashlib
+import re
+
+import pytest
+
+from ckptfix.report.page import rendering
+from ckptfix.report.page.rendering import MARK, render_page
+from tests.report.page.reading import Page
+from tests.report.page.samples import HOSTILE, record, repaired, undecided, weights, zoo
+
+
+def hostile_zoo():
+    records = [repaired(name, target=name, remarks=[name], command=name, error=name) for name in HOSTILE]
+    for line, name in zip(records, HOSTILE, strict=True):
+        finding = {"code": name, "name": name, "level": "error", "message": name, "keys": [name]}
+        line["findings"] = [{**finding, "evidence": {name: name}, "fixed": False, "remedy": name}]
+        line["edits"] = [{"edit": "rename", "key": name, "to": name + "."}]
+    lines = [weights(name, flagged={0: [name]}) for name in HOSTILE]
+    for line in lines:
+        line["layers"][0] |= {"key": line["source"], "dtype": line["source"]}
+    return records, lines
+
+
+def test_a_page_of_nothing():
+    page = Page(render_page("nothing", []))
+    assert page.rows() == []
+    assert page.data.keys() == {"run"}
+
+
+def test_all_that_was_given_is_in_it():
+    records, lines = zoo()
+    text = render_page("old → new", records, lines, facts={"Jobs": 8}, renames={"a": "b"}, duplicates={"Saved": "3 GB"})
+    page = Page(text)
+    assert [row["name"] for row in page.rows()] == [line["source"] for line in records]
+    assert [row["outcome"] for row in page.rows()] == [line["outcome"] for line in records]
+    assert {name for name in page.data if name.startswith("weights-")} == {f"weights-{number}" for number in range(8)}
+    run = page.data["run"]
+    assert (run["title"], run["facts"], run["renames"]) == ("old → new", [["Jobs", "8"]], {"a": "b"})
+    assert run["duplicates"] == [["Saved", "3 GB"]]
+    assert run["left_out"] == 0
+    assert page.account(1)["findings"][0]["code"] == "KEY102"
+
+
+def test_its_beginning_says_what_it_is():
+    assert MARK in render_page("x" * 5000, [])[:1000]
+
+
+def test_weights_come_in_any_order_and_of_strangers_not_at_all():
+    records = [record("a.pth"), record("b.pth")]
+    page = Page(render_page("t", iter(records), iter([weights("b.pth"), weights("stranger.pth"), weights("a.pth")])))
+    assert {"weights-0", "weights-1"} <= page.data.keys()
+    assert "weights-2" not in page.data
+
+
+def test_hostile_names_stay_data():
+    """The page of hostile names has the very elements of a page of harmless ones, and gives every name back."""
+    records, lines = hostile_zoo()
+    harmless = [repaired(f"{number}.pth") for number in range(len(HOSTILE))]
+    plain = Page(render_page("t", harmless, [weights(line["source"]) for line in harmless]))
+    for title in HOSTILE:
+        text = render_page(
+            title, records, lines, facts={title: title}, renames={title: title}, duplicates={title: title}
+        )
+        text.encode("utf-8")
+        page = Page(text)
+        assert page.visible_tags() == plain.visible_tags()
+        assert page.scripts == plain.scripts
+        assert [row["name"] for row in page.rows()] == list(HOSTILE)
+        assert page.data["run"]["facts"] == [[title, title]]
+        for number, name in enumerate(HOSTILE):
+            account = page.account(number)
+            assert account["command"] == account["findings"][0]["message"] == name
+            assert account["renames"] == [[name, name + "."]]
+            assert page.data[f"weights-{number}"]["flagged"] == {"0": [name]}
+
+
+def test_the_title_is_text():
+    page = Page(render_page(HOSTILE[0], []))
+    assert page.texts.count(HOSTILE[0]) == 2  # in <title> and <h1>
+
+
+def test_signs_that_nobody_sees_are_shown_in_the_title():
+    assert "turned\\u202egnp.exe" in Page(render_page("turned\u202egnp.exe", [])).texts
+
+
+def test_nothing_is_asked_of_a_network():
+    page = Page(render_page("t", *zoo()))
+    assert not [attributes for _, attributes in page.tags if attributes.keys() & {"src", "srcset", "action", "data"}]
+    assert {str(attributes["href"])[0] for attributes in page.contents("a")} == {"#"}
+    assert page.contents("link") == page.contents("base") == page.contents("iframe") == []
+
+
+def test_the_policy_knows_the_scripts_and_no_others():
+    page = Page(render_page("t", *zoo()))
+    policy = next(meta["content"] for meta in page.contents("meta") if meta.get("http-equiv"))
+    assert policy is not None
+    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in page.scripts]
+    assert re.findall(r"'(sha256-[^']+)'", policy) == hashes
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+
+
+def test_many_files_come_in_chunks():
+    page = Page(render_page("t", (record(f"{number}.pth") for number in range(1203))))
+    assert [row["name"] for row in page.rows()] == [f"{number}.pth" for number in range(1203)]
+    assert [len(page.data[f"rows-{chunk}"]) for chunk in range(3)] == [500, 500, 203]
+
+
+def test_weights_beyond_the_limit_are_left_out_and_counted(monkeypatch):
+    monkeypatch.setattr(rendering, "PAGE_LIMIT", 0)
+    monkeypatch.setattr(rendering, "LEAST_FOR_WEIGHTS", 3000)
+    records = [record(f"{number}.pth") for number in range(30)] + [undecided("nan.pth")]
+    lines = [weights(f"{number}.pth", seed=number) for number in range(30)]
+    page = Page(render_page("t", records, [*lines, weights("nan.pth", flagged={1: ["VAL101"]})]))
+    present = sum(name.startswith("weights-") for name in page.data)
+    assert page.data["run"]["left_out"] == 31 - present > 0
+    assert "weights-30" in page.data
+
+
+@pytest.mark.slow
+def test_the_size_of_a_page_is_bounded():
+    """400 files of 400 tensors, no two of one structure: 160,000 layers."""
+    lines = (weights(f"{number}.pth", 400, seed=number) for number in range(400))
+    own = ({**line, "layers": [{**x, "key": f"{line['source']}.{x['key']}"} for x in line["layers"]]} for line in lines)
+    assert len(render_page("t", (repaired(f"{number}.pth") for number in range(400)), own)) < 15_000_000

@@ -1,0 +1,63 @@
+import json
+
+from ckptfix.finding import Finding, Level
+from ckptfix.report.weights import weights_to_json
+from ckptfix.values import TensorStatistics
+from tests.report.samples import report
+
+FIGURES = {
+    "a": TensorStatistics(6, zeros=1, minimum=-2.0, maximum=1.5, absmax=2.0, rms=0.5),
+    "b": TensorStatistics(4, nan=2, pos_inf=1),
+}
+LAYOUT = {"a": ("float32", (2, 3)), "b": ("float16", (4,))}
+
+
+def finding(code, *keys):
+    return Finding(code, "x", Level.ERROR, "m", keys=keys)
+
+
+def test_nothing_read_nothing_said():
+    assert weights_to_json(report()) == {"version": 1, "source": "resnet.pth", "layers": []}
+
+
+def test_a_line():
+    line = weights_to_json(report(finding("VAL101", "b"), figures=FIGURES, layout=LAYOUT), {"a": "00ff"})
+    assert json.loads(json.dumps(line, allow_nan=False))["layers"] == [
+        {
+            "key": "a",
+            "dtype": "float32",
+            "shape": [2, 3],
+            "numel": 6,
+            "rms": 0.5,
+            "minimum": -2.0,
+            "maximum": 1.5,
+            "zeros": 1,
+            "nonfinite": 0,
+            "xxh3": "00ff",
+            "flagged": [],
+        },
+        {
+            "key": "b",
+            "dtype": "float16",
+            "shape": [4],
+            "numel": 4,
+            "rms": 0.0,
+            "minimum": 0.0,
+            "maximum": 0.0,
+            "zeros": 0,
+            "nonfinite": 3,
+            "xxh3": None,
+            "flagged": ["VAL101"],
+        },
+    ]
+
+
+def test_only_rules_about_values_flag():
+    """A wrapper prefix names every key, and says nothing of the weights."""
+    made = report(finding("KEY102", "a", "b"), finding("FIT103", "a"), finding("RUN102", "a"), figures=FIGURES)
+    assert [layer["flagged"] for layer in weights_to_json(made)["layers"]] == [["RUN102"], []]
+
+
+def test_a_code_flags_once():
+    made = report(finding("VAL201", "a"), finding("VAL201", "a"), finding("FIL202", "a"), figures=FIGURES)
+    assert weights_to_json(made)["layers"][0]["flagged"] == ["VAL201", "FIL202"]

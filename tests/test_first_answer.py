@@ -1,0 +1,113 @@
+"""What the program imports before its first answer: a list, since a clock says something else on every machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.programs import environment
+
+PROGRAM = """
+import sys
+from ckptfix.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+sys.stderr.write("\\n".join(sys.modules))
+"""
+
+STARTING = """
+ckptfix ckptfix.cli ckptfix.cli.app ckptfix.cli.choices ckptfix.cli.command ckptfix.cli.console ckptfix.cli.meter
+ckptfix.cli.program ckptfix.config ckptfix.errors ckptfix.progress ckptfix.report ckptfix.report.model
+ckptfix.report.style
+""".split()
+"""What every command begins with."""
+
+SLOW = (
+    "pydantic rich torch numpy safetensors packaging importlib.metadata asyncio email http logging tempfile tarfile "
+    "csv html multiprocessing concurrent tomllib unittest"
+).split()
+"""Modules that take long, or bring many others with them, and that no look at names needs."""
+
+OTHER_WORK = (
+    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.live ckptfix.tensors "
+    "ckptfix.delivery ckptfix.applying ckptfix.supplies ckptfix.factory ckptfix.measuring ckptfix.target "
+    "ckptfix.formats.output ckptfix.formats.folders ckptfix.formats.mending ckptfix.formats.torchscript "
+    "ckptfix.formats.torch_tar ckptfix.formats.torch_legacy ckptfix.formats.foreign.strangers "
+    "ckptfix.formats.foreign.pages ckptfix.formats.wrappers.wrapped ckptfix.formats.shards.sharded "
+    "ckptfix.formats.safetensors_write ckptfix.formats.torch_write "
+    "ckptfix.cli.repair ckptfix.cli.diff ckptfix.cli.explain ckptfix.cli.rule"
+).split()
+"""What a check of the names in one file has nothing to do with."""
+
+
+def imported(*words: str, cwd: Path) -> set[str]:
+    """The modules that a run of the program has imported at its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=cwd, env=environment(), capture_output=True, encoding="utf-8"
+    )
+    return set(done.stderr.split())
+
+
+def within(modules: set[str], names: list[str]) -> list[str]:
+    """The modules that are one of these names, or lie below one."""
+    return sorted(module for module in modules if any(f"{module}.".startswith(f"{name}.") for name in names))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    state_dict = {"conv.weight": torch.ones(2, 2), "bn.running_mean": torch.ones(2), "bn.running_var": torch.ones(2)}
+    state_dict |= {"bn.weight": torch.ones(2), "bn.bias": torch.ones(2), "bn.num_batches_tracked": torch.tensor(7)}
+    torch.save(state_dict, tmp_path / "a.pth")
+    save_file(state_dict, tmp_path / "a.safetensors")
+    return tmp_path
+
+
+def test_the_version_needs_no_command(tmp_path: Path):
+    modules = imported("--version", cwd=tmp_path)
+    assert within(modules, ["ckptfix"]) == STARTING
+    assert within(modules, SLOW) == []
+
+
+@pytest.mark.parametrize("words", [["--help"], ["check", "--help"]], ids=" ".join)
+def test_help_needs_the_commands_alone(words: list[str], tmp_path: Path):
+    modules = imported(*words, cwd=tmp_path)
+    assert within(modules, SLOW) == []
+    assert within(modules, ["ckptfix.formats", "ckptfix.rules", "ckptfix.checkpoint", *OTHER_WORK[:8]]) == []
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
+@pytest.mark.parametrize("words", [["check", "--no-values"], ["inspect"]], ids=" ".join)
+def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: str, folder: Path):
+    modules = imported(*words, name, cwd=folder)
+    assert within(modules, SLOW) == []
+    assert within(modules, OTHER_WORK) == []
+    readers = {"ckptfix.formats.safetensors", "ckptfix.formats.torch_zip"}
+    own = "ckptfix.formats.safetensors" if name.endswith("safetensors") else "ckptfix.formats.torch_zip"
+    assert modules & readers == {own}
+
+
+def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):
+    modules = imported("check", "--no-values", "a.safetensors", cwd=folder)
+    assert "ckptfix.rules.wrapper_prefix" in modules
+    assert not modules & {f"ckptfix.rules.{name}" for name in ("missing_key", "decayed", "storage_damage", "tie")}
+
+
+def test_an_option_that_needs_a_check_still_gets_one(folder: Path):
+    """The other side of leaving pydantic out: a number is a number, and one of a few is one of these."""
+    for words in (["--seed", "many"], ["--output-format", "prose"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptfix", "check", *words, "a.pth"],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            encoding="utf-8",
+        )
+        assert done.returncode == 2, words
+        assert words[0] in done.stderr

@@ -1,0 +1,52 @@
+"""The figures of numbers by exact arithmetic, and how they are compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from fractions import Fraction
+
+import numpy as np
+
+from ckptfix.values.decode import Encoding
+from ckptfix.values.tally import Tally
+
+INEXACT = ("mean", "rms")
+
+
+def assert_same_tally(found: Tally, expected: Tally, scale: float | None = None) -> None:
+    """All is equal but the last bits of the moments. ``scale`` is what the mean's error is compared with: the RMS."""
+    for field in fields(Tally):
+        if field.name not in INEXACT:
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+    assert math.isclose(found.rms, expected.rms, rel_tol=1e-12)
+    assert math.isclose(found.mean, expected.mean, rel_tol=1e-12, abs_tol=1e-12 * (scale or expected.rms))
+
+
+def exact_tally(units: np.ndarray, encoding: Encoding) -> Tally:
+    """One number after the other, in fractions: slow, and right."""
+    with np.errstate(all="ignore"):
+        values = [float(value) for value in encoding.decode(units)]
+    finite = [Fraction(value) for value in values if math.isfinite(value)]
+    bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
+    return Tally(
+        numel=len(values),
+        nan=sum(math.isnan(value) for value in values),
+        pos_inf=values.count(math.inf),
+        neg_inf=values.count(-math.inf),
+        zeros=sum(value == 0 for value in values),
+        subnormals=sum(0 < abs(value) < encoding.smallest_normal for value in values),
+        minimum=float(min(finite)) if finite else math.inf,
+        maximum=float(max(finite)) if finite else -math.inf,
+        mean=float(sum(finite) / len(finite)) if finite else 0.0,
+        rms=_root(sum((value * value for value in finite), Fraction()) / len(finite)) if finite else 0.0,
+        first=bad[0] if bad else None,
+    )
+
+
+def _root(square: Fraction) -> float:
+    """The square root, of squares too that are no float."""
+    if not square:
+        return 0.0
+    power = (square.numerator.bit_length() - square.denominator.bit_length()) // 2
+    return math.ldexp(math.sqrt(float(square / Fraction(4) ** power)), power)

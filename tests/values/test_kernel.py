@@ -1,0 +1,181 @@
+"""The compiled pass finds what numpy finds, whatever the bits; and outlives a file that is cut off while it reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptfix.dtypes import DTYPES
+from ckptfix.values.decode import encoding
+from ckptfix.values.kernel import KINDS, LIBRARY, kernel
+from ckptfix.values.narrowing import Narrowing, narrowing_to
+from ckptfix.values.portable import tally_units
+from ckptfix.values.tally import Tally
+from tests.values.exact import assert_same_tally
+
+compiled = kernel()
+pytestmark = pytest.mark.skipif(compiled is None, reason="no kernel was built for this machine")
+
+CHUNK = 4096
+"""As in kernel.c."""
+
+BYTE_DTYPES = sorted(name for name in DTYPES if (form := encoding(name)) is not None and form.unit.itemsize == 1)
+
+
+def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
+    form = encoding(dtype)
+    assert form is not None
+    assert compiled is not None
+    assert compiled.takes(form)
+    return compiled.tally(units, form, narrowing)
+
+
+def by_numpy(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
+    form = encoding(dtype)
+    assert form is not None
+    with np.errstate(all="ignore"):
+        return tally_units(units, form, narrowing)
+
+
+def units_of(codes: np.ndarray, dtype: str) -> np.ndarray:
+    form = encoding(dtype)
+    assert form is not None
+    return codes.view(form.unit)
+
+
+def test_a_library_that_was_built_is_used():
+    assert LIBRARY.is_file()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cast", [None, "float8_e4m3fn", "float16"])
+def test_every_code_alone_and_among_others(dtype, cast):
+    narrowing = narrowing_to(cast) if cast else None
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    assert_same_tally(by_kernel(codes, dtype, narrowing), by_numpy(codes, dtype, narrowing))
+    for code in codes[::97]:
+        one = np.full(3, code)
+        assert_same_tally(by_kernel(one, dtype, narrowing), by_numpy(one, dtype, narrowing))
+
+
+@pytest.mark.parametrize("dtype", BYTE_DTYPES)
+def test_every_byte(dtype):
+    codes = units_of(np.arange(256, dtype=np.uint8), dtype)
+    assert_same_tally(by_kernel(codes, dtype), by_numpy(codes, dtype))
+    for code in codes:
+        one = np.full(11, code)
+        assert_same_tally(by_kernel(one, dtype), by_numpy(one, dtype))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([*KINDS, *BYTE_DTYPES]),
+    st.sampled_from([1, 2, 15, 16, 17, 31, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]),
+    st.sampled_from(["any bits", "positive", "negative", "a few odd ones", "constant"]),
+    st.sampled_from([None, "float8_e5m2", "float16", "bfloat16"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
+    generator = np.random.default_rng(seed)
+    form = encoding(dtype)
+    assert form is not None
+    bits = np.dtype(f"<u{form.unit.itemsize}")
+    codes = generator.integers(0, 1 << 8 * bits.itemsize, count, dtype=bits)
+    sign = bits.type(1 << 8 * bits.itemsize - 1)
+    if kind == "positive":
+        codes &= ~sign
+    elif kind == "negative":
+        codes |= sign
+    elif kind == "constant":
+        codes[:] = codes[0]
+    elif kind == "a few odd ones" and dtype in KINDS:
+        weights = (generator.standard_normal(count) * 0.02).astype(np.float32)
+        plain = {"float32": weights, "float16": weights.astype(np.float16), "bfloat16": weights.view(np.uint16)[1::2]}
+        usual = plain[dtype].view(bits)
+        codes = np.where(generator.random(count) < 0.001, codes, usual)
+    narrowing = narrowing_to(cast) if cast and dtype in KINDS else None
+    units = units_of(np.ascontiguousarray(codes), dtype)
+    assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing))
+
+
+def test_subnormals_count_where_the_processor_would_flush_them():
+    script = """
+import numpy as np, torch
+from ckptfix.values.decode import encoding
+from ckptfix.values.kernel import kernel
+assert torch.set_flush_denormal(True)
+numbers = np.full(40, 1, np.uint32).view(np.float32)
+found = kernel().tally(numbers, encoding("float32"), None)
+print(found.subnormals, found.zeros, found.rms > 0, found.maximum > 0)
+print(bool((torch.from_numpy(numbers) * 1.0 == 0).all()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.split(), done.stderr) == (["40", "0", "True", "True", "True"], "")
+
+
+CUT = """
+import mmap, os, sys
+import numpy as np
+from ckptfix.values.decode import encoding
+from ckptfix.values.kernel import MemoryGone, kernel
+from threading import Thread
+compiled, form = kernel(), encoding(sys.argv[2])
+def cut():
+    descriptor = os.open(sys.argv[1], os.O_RDWR)
+    os.ftruncate(descriptor, 1 << 16)
+    mapping = mmap.mmap(descriptor, 1 << 16, access=mmap.ACCESS_READ)
+    numbers = np.frombuffer(mapping, form.unit)
+    assert compiled.tally(numbers, form, None).finite == len(numbers)
+    os.ftruncate(descriptor, 0)
+    for _ in range(2):
+        try:
+            compiled.tally(numbers, form, None)
+        except MemoryGone:
+            print("gone")
+    assert compiled.tally(np.ones(5, form.unit), form, None).finite == 5
+    return numbers
+cut()
+thread = Thread(target=cut)
+thread.start()
+thread.join()
+numbers = cut()
+print("and then", flush=True)
+numbers.max()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_a_file_that_is_cut_off_ends_the_call_and_not_the_process(tmp_path: Path, dtype):
+    file = tmp_path / "numbers"
+    file.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, file, dtype], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split("\n") == [*["gone"] * 6, "and then", ""]
+    assert done.returncode == -signal.SIGBUS, "what is not of the kernel ends as it does without it"
+
+
+def test_who_was_there_before_still_gets_the_signal(tmp_path: Path):
+    file = tmp_path / "numbers"
+    file.touch()
+    command = [sys.executable, "-X", "faulthandler", "-c", CUT, os.fspath(file), "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert done.returncode == -signal.SIGBUS
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 0.1, -0.1, 3.4e38])
+def test_a_constant_has_its_own_mean_and_rms(value):
+    numbers = np.full(10 * CHUNK + 3, value, np.float32)
+    found = by_kernel(numbers, "float32")
+    assert math.isclose(found.mean, float(numbers[0]), rel_tol=1e-13)
+    assert math.isclose(found.rms, abs(float(numbers[0])), rel_tol=1e-13)

@@ -1,0 +1,141 @@
+"""Tensors in parts, mapped or not, by one thread or several: the same figures."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptfix
+from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.errors import UnreadableError
+from ckptfix.values import Statistics, TensorStatistics, survey
+from ckptfix.values.kernel import kernel
+from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.survey import PART, WORTH_MAPPING, map_file, parts_of
+from tests.values.memory import checkpoint_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
+
+needs_kernel = pytest.mark.skipif(kernel() is None, reason="only the kernel is handed mapped files")
+
+
+def numbers(count: int) -> torch.Tensor:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    values[count // 2] = 0
+    return values
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    large = PART // 4 + 12_345
+    tensors = {f"large.{dtype}": numbers(large).to(dtype) for dtype in DTYPES}
+    tensors["nan"] = numbers(2 * large)
+    tensors["nan"][[large, large + 1]] = torch.tensor([math.nan, math.inf])
+    tensors |= {f"small.{index}": numbers(index + 1) for index in range(30)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def all_figures(file: Path) -> dict[str, TensorStatistics]:
+    return dict(Statistics(ckptfix.open_checkpoint(file)).items())
+
+
+def spec_in(checkpoint: Checkpoint, key: str) -> TensorSpec:
+    return checkpoint.specs[key]
+
+
+def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
+    several = all_figures(file)
+    assert several["nan"].first_nonfinite == PART // 4 + 12_345
+    assert (several["nan"].nan, several["nan"].pos_inf) == (1, 1)
+    monkeypatch.setattr(survey, "THREADS", 1)
+    assert all_figures(file) == several
+    checkpoint = ckptfix.open_checkpoint(file)
+    assert {key: tensor_statistics(spec_in(checkpoint, key)) for key in several} == several
+    one_by_one = Statistics(checkpoint)
+    assert {key: one_by_one[key] for key in reversed(several)} == several
+
+
+@needs_kernel
+def test_a_mapped_file_gives_the_figures_of_a_read_one(file, monkeypatch):
+    mapped = all_figures(file)
+    monkeypatch.setattr(survey, "map_file", lambda *where: None)
+    for key, figures in all_figures(file).items():
+        assert math.isclose(figures.rms, mapped[key].rms, rel_tol=1e-13)
+        assert math.isclose(figures.mean, mapped[key].mean, rel_tol=1e-9, abs_tol=1e-13 * figures.rms)
+        assert figures.zeros == mapped[key].zeros
+        assert (figures.minimum, figures.maximum) == (mapped[key].minimum, mapped[key].maximum)
+
+
+@needs_kernel
+def test_what_the_kernel_does_not_look_at_is_not_mapped(file, monkeypatch):
+    asked: list[str] = []
+
+    def noted(source: object, start: int, nbytes: int, alignment: int) -> None:
+        asked.append(key)
+
+    monkeypatch.setattr(survey, "map_file", noted)
+    checkpoint = ckptfix.open_checkpoint(file)
+    for key in checkpoint.specs:
+        tensor_statistics(spec_in(checkpoint, key))
+    assert set(asked) == {"nan", *(f"large.{dtype}" for dtype in DTYPES[:4])}
+
+
+@pytest.mark.parametrize("cut", [0, 1, WORTH_MAPPING, PART + 100])
+def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
+    checkpoint = ckptfix.open_checkpoint(file)
+    os.truncate(file, cut)
+    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
+        dict(Statistics(checkpoint).items())
+
+
+@needs_kernel
+def test_a_file_that_shrinks_under_its_mapping_is_said_too(file, monkeypatch):
+    checkpoint = ckptfix.open_checkpoint(file)
+    true_map = map_file
+
+    def mapped_then_cut(*where):
+        block = true_map(*where)
+        os.truncate(file, 1000)
+        return block
+
+    monkeypatch.setattr(survey, "map_file", mapped_then_cut)
+    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
+        Statistics(checkpoint)["nan"]
+
+
+def test_parts_cover_a_tensor_once():
+    matrix = torch.zeros(2, PART // 4 + 1)
+    specs = checkpoint_of({"w": matrix, "t": matrix.t(), "some": matrix[:, 1:]}).specs
+    for key in ("w", "t"):  # a transposed matrix is a run in memory as well
+        parts = parts_of(specs[key], None)
+        assert [part.start for part in parts] == [0, PART // 4, PART // 2]
+        assert [part.stop for part in parts] == [*(part.start for part in parts[1:]), matrix.numel()]
+    assert len(parts_of(specs["some"], None)) == 1
+
+
+def test_the_first_bad_element_of_a_transposed_matrix_in_parts():
+    matrix = torch.zeros(3000, 2000)
+    matrix[2999, 1] = matrix[5, 7] = math.nan
+    figures = Statistics(checkpoint_of({"t": matrix.t()}))["t"]
+    assert len(parts_of(checkpoint_of({"t": matrix.t()}).specs["t"], None)) > 1
+    assert figures.nan == 2
+    assert figures.first_nonfinite == int(np.flatnonzero(np.isnan(matrix.t().numpy().reshape(-1)))[0])
+
+
+def test_a_range_that_is_not_aligned_or_not_in_the_file_is_not_mapped(file):
+    source = ckptfix.open_checkpoint(file).specs["nan"].storage
+    assert source is not None
+    nbytes = source.nbytes
+    block = map_file(source.source, 4, 1000, 4)
+    assert block is not None
+    assert bytes(block) == bytes(source.source.read(4, 1004))
+    assert map_file(source.source, 2, 1000, 4) is None
+    assert map_file(source.source, nbytes - 999, 1000, 1) is None
+    assert map_file(checkpoint_of({"m": torch.zeros(9)}).specs["m"].storage.source, 0, 36, 4) is None  # type: ignore[union-attr]  # it has a storage

@@ -1,0 +1,40 @@
+"""A worker and its pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from ckptfix.zoo.engines.child import Child
+
+ORPHAN = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-m", "ckptfix.zoo.worker", str(os.getpid())], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_without_jobs_ends_when_its_pipe_does(tmp_path):
+    child = Child(tmp_path, 1)
+    child.end()
+    assert child.process.returncode == 0
+
+
+def test_a_worker_dies_with_its_driver():
+    # Its stdout is inherited: it reads as closed when the last of the two is gone.
+    driver = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    printed = driver.stdout.read()
+    assert driver.wait() == -signal.SIGKILL
+    assert int(printed) != os.getpid()
+
+
+def test_how_it_ended_is_told(tmp_path):
+    child = Child(tmp_path, 1)
+    child.process.kill()
+    assert child.take() is None
+    assert "memory" in child.cause_of_death()
+    child.kill()

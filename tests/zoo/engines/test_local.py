@@ -1,0 +1,105 @@
+"""Worker processes: one that dies takes one job with it, and no other."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.zoo.budget import Budget
+from ckptfix.zoo.engines.local import LocalEngine
+from ckptfix.zoo.job import Done, Job
+from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.places import open_place
+from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.table import Table
+from ckptfix.zoo.treatment import treatment_of_choices
+
+ROOM = Budget(1 << 40)
+
+
+def jobs_for(folder: Path, count: int, **models: dict[str, Any]) -> list[Job]:
+    """Jobs for small files; those that ``models`` names have a model."""
+    (folder / "old").mkdir()
+    for number in range(count):
+        torch.save(nn.Linear(2, 2).state_dict(), folder / f"old/f{number}.pth")
+    treatments = tuple(treatment_of_choices((f"{name}.pth",), choices, None, "") for name, choices in models.items())
+    items = largest_first(list_zoo(open_place(str(folder / "old"))))
+    plan = Plan(items, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
+    (folder / "scratch").mkdir()
+    return list(plan.todo(None, lambda name: None, lambda item, known: None))
+
+
+def run(folder: Path, jobs: list[Job], workers: int = 2, budget: Budget = ROOM, **options: Any) -> dict[str, Done]:
+    done: list[Done] = []
+    engine = LocalEngine(workers, budget, folder / "scratch", **options)
+    engine.run_jobs(jobs, done.append)
+    assert len(done) == len(jobs)
+    return {each.record.source: each for each in done}
+
+
+def test_many_jobs_in_few_processes(tmp_path):
+    done = run(tmp_path, jobs_for(tmp_path, 30))
+    assert {each.record.outcome for each in done.values()} == {Outcome.FINE}
+    assert all(Path(each.staged[0].path).is_file() for each in done.values())
+
+
+CRASHES = {
+    "a crash in native code": ({"number": int(signal.SIGSEGV)}, "crash", "SIGSEGV"),
+    "killed for its memory": ({"number": int(signal.SIGKILL)}, "crash", "memory"),
+    "leaving by itself": ([], "leave", r"exit status 3 \(cannot go on\)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "factory", "reason"), CRASHES.values(), ids=CRASHES)
+def test_a_crash_ends_one_job_alone(arguments, factory, reason, tmp_path):
+    model = {"model": f"tests.zoo.factories:{factory}", "model_args": arguments}
+    done = run(tmp_path, jobs_for(tmp_path, 6, f3=model))
+    failed = done.pop("f3.pth").record
+    assert (failed.outcome, failed.attempts) == (Outcome.FAILED, 2)
+    assert re.search(reason, str(failed.error))
+    assert {each.record.outcome for each in done.values()} == {Outcome.FINE}
+    assert {each.record.attempts for each in done.values()} == {1}
+
+
+@pytest.mark.slow
+def test_what_crashed_is_tried_again_alone(tmp_path):
+    model = {"model": "tests.zoo.factories:crash_once", "model_args": [str(tmp_path / "marker")], "smoke": False}
+    done = run(tmp_path, jobs_for(tmp_path, 3, f1=model))
+    assert (done["f1.pth"].record.outcome, done["f1.pth"].record.attempts) == (Outcome.FINE, 2)
+
+
+@pytest.mark.slow
+def test_what_never_ends_is_ended(tmp_path):
+    model = {"model": "tests.zoo.factories:hang"}
+    jobs = jobs_for(tmp_path, 3, f1=model)
+    done = run(tmp_path, jobs, patience=lambda job: 4.0 if job.runs_model else 600.0)
+    assert done["f1.pth"].record.outcome is Outcome.FAILED
+    assert "longer than 4 s" in str(done["f1.pth"].record.error)
+    assert done["f0.pth"].record.outcome is Outcome.FINE
+
+
+def test_a_job_larger_than_the_budget_goes_through(tmp_path):
+    done = run(tmp_path, jobs_for(tmp_path, 3), budget=Budget(1))
+    assert {each.record.outcome for each in done.values()} == {Outcome.FINE}
+
+
+def test_an_exception_of_the_driver_leaves_no_process(tmp_path):
+    engine = LocalEngine(2, ROOM, tmp_path / "scratch")
+    children = []
+
+    def stop(done: Done) -> None:
+        children.extend(engine._children)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run_jobs(jobs_for(tmp_path, 5), stop)
+    assert children
+    assert all(child.process.returncode is not None for child in children)

@@ -1,0 +1,36 @@
+"""Models whose making ends the process, or never ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from torch import nn
+
+
+def crash(number: int) -> nn.Module:
+    os.kill(os.getpid(), number)
+    raise AssertionError("the process is gone")
+
+
+def leave() -> nn.Module:
+    os.write(2, b"cannot go on\n")
+    os._exit(3)
+
+
+def hang() -> nn.Module:
+    signal.pause()
+    raise AssertionError("no signal comes")
+
+
+def crash_once(marker: str) -> nn.Module:
+    """As if the memory of its neighbours were missing the first time."""
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return linear()
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)

@@ -1,0 +1,317 @@
+"""A whole migration: every outcome, and the same tree however often it is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.job import Done, Job, Others
+from ckptfix.zoo.migrating import Migration, migrate
+from ckptfix.zoo.performing import perform
+from ckptfix.zoo.places import open_place
+from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.table import plain_table
+from tests.zoo import zoos
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoos.build(tmp_path_factory.mktemp("zoos") / "zoo", Path(__file__).parents[2] / "sample_checkpoints")
+
+
+@pytest.fixture(scope="module")
+def whole(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The zoo, migrated without any trouble."""
+    goal = tmp_path_factory.mktemp("whole") / "new"
+    with migrate(str(zoo), str(goal), jobs=2):
+        pass
+    return goal
+
+
+@dataclass
+class Alone:
+    """An engine without processes: they take a second to start, and see nothing of what is in memory here."""
+
+    scratch: Path
+    is_grouped: bool = False
+
+    def run_jobs(
+        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
+    ) -> None:
+        for job in jobs:
+            on_done(perform(job, self.scratch))
+
+
+def run(zoo: Path, goal: Path, **options: Any) -> Migration:
+    with migrate(str(zoo), str(goal), engine=lambda scratch: Alone(scratch, is_grouped=True), **options) as migration:
+        return migration
+
+
+def test_every_file_ends_as_one_thing(zoo, whole):
+    found = zoos.outcomes(whole)
+    assert set(found.values()) == {each.value for each in Outcome if each is not Outcome.FAILED}
+    assert found["fine/model1.pth"] == found["shards/model.safetensors.index.json"] == "already fine"
+    assert found["old/deep/run1.pth"] == found["old/packed.pth.gz"] == "repaired"
+    assert found["broken/nan.pth"] == found["old/net-0badf00d.pth"] == "needs a decision"
+    assert found["broken/empty.pth"] == found["broken/page.pth"] == found["broken/cut.pth"] == "unreadable"
+    assert found["README.md"] == "other"
+    shards = {f"shards/model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    every = {path.relative_to(zoo).as_posix() for path in zoo.rglob("*") if path.is_file()}
+    assert found.keys() == every - shards
+
+
+def test_what_is_fine_is_copied_and_what_is_repaired_loads(zoo, whole):
+    for record in map(json.loads, (whole / "manifest.jsonl").read_text().splitlines()):
+        if record["outcome"] == "already fine":
+            for name in record["output_parts"] or [record["source"]]:
+                assert (whole / name).read_bytes() == (zoo / name).read_bytes()
+        elif record["outcome"] == "repaired" and not record["output"].endswith(".safetensors"):
+            torch.load(whole / record["output"], weights_only=True)
+    loaded = torch.load(whole / "old/deep/run2.pth", weights_only=True)
+    assert list(loaded["state_dict"]) == list(zoos.weights(2))
+    assert loaded["epoch"] == 2
+
+
+def test_names_follow_the_content(whole):
+    renames = json.loads((whole / "renames.json").read_text())
+    assert renames["old/packed.pth.gz"] == "old/packed.pth"
+    for old, new in renames.items():
+        assert (whole / new).is_file(), old
+        if "-" in old:
+            digest = hashlib.sha256((whole / new).read_bytes()).hexdigest()
+            assert new == f"{old[: old.index('-') + 1]}{digest[:8]}.pth"
+
+
+def test_the_books_are_sorted_and_prove_the_files(zoo, whole):
+    lines = [json.loads(line) for line in (whole / "manifest.jsonl").read_text().splitlines()]
+    assert [line["source"] for line in lines] == sorted(line["source"] for line in lines)
+    sha256 = hashlib.sha256
+    for line in lines:
+        if line["sha256"] is not None and line["source"] != "shards/model.safetensors.index.json":
+            assert line["sha256"] == sha256((zoo / line["source"]).read_bytes()).hexdigest()
+        if line["output_sha256"] is not None and not line["output_parts"]:
+            written = (whole / line["output"]).read_bytes()
+            assert (line["output_sha256"], line["output_size"]) == (sha256(written).hexdigest(), len(written))
+
+
+def test_a_second_run_does_nothing(zoo, whole, tmp_path):
+    before = zoos.tree(whole)
+    stamps = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    migration = run(zoo, whole)
+    assert migration.summary.earlier_files == migration.summary.files == migration.summary.done_files
+    assert zoos.tree(whole) == before
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == stamps
+
+
+POINTS = {
+    "in the listing": ("ckptfix.zoo.migrating", "largest_first", 1),
+    "before the first line": ("ckptfix.zoo.journal.Journal", "append", 1),
+    "between weights and manifest": ("ckptfix.zoo.journal.Journal", "append", 4),
+    "later": ("ckptfix.zoo.journal.Journal", "append", 9),
+    "at the first rename": ("ckptfix.zoo.committing", "put_in_place", 1),
+    "at a later rename": ("ckptfix.zoo.committing", "put_in_place", 14),
+    "at a flush": ("ckptfix.zoo.committing", "flush_file_system", 2),
+    "when the manifest is sorted": ("ckptfix.zoo.journal.Journal", "tidy", 1),
+    "between the books": ("ckptfix.zoo.journal.Journal", "tidy", 2),
+    "at the renames": ("ckptfix.zoo.workspace", "_write_renames", 1),
+}
+
+KILLED = """
+import importlib, os, signal
+place, name, count = {point!r}
+module, _, owner = place.rpartition(".")
+try:
+    holder = importlib.import_module(place)
+except ModuleNotFoundError:
+    holder = getattr(importlib.import_module(module), owner)
+there, calls = getattr(holder, name), []
+def dying(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return there(*args, **kwargs)
+setattr(holder, name, dying)
+from ckptfix.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+def test_killed_anywhere_and_run_again_the_tree_is_the_same(point, zoo, whole, tmp_path):
+    goal = tmp_path / "new"
+    killed = zoos.migrate(zoo, goal, "--jobs", 2, script=KILLED.format(point=point))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = zoos.migrate(zoo, goal, "--jobs", 2)
+    assert again.returncode == 2, again.stderr
+    assert _same_place(zoos.tree(goal), goal) == _same_place(zoos.tree(whole), whole)
+
+
+def _same_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    lines = [
+        {**line, "command": line["command"] and line["command"].replace(str(folder), "NEW")}
+        for line in tree["manifest.jsonl"]
+    ]
+    return {**tree, "manifest.jsonl": lines}
+
+
+def test_a_torn_line_and_a_lost_output_are_made_again(zoo, whole, tmp_path):
+    goal = tmp_path / "new"
+    run(zoo, goal)
+    (goal / "old/deep/run1.pth").unlink()
+    manifest = goal / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+    migration = run(zoo, goal)
+    assert migration.summary.files - migration.summary.earlier_files == 2
+    assert _same_place(zoos.tree(goal), goal) == _same_place(zoos.tree(whole), whole)
+
+
+def test_verify_finds_what_size_and_time_do_not_tell(zoo, whole, tmp_path):
+    goal = tmp_path / "new"
+    run(zoo, goal)
+    damaged = goal / "old/deep/run1.pth"
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    assert run(zoo, goal).summary.earlier_files == run(zoo, whole).summary.files
+    verified = run(zoo, goal, verify=True)
+    assert verified.summary.earlier_files == verified.summary.files - 1
+    assert _same_place(zoos.tree(goal), goal) == _same_place(zoos.tree(whole), whole)
+
+
+def test_other_settings_and_other_sources_are_done_again(zoo, tmp_path):
+    old, goal = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    torch.save(zoos.weights(1), old / "a.pth")
+    torch.save(zoos.weights(2), old / "b.pth")
+    run(old, goal)
+    torch.save(zoos.weights(3), old / "b.pth")
+    assert run(old, goal).summary.earlier_files == 1
+    assert run(old, goal, table=plain_table({"format": "safetensors"})).summary.earlier_files == 0
+    assert sorted(
+        path.name for path in goal.iterdir() if "." in path.name and path.suffix in (".pth", ".safetensors")
+    ) == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
+
+
+def test_a_dry_run_tells_all_and_leaves_nothing(zoo, whole, tmp_path):
+    goal = tmp_path / "new"
+    with migrate(str(zoo), str(goal), engine=Alone, dry_run=True) as migration:
+        told = {line["source"]: line["outcome"] for line in migration.records()}
+    assert told == zoos.outcomes(whole)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_be_left(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/notes.txt").write_text("n")
+    run(tmp_path / "old", tmp_path / "new", others=Others.SKIP)
+    assert not (tmp_path / "new/notes.txt").exists()
+    assert zoos.outcomes(tmp_path / "new") == {"notes.txt": "other"}
+
+
+def test_two_sources_of_one_name_are_errors_and_neither_wins(tmp_path):
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("a.pth", "a.pt", "b.pth"):
+        torch.save(zoos.weights(1), old / name)
+    migration = run(old, tmp_path / "new", table=plain_table({"format": "safetensors"}))
+    assert migration.summary.outcomes == {Outcome.FAILED: 2, Outcome.REPAIRED: 1}
+    assert migration.summary.exit_code == 2
+    assert sorted(path.name for path in (tmp_path / "new").glob("*.safetensors")) == ["b.safetensors"]
+
+
+def test_a_decision_about_one_file_is_kept(zoo, tmp_path):
+    goal, name = tmp_path / "new", "broken/nan.pth"
+    run(zoo, goal)
+    table = plain_table()
+    decided = run(zoo, goal, table=table, decided=plain_table({"ignore": ["VAL101"]}), listed=[name])
+    assert decided.summary.outcomes == {Outcome.FINE: 1}
+    again = run(zoo, goal)
+    assert again.summary.earlier_files == again.summary.files
+    line = next(line for line in map(json.loads, (goal / "manifest.jsonl").open()) if line["source"] == name)
+    assert (line["outcome"], line["decision"]) == ("already fine", {"ignore": ["VAL101"]})
+
+
+def test_a_file_that_was_put_there_by_hand_is_kept(zoo, tmp_path):
+    goal, name = tmp_path / "new", "broken/evil.pth"
+    run(zoo, goal)
+    torch.save(zoos.weights(5), goal / name)
+    mine = (goal / name).read_bytes()
+    assert run(zoo, goal).summary.outcomes[Outcome.REPAIRED]
+    assert (goal / name).read_bytes() == mine
+    assert zoos.outcomes(goal)[name] == "repaired"
+
+
+@pytest.mark.parametrize(("source", "goal"), [("zoo", "zoo"), ("zoo", "zoo/new"), ("zoo/old", "zoo")])
+def test_a_destination_in_the_source_or_around_it_is_refused(source, goal, tmp_path):
+    (tmp_path / "zoo/old").mkdir(parents=True)
+    with pytest.raises(UsageError):
+        run(tmp_path / source, tmp_path / goal)
+
+
+def test_a_folder_with_something_else_in_it_is_refused(zoo, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"mine\.txt"):
+        run(zoo, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_link_in_the_destination_is_not_followed_to_a_source(tmp_path):
+    old, goal = tmp_path / "old", tmp_path / "new"
+    (old / "sub").mkdir(parents=True)
+    torch.save(zoos.weights(1, "module."), old / "sub/a.pth")
+    before = (old / "sub/a.pth").read_bytes()
+    goal.mkdir()
+    (goal / "manifest.jsonl").touch()
+    (goal / "sub").symlink_to(old / "sub")
+    assert run(old, goal).summary.outcomes == {Outcome.FAILED: 1}
+    assert (old / "sub/a.pth").read_bytes() == before
+
+
+def test_from_memory_to_memory(memory, zoo, whole, tmp_path):
+    """Without a local folder, the books are sent to the destination, and fetched from it again."""
+    old, new, back = open_place(f"{memory}/old"), open_place(f"{memory}/new"), tmp_path / "back"
+    for path in sorted(zoo.rglob("*")):
+        if path.is_file() and not path.name.startswith("manifest"):
+            old.put(path, path.relative_to(zoo).as_posix())
+    with migrate(old.name, new.name, engine=Alone) as migration:
+        assert migration.summary.earlier_files == 0
+    for entry in new.walk():
+        (back / entry.name).parent.mkdir(parents=True, exist_ok=True)
+        new.fetch(entry.name, back / entry.name)
+    mine, local = zoos.tree(back), zoos.tree(whole)
+    for books in ("manifest.jsonl", "weights.jsonl"):
+        del mine[books], local[books]
+    assert mine == local
+    with migrate(old.name, new.name, engine=Alone) as migration:
+        assert migration.summary.earlier_files == migration.summary.files
+    found = zoos.outcomes(back)
+    assert found == {name: outcome for name, outcome in zoos.outcomes(whole).items() if name != "manifest.jsonl"}
+
+
+@pytest.mark.slow
+def test_from_s3_to_s3_in_processes(bucket, zoo, whole, tmp_path):
+    _, url = bucket
+    old, new, back = open_place(f"{url}/old"), open_place(f"{url}/new"), tmp_path / "back"
+    for path in sorted(zoo.rglob("*.pth")):
+        old.put(path, path.relative_to(zoo).as_posix())
+    with migrate(old.name, new.name, jobs=2) as migration:
+        assert Outcome.FAILED not in migration.summary.outcomes
+    for entry in new.walk():
+        (back / entry.name).parent.mkdir(parents=True, exist_ok=True)
+        new.fetch(entry.name, back / entry.name)
+    written = {name: content for name, content in zoos.tree(back).items() if name.endswith(".pth")}
+    assert written == {name: content for name, content in zoos.tree(whole).items() if name in written}
+    assert len(written) > 15

@@ -1,0 +1,100 @@
+"""What is to be done with each item, and under which name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptfix.zoo.job import Job
+from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.manifest import Known
+from ckptfix.zoo.places import Entry
+from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.table import plain_table
+
+
+def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...] = ()) -> Item:
+    return Item(name, size, "s", kind, tuple(Entry(part, 1, "s") for part in parts))
+
+
+def jobs(*items: Item, known: dict[str, Known] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
+    plan = Plan(items, plain_table(settings), "/old", "/new", known=known or {})
+    return {job.item.name: job for job in plan.todo(None, dict(sizes).get, lambda item, known: None)}
+
+
+def test_the_largest_come_first():
+    assert [each.name for each in largest_first([item("a", 1), item("c", 9), item("b", 9)])] == ["b", "c", "a"]
+
+
+def test_names_are_mirrored_and_follow_the_format():
+    assert jobs(item("x/a.pth"))["x/a.pth"].output == "x/a.pth"
+    assert jobs(item("x/a.pth"), format="safetensors")["x/a.pth"].output == "x/a.safetensors"
+    assert (
+        jobs(item("x/notes.pth.gz", kind=Kind.OTHER), format="safetensors")["x/notes.pth.gz"].output == "x/notes.pth.gz"
+    )
+
+
+CLASHES = {
+    "none": ([item("a.pth"), item("b.pth")], {}, set()),
+    "two of one name": ([item("a.pth"), item("a.pt"), item("b.pth")], {"format": "safetensors"}, {"a.pth", "a.pt"}),
+    "packed beside the file itself": ([item("a.pth"), item("a.pth.gz")], {}, {"a.pth", "a.pth.gz"}),
+    "a folder that would become a file": (
+        [item("run", kind=Kind.FOLDER, parts=("run/.metadata", "run/0.distcp")), item("run.pth")],
+        {},
+        {"run"},
+    ),
+    "another file beside a checkpoint": ([item("a.bin", kind=Kind.OTHER), item("a.bin.gz")], {}, {"a.bin", "a.bin.gz"}),
+}
+
+
+@pytest.mark.parametrize(("items", "settings", "taken"), CLASHES.values(), ids=CLASHES)
+def test_names_that_two_sources_want(items, settings, taken):
+    assert {name for name, job in jobs(*items, **settings).items() if job.taken} == taken
+
+
+def test_a_run_for_some_files_leaves_the_outputs_of_the_others():
+    known = {"a.pt": Known(1, "s", "x", Outcome.REPAIRED, "a.pth", 1)}
+    assert jobs(item("a.pth"), known=known)["a.pth"].taken == ("a.pth",)
+
+
+def settings_of(one: Item) -> str:
+    return jobs(one)[one.name].settings
+
+
+def known(outcome: Outcome, output: str | None = "a.pth", size: int | None = 7, **more: str) -> Known:
+    record = Known(1, "s", settings_of(item("a.pth")), outcome, output, size)
+    return replace(record, **more)  # type: ignore[arg-type]  # only texts are replaced
+
+
+STANDINGS = {
+    "fine and there": (known(Outcome.FINE), {"a.pth": 7}, "done"),
+    "fine and gone": (known(Outcome.FINE), {}, "again"),
+    "fine and of another size": (known(Outcome.FINE), {"a.pth": 8}, "again"),
+    "another source": (known(Outcome.FINE, stamp="t"), {"a.pth": 7}, "again"),
+    "other settings": (known(Outcome.FINE, settings="t"), {"a.pth": 7}, "again"),
+    "failed": (known(Outcome.FAILED, None, None), {}, "again"),
+    "unreadable": (known(Outcome.UNREADABLE, None, None), {}, "done"),
+    "to decide, written": (known(Outcome.DECISION), {"a.pth": 7}, "done"),
+    "to decide, not written": (known(Outcome.DECISION, None, None), {}, "done"),
+    "to decide, gone": (known(Outcome.DECISION), {}, "again"),
+    "to decide, replaced by hand": (known(Outcome.DECISION), {"a.pth": 9}, "adopted"),
+    "to decide, made by hand": (known(Outcome.DECISION, None, None), {"a.pth": 9}, "adopted"),
+    "decided": (known(Outcome.FINE, decision='{"salvage": true}'), {"a.pth": 7}, "done"),
+}
+
+
+@pytest.mark.parametrize(("before", "sizes", "what"), STANDINGS.values(), ids=STANDINGS)
+def test_what_an_earlier_run_means(before, sizes, what):
+    found = jobs(item("a.pth"), known={"a.pth": before}, sizes=sizes)
+    told = "done" if not found else "adopted" if found["a.pth"].adopts else "again"
+    assert told == what
+
+
+def test_jobs_are_plain_data():
+    import pickle
+
+    job = jobs(item("a.pth"))["a.pth"]
+    assert pickle.loads(pickle.dumps(job)) == job

@@ -1,0 +1,176 @@
+"""A migration from a bucket to a bucket: the same result as on this machine, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix.zoo.job import Done, Job
+from ckptfix.zoo.manifest import OWN_NAMES
+from ckptfix.zoo.migrating import migrate
+from ckptfix.zoo.performing import perform
+from ckptfix.zoo.places import Place, open_place
+from tests.zoo import zoos
+from tests.zoo.bucket import Bucket, Trouble
+
+S3 = tuple[Bucket, str]
+
+SAME = (
+    "source",
+    "size",
+    "outcome",
+    "sha256",
+    "output",
+    "output_size",
+    "output_sha256",
+    "output_parts",
+    "format",
+    "edits",
+)
+"""What a record says, however the files came."""
+
+
+class HereAndNow:
+    """An engine without processes, for the pauses between tries to be those of the test."""
+
+    is_grouped = False
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+
+    def run_jobs(
+        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """One after the other."""
+        for job in jobs:
+            on_done(perform(job, self.scratch))
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoos.build(tmp_path_factory.mktemp("zoos") / "zoo", samples=tmp_path_factory.mktemp("none"))
+
+
+@pytest.fixture(scope="module")
+def expected(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tree of the same migration on this machine."""
+    goal = tmp_path_factory.mktemp("expected") / "new"
+    with migrate(str(zoo), str(goal), engine=HereAndNow):
+        pass
+    return comparable(open_place(str(goal)), tmp_path_factory.mktemp("read"))
+
+
+@pytest.fixture
+def old(zoo: Path, bucket: S3) -> str:
+    """The zoo in a bucket."""
+    place = open_place(f"{bucket[1]}/old")
+    for path in sorted(zoo.rglob("*")):
+        if path.is_file():
+            place.put(path, path.relative_to(zoo).as_posix())
+    bucket[0].requests.clear()
+    return place.name
+
+
+def comparable_files(place: Place, folder: Path) -> dict[str, bytes]:
+    """Every file of a place."""
+    found = {}
+    for entry in place.walk():
+        place.fetch(entry.name, folder / "file")
+        found[entry.name] = (folder / "file").read_bytes()
+    return found
+
+
+def comparable(place: Place, folder: Path) -> dict[str, Any]:
+    """Every file of a migrated zoo, and what its manifest says."""
+    found: dict[str, Any] = comparable_files(place, folder)
+    lines = [json.loads(line) for line in found.pop("manifest.jsonl").splitlines()]
+    found.pop("weights.jsonl")
+    return found | {"records": [{name: line[name] for name in SAME} for line in lines]}
+
+
+def test_it_is_the_same_as_on_this_machine(old: str, bucket: S3, expected: dict[str, Any], tmp_path: Path):
+    server, url = bucket
+    with migrate(old, f"{url}/new", engine=HereAndNow) as first:
+        assert first.summary.exit_code == 2
+    assert comparable(open_place(f"{url}/new"), tmp_path) == expected
+    server.requests.clear()
+    with migrate(old, f"{url}/new", engine=HereAndNow) as second:
+        assert second.summary.earlier_files == second.summary.files
+    read = [request for request in server.requests if request.startswith("GET") and "/old/" in request]
+    assert [request.rpartition("/")[2] for request in read] == ["model.safetensors.index.json"]
+    written = {request.rpartition("/")[2] for request in server.requests if request.startswith("PUT")}
+    assert written <= set(OWN_NAMES)
+
+
+def test_trouble_on_the_way_changes_nothing(old: str, bucket: S3, expected: dict[str, Any], tmp_path: Path):
+    server, url = bucket
+    for number, trouble in enumerate((Trouble.THROTTLED, Trouble.BROKEN, Trouble.RESET)):
+        server.plan(trouble, "GET", f"old/fine/model{number}.pth", times=2)
+        server.plan(trouble, "PUT", f"new/old/deep/run{number}.pth", times=2)
+    server.plan(Trouble.CUT, "GET", "old/old/deep/run3.pth", times=2)
+    server.plan(Trouble.SHORT, "GET", "old/fine/model3.pth", times=2)
+    server.plan(Trouble.HALF_STORED, "PUT", "new/old/deep/run3.pth", times=2)
+    server.plan(Trouble.THROTTLED, "PUT", "new/manifest.jsonl", times=2)
+    with migrate(old, f"{url}/new", engine=HereAndNow):
+        pass
+    assert all(plan.times == 0 for plan in server.planned)
+    assert comparable(open_place(f"{url}/new"), tmp_path) == expected
+
+
+def test_what_never_comes_through_fails_alone_and_is_done_by_the_next_run(
+    old: str, bucket: S3, expected: dict[str, Any], tmp_path: Path
+):
+    server, url = bucket
+    server.plan(Trouble.SHORT, "GET", "old/fine/model0.pth", times=1000)
+    server.plan(Trouble.HALF_STORED, "PUT", "new/old/deep/run0.pth", times=1000)
+    server.plan(Trouble.FORBIDDEN, "GET", "old/fine/model1.pth", times=1000)
+    with migrate(old, f"{url}/new", engine=HereAndNow) as migration:
+        records = {record["source"]: record for record in migration.records()}
+    failed = {source: record["error"] for source, record in records.items() if record["outcome"] == "failed"}
+    assert failed.keys() == {"fine/model0.pth", "fine/model1.pth", "old/deep/run0.pth"}
+    assert "(4 tries); run it again later" in failed["fine/model0.pth"]  # by size, or by the checksum of the store
+    assert "Access Denied; get the right to it" in failed["fine/model1.pth"]
+    assert "bytes arrived (4 tries)" in failed["old/deep/run0.pth"]
+    there = {entry.name for entry in open_place(f"{url}/new").walk()}
+    assert not there & failed.keys()
+    server.planned.clear()
+    with migrate(old, f"{url}/new", engine=HereAndNow) as migration:
+        assert migration.summary.files - migration.summary.earlier_files == 3
+    assert comparable(open_place(f"{url}/new"), tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(old: str, bucket: S3, expected: dict[str, Any], tmp_path: Path):
+    """The driver and its workers are killed when some outputs are in the bucket; the next run makes the rest."""
+    server, url = bucket
+    words = [sys.executable, "-m", "ckptfix", "migrate", old, f"{url}/new", "--jobs", "2"]
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as driver:
+        server.wait_for("PUT", "/new/old/", 4)
+        os.killpg(driver.pid, signal.SIGKILL)
+    assert driver.returncode == -signal.SIGKILL
+    there = comparable_files(open_place(f"{url}/new"), tmp_path)
+    assert {name: raw for name, raw in there.items() if name not in OWN_NAMES}.items() <= expected.items()
+    with migrate(old, f"{url}/new", engine=HereAndNow):
+        pass
+    assert comparable(open_place(f"{url}/new"), tmp_path) == expected
+
+
+def test_a_zoo_in_memory_comes_to_this_machine(zoo: Path, memory: str, expected: dict[str, Any], tmp_path: Path):
+    place = open_place(memory)
+    for path in sorted(zoo.rglob("*")):
+        if path.is_file():
+            place.put(path, path.relative_to(zoo).as_posix())
+    with migrate(memory, str(tmp_path / "new"), engine=HereAndNow):
+        pass
+    (tmp_path / "read").mkdir()
+    assert comparable(open_place(str(tmp_path / "new")), tmp_path / "read") == expected

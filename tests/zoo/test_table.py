@@ -1,0 +1,246 @@
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.table import EMPTY, Table, Treatment, plain_table, read_table
+
+
+def table_of(folder: Path, text: str, **given) -> Table:
+    path = folder / "zoo.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_table(path, given)
+
+
+def test_the_empty_table_gives_every_file_the_repairs_without_a_target(tmp_path):
+    for table in (EMPTY, plain_table(), table_of(tmp_path, "")):
+        treatment = table.treatment_of("a/b.pth")
+        assert (treatment.arguments, treatment.output_name("a/b.pth")) == ({}, "a/b.pth")
+        assert not table.excludes("a/b.pth")
+        assert table.idle(["a/b.pth"]) == []
+
+
+EXAMPLE = """\
+exclude = ["runs/debug/"]
+
+[defaults]
+format = "safetensors"
+ignore = ["val203"]
+timeout = 20
+
+[[files]]
+match = "resnet18-*.pth"
+model = "torchvision.models:resnet18"
+model-args = { num_classes = 10 }
+weights = "ema"
+input = ["1x3x32x32"]
+output = "resnets/{stem}{suffix}"
+
+[[files]]
+match = ["resnet*.pth", "other/**/*.pth"]
+like = "good.pth"
+format = "pth"
+fill = "target"
+no-values = true
+"""
+
+
+def test_the_first_match_wins_and_its_keys_outdo_the_defaults(tmp_path):
+    (tmp_path / "good.pth").touch()
+    table = table_of(tmp_path, EXAMPLE)
+    first = table.treatment_of("x/resnet18-abc.pth")
+    assert (first.model, first.model_args, first.like) == ("torchvision.models:resnet18", {"num_classes": 10}, None)
+    assert first.settings.keys() == {"format", "ignore", "weights", "smoke_settings"}
+    assert (first.settings["format"], first.settings["ignore"]) == ("safetensors", ("VAL203",))
+    smoke = first.settings["smoke_settings"]
+    assert (smoke.inputs, smoke.timeout) == (("1x3x32x32",), 20)
+    assert first.output_name("x/resnet18-abc.pth") == "resnets/resnet18-abc.safetensors"
+
+    second = table.treatment_of("resnet50.pth")
+    assert second is table.treatment_of("other/deep/er/x.pth")
+    assert second.like == str(tmp_path / "good.pth")
+    assert second.settings == {"format": "pth", "ignore": ("VAL203",), "fill": "target", "values": False}
+
+    rest = table.treatment_of("bert.bin")
+    assert rest.settings == {"format": "safetensors", "ignore": ("VAL203",)}
+    assert table.excludes("a/runs/debug/x.pth") is False
+    assert table.excludes("runs/debug/x.pth") is True
+
+
+def test_arguments_are_those_of_repair(tmp_path):
+    import inspect
+
+    import ckptfix
+
+    (tmp_path / "good.pth").touch()
+    for name in ("resnet18-x.pth", "resnet50.pth", "x"):
+        treatment = table_of(tmp_path, EXAMPLE).treatment_of(name)
+        inspect.signature(ckptfix.repair).bind(name, **treatment.arguments)
+
+
+def test_the_command_of_one_file(tmp_path):
+    treatment = table_of(tmp_path, EXAMPLE.replace('like = "good.pth"', 'model = "m:f"')).treatment_of("resnet50.pth")
+    assert " ".join(treatment.command("old/resnet50.pth", output="new/x.pth", unsafe_fixes=True)) == (
+        "ckptfix repair old/resnet50.pth --model m:f --fill target --output new/x.pth --format pth --timeout 20"
+        " --ignore val203 --unsafe-fixes --no-values"
+    )
+
+
+def test_another_target_takes_the_place_of_that_of_the_defaults(tmp_path):
+    (tmp_path / "good.pth").touch()
+    text = '[defaults]\nmodel = "m:f"\nmodel-args = [1]\ninput = ["1x3"]\n[[files]]\nmatch = "a"\nlike = "good.pth"\n'
+    table = table_of(tmp_path, text)
+    assert table.treatment_of("a").arguments == {"like": str(tmp_path / "good.pth")}
+    assert table.treatment_of("b").arguments["model_args"] == [1]
+
+
+def test_what_the_defaults_say_of_models_and_targets_is_for_files_that_have_one(tmp_path):
+    table = table_of(tmp_path, '[defaults]\nfill = "target"\nsmoke = true\nbackward = true\n')
+    assert table.treatment_of("a").arguments == {}
+
+
+def test_the_command_line_wins(tmp_path):
+    text = '[defaults]\nseed = 1\n[[files]]\nmatch = "a"\nmodel = "m:f"\nseed = 2\nformat = "pth"\n'
+    table = table_of(tmp_path, text, seed=3, like=__file__)
+    assert table.treatment_of("a").arguments["seed"] == 3
+    assert table.treatment_of("a").model is None
+    assert table.treatment_of("b").like == __file__
+    assert plain_table({"format": "safetensors"}).treatment_of("a").output_name("a.pth") == "a.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("exclud = []", "there is no exclud; did you mean exclude?", id="a slip at the top"),
+        pytest.param("[default]", "there is no default; did you mean [defaults]?", id="a slip in a table's name"),
+        pytest.param("[[file]]", "there is no file; did you mean [[files]]?", id="a slip in a list's name"),
+        pytest.param("[resnet]", "there is no resnet; a table of files begins with [[files]]", id="another table"),
+        pytest.param('model = "m:f"', "model stands outside of a table", id="a key without a table"),
+        pytest.param("exclude = 'x'", "exclude is to be a list of patterns", id="exclude is no list"),
+        pytest.param("exclude = ['[z-a]']", "exclude: '[z-a]' is no pattern", id="a range upside down"),
+        pytest.param("defaults = 1", "defaults is to be a table", id="defaults is no table"),
+        pytest.param("[files]\nmatch = 'a'", "files is to be one table for each group", id="one pair of brackets"),
+        pytest.param("[[files]]\nmodel = 'm:f'", "[[files]] 1 says for no file", id="no pattern"),
+        pytest.param("[[files]]\nmatch = []", "[[files]] 1: match is to be a pattern, or a list", id="an empty list"),
+        pytest.param("[[files]]\nmatch = ''", "[[files]] 1: '' matches nothing", id="an empty pattern"),
+        pytest.param(
+            "[[files]]\nmatch = 'a'\n[[files]]\nmatch = ['b', 'c']\nmodell = 'm:f'",
+            "[[files]] 2 (b, c): there is no key modell; did you mean model?",
+            id="a slip in the second table",
+        ),
+        pytest.param("[[files]]\nmatch = 'a'\nquiet = true", "(a): there is no key quiet", id="a flag of a report"),
+        pytest.param("[defaults]\nsalvage = true", "[defaults]: there is no key salvage", id="a blank cheque"),
+        pytest.param("[defaults]\nseed = 'x'", "[defaults]: seed is to be a whole number", id="a text for a number"),
+        pytest.param("[defaults]\nformat = 'onnx'", "format is to be one of pth, safetensors", id="an unknown format"),
+        pytest.param("[defaults]\nignore = ['FOO']", "[defaults]: --ignore FOO: no rule", id="an unknown rule"),
+        pytest.param("[defaults]\ndtype = 'fp17'", "[defaults]: --dtype 'fp17' is not known", id="an unknown dtype"),
+        pytest.param("[defaults]\nshard-size = 'much'", "'much' is no size", id="no size"),
+        pytest.param("[defaults]\nfor-torch = 'x'", "'x' is no version", id="no version"),
+        pytest.param(
+            "[defaults]\noutput = '{stm}'", "[defaults]: output = '{stm}': there is no {stm}", id="a template"
+        ),
+        pytest.param("[[files]]\nmatch='a'\nmodel='m'", "model = 'm': write it as pkg.mod:factory", id="no factory"),
+        pytest.param(
+            "[[files]]\nmatch='a'\nmodel='m:f'\nlike='x'", "--model and --like exclude each other", id="two targets"
+        ),
+        pytest.param("[[files]]\nmatch='a'\nlike='nowhere.pth'", "there is no such file", id="no file"),
+        pytest.param("[[files]]\nmatch='a'\nlike='s3://b/x.pth'", "like = 's3://b/x.pth': is a URL", id="a URL"),
+        pytest.param("[[files]]\nmatch='a'\ninput=['1x3']", "input has no meaning without a model", id="no model"),
+        pytest.param("[[files]]\nmatch='a'\nfill='target'", "fill = 'target' needs something to fit", id="no target"),
+        pytest.param("[[files]]\nmatch='a'\nreplace=['x']", "add --fill", id="a setting that needs another"),
+        pytest.param(
+            "[[files]]\nmatch='a'\nmodel='m:f'\nmodel-args={x=2020-01-01}", "give texts, numbers", id="a date"
+        ),
+        pytest.param("[[files]\n", "this is no valid TOML", id="no TOML"),
+    ],
+)
+def test_errors_name_the_file_the_table_and_the_key(tmp_path, text, said):
+    with pytest.raises(UsageError) as error:
+        table_of(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path / 'zoo.toml'}: ")
+    assert said in str(error.value)
+
+
+def test_a_table_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"zoo\.toml: the configuration cannot be read"):
+        read_table(tmp_path / "zoo.toml")
+
+
+def test_tables_that_match_nothing_are_told(tmp_path):
+    text = "".join(f"[[files]]\nmatch = '{pattern}'\n" for pattern in ("*.pth", "a.pth", "b.bin"))
+    assert table_of(tmp_path, text).idle(["a.pth"]) == [
+        f"{tmp_path / 'zoo.toml'}: [[files]] {number} ({name}) matches no file, or only files that an earlier table has"
+        for number, name in ((2, "a.pth"), (3, "b.bin"))
+    ]
+
+
+class TestDigest:
+    def test_it_is_the_same_for_the_same_settings(self, tmp_path):
+        table = table_of(tmp_path, '[[files]]\nmatch = "a"\nunsafe-fixes = false\n[[files]]\nmatch = ["b", "c"]\n')
+        digests = {each.digest("1") for each in (*table.treatments, table.rest, EMPTY.rest, Treatment())}
+        assert len(digests) == 1
+
+    def test_it_changes_with_all_that_counts(self, tmp_path):
+        texts = [
+            "",
+            "format = 'pth'",
+            "model = 'm:f'",
+            "model = 'm:f'\nmodel-args = [1]",
+            "model = 'm:f'\nsmoke = false",
+        ]
+        texts += ["output = 'x/{stem}'", "model = 'm:f'\ninput = ['1x2']", "model = 'm:f'\ncompare = 'source'"]
+        digests = [table_of(tmp_path, f"[defaults]\n{text}\n").rest.digest("1") for text in texts]
+        assert len({*digests, Treatment().digest("2")}) == len(texts) + 1
+
+    @pytest.mark.parametrize("key", ["like", "fill", "compare", "recalibrate"])
+    def test_it_changes_with_a_file_that_is_read(self, tmp_path, key):
+        beside = tmp_path / "beside.pth"
+        beside.write_bytes(b"x")
+        text = f"[defaults]\nmodel = 'm:f'\n{key} = 'beside.pth'\n".replace("model = 'm:f'\nlike", "like")
+
+        def digest(folder: Path = tmp_path) -> str:
+            return table_of(folder, text).rest.digest("1")
+
+        before = digest()
+        assert digest() == before
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        os.link(beside, elsewhere / "beside.pth")
+        assert digest(elsewhere) == before, "the place of the file does not count"
+        beside.write_bytes(b"yy")
+        assert digest() != before
+
+    def test_it_changes_with_a_shard(self, tmp_path):
+        index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "model-1.safetensors"
+        index.touch()
+        shard.write_bytes(b"x")
+        text = "[defaults]\nlike = 'model.safetensors.index.json'\n"
+        (tmp_path / "zoo.toml").touch()
+        before = read_digest(tmp_path, text)
+        shard.write_bytes(b"yy")
+        assert read_digest(tmp_path, text) != before
+
+    def test_it_changes_with_the_code_of_the_model(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        code = tmp_path / "mine.py"
+        code.write_text("")
+        text = "[defaults]\nmodel = 'mine:f'\n"
+        before = table_of(tmp_path, text).rest.digest("1")
+        code.write_text("# more")
+        assert table_of(tmp_path, text).rest.digest("1") != before
+
+
+def read_digest(folder: Path, text: str) -> str:
+    table = folder.parent / f"{folder.name}.toml"
+    table.write_text(text.replace("like = '", f"like = '{folder.name}/"))
+    return read_table(table).rest.digest("1")
+
+
+def test_a_treatment_goes_to_another_process(tmp_path):
+    (tmp_path / "good.pth").touch()
+    treatment = table_of(tmp_path, EXAMPLE).treatment_of("resnet18-x.pth")
+    digest = treatment.digest("1")
+    other = pickle.loads(pickle.dumps(treatment))
+    assert (other, other.digest("1")) == (treatment, digest)

@@ -1,0 +1,105 @@
+"""A zoo of some thirty files with every outcome, and what two migrations have in common."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+TIMES = ("seconds", "peak_memory", "finished")
+"""The fields of a record that two runs need not have in common."""
+
+
+def weights(seed: int, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
+    """A healthy state_dict."""
+    generator = torch.Generator().manual_seed(seed)
+    return OrderedDict(
+        (f"{prefix}layers.{layer}.{name}", torch.randn(shape, generator=generator) * 0.1)
+        for layer in range(3)
+        for name, shape in (("weight", (16, 16)), ("bias", (16,)))
+    )
+
+
+class _Payload:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/ckptfix-was-here",)
+
+
+def build(folder: Path, samples: Path) -> Path:
+    """Make the zoo."""
+    for name in ("fine", "old/deep", "broken", "shards"):
+        (folder / name).mkdir(parents=True)
+    for number in range(4):
+        torch.save(weights(number), folder / f"fine/model{number}.pth")
+        torch.save({"state_dict": weights(number, "module."), "epoch": number}, folder / f"old/deep/run{number}.pth")
+    save_file(dict(weights(7)), folder / "fine/model.safetensors")
+    save_file(dict(weights(8, "module.")), folder / "old/model.safetensors")
+    for sample in samples.glob("*.*"):
+        if sample.suffix in (".pth", ".safetensors"):
+            shutil.copyfile(sample, folder / "old" / sample.name)
+    whole = (folder / "fine/model0.pth").read_bytes()
+    (folder / "old/packed.pth.gz").write_bytes(gzip.compress(whole, mtime=0))
+    (folder / "old" / f"net-{hashlib.sha256(whole).hexdigest()[:8]}.pth").write_bytes(whole)
+    (folder / "old/net-0badf00d.pth").write_bytes(whole)
+    old = (folder / "old/deep/run0.pth").read_bytes()
+    (folder / "old" / f"run-{hashlib.sha256(old).hexdigest()[:8]}.pth").write_bytes(old)
+    nan = weights(9)
+    nan["layers.0.weight"][3, 3] = float("nan")
+    torch.save(nan, folder / "broken/nan.pth")
+    (folder / "broken/empty.pth").write_bytes(b"")
+    (folder / "broken/cut.pth").write_bytes(whole[: len(whole) // 2])
+    (folder / "broken/page.pth").write_bytes(b"<html><title>404 Not Found</title></html>")
+    torch.save({"state_dict": weights(12), "note": _Payload()}, folder / "broken/evil.pth")
+    first, second = weights(10), weights(11)
+    save_file({f"a.{key}": value for key, value in first.items()}, folder / "shards/model-00001-of-00002.safetensors")
+    save_file({f"b.{key}": value for key, value in second.items()}, folder / "shards/model-00002-of-00002.safetensors")
+    home = {
+        f"{side}.{key}": f"model-0000{number}-of-00002.safetensors"
+        for number, side in ((1, "a"), (2, "b"))
+        for key in first
+    }
+    (folder / "shards/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": home}))
+    (folder / "README.md").write_text("old models\n")
+    (folder / "manifest.jsonl").write_text("{}\n")
+    return folder
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """All of a migrated zoo, but for the times in its manifest."""
+    found: dict[str, Any] = {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    found["folders"] = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir())
+    lines = found["manifest.jsonl"].decode().splitlines()
+    found["manifest.jsonl"] = [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines
+    ]
+    return found
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """What became of each source."""
+    lines = (folder / "manifest.jsonl").read_text().splitlines()
+    return {line["source"]: line["outcome"] for line in map(json.loads, lines)}
+
+
+def migrate(*words: object, script: str = "from ckptfix.cli import main; main()") -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own; ``script`` may run something else before it."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv[0] = 'ckptfix'\n{script}", "migrate", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(str(words[0])).parent,
+    )
