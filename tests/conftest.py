@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Two workers of pytest on two cores: with more threads, torch waits for itself. Said before it is imported, and to the
+# programs that are started.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

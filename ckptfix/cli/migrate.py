@@ -173,6 +173,7 @@ def migrate(
 def _migrate(
     console: Console, source: str, destination: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> int:
+    from ckptfix.arguments import repair_command
     from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
     from ckptfix.zoo.job import Others
     from ckptfix.zoo.listing import read_list
@@ -194,6 +195,7 @@ def _migrate(
         place,
         destination,
         *(("--table", str(choices["table"])) if "table" in choices else ()),
+        *(repair_command(place, given)[3:] if decided is None else ()),
     ]
     try:
         with run(

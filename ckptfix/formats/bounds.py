@@ -78,7 +78,7 @@ class Bounds:
     def __init__(self, path: str, size: int) -> None:
         self.path, self._size = path, size
         self.names: set[str] = set()
-        self.limit = self._left = _memory(size)
+        self.limit = self.left = _memory(size)
         self._steps = STEPS + size // 2
         self._handed = HANDED_SHARE * size + HANDED
         self._hashes: Counter[int] = Counter()
@@ -87,14 +87,14 @@ class Bounds:
     def unpack(self, size: int) -> None:
         """Allow for what is packed in the file: ``size`` bytes, as far as they are no bomb's."""
         believed = Bounds(self.path, max(self._size, min(size, PACKING * self._size)))
-        self._left += max(0, believed.limit - self.limit)
+        self.left += max(0, believed.limit - self.limit)
         self._steps, self._handed = max(self._steps, believed._steps), max(self._handed, believed._handed)
         self.limit = max(self.limit, believed.limit)
 
     def spend(self, nbytes: int) -> None:
         """Count bytes of memory."""
-        self._left -= nbytes
-        if self._left < 0:
+        self.left -= nbytes
+        if self.left < 0:
             raise HostileError(
                 f"{self.path}: reading what is in it, before any tensor, would take more than {self.limit >> 20} MB of "
                 "memory, which no checkpoint of its size needs; do not use this file, or, if you made it, save its "
@@ -106,13 +106,13 @@ class Bounds:
         self._steps -= count
         if self._steps < 0:
             raise HostileError(f"{self.path}: its pickle goes on without end, and makes nothing; do not use this file")
-        if SLOT * waiting > self._left:
+        if SLOT * waiting > self.left:
             self.spend(SLOT * waiting)
 
     def make(self, made: Any) -> Any:
         """The new value itself, counted."""
-        self._left -= getsizeof(made) + 8
-        if self._left < 0:
+        self.left -= getsizeof(made) + 8
+        if self.left < 0:
             self.spend(0)
         return made
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -260,6 +260,9 @@ def _at_once() -> Executor:
             except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for, as by a thread
                 future.set_exception(error)
             return future
+
+        def map(self, fn: Callable[..., T], /, *iterables: Iterable[Any], **_: Any) -> Iterator[T]:
+            return map(fn, *iterables)
 
     return AtOnce()
 

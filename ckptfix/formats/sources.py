@@ -8,6 +8,7 @@ import os
 import stat
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,19 +224,38 @@ def located(source: ByteSource) -> FileBytes | None:
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     """Bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
 
-    What lies in a file is read into one buffer again and again: fresh memory for each block would take longer than the
-    reading.
+    What lies in a file is read into one buffer again and again, which the next stream uses too: fresh memory would take
+    longer than the reading. Behind its last block a stream has given its buffer back.
     """
     place = located(source)
     if place is None:
         for position in range(start, stop, BLOCK):
             yield source.read(position, min(position + BLOCK, stop))
         return
-    buffer = memoryview(bytearray(max(0, min(BLOCK, stop - start))))
-    for position in range(start, stop, BLOCK):
-        block = buffer[: min(BLOCK, stop - position)]
-        place.file.fill(block, place.offset + position)
-        yield block
+    if stop - start <= SMALL:
+        whole = memoryview(bytearray(max(0, stop - start)))
+        if whole:
+            place.file.fill(whole, place.offset + start)
+            yield whole
+        return
+    try:
+        buffer = _BUFFERS.pop()
+    except IndexError:
+        buffer = memoryview(bytearray(BLOCK))
+    try:
+        for position in range(start, stop, BLOCK):
+            block = buffer[: min(BLOCK, stop - position)]
+            place.file.fill(block, place.offset + position)
+            yield block
+    finally:
+        _BUFFERS.append(buffer)
+
+
+SMALL = 64 << 10
+"""Bytes of a stream for which new memory takes no longer than to look for a buffer."""
+
+_BUFFERS: deque[memoryview] = deque(maxlen=4)
+"""Buffers of ``BLOCK`` bytes that no stream has: as many as threads read side by side."""
 
 
 @dataclass(eq=False)

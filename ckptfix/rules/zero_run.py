@@ -23,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import IN_MEMORY, TensorSpec
+from ckptfix.checkpoint import IN_MEMORY, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
 from ckptfix.formats.torn import SECTOR
+from ckptfix.values import TensorStatistics
 from ckptfix.values.integrity import WORD, Hole, storages_of
+from ckptfix.values.zeroing import WITHOUT_ZERO
 
 DENSE = 0.01
 """The largest share of zeros among the other numbers of the matrix."""
@@ -38,19 +40,26 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a hole; propose nothing."""
     if context.statistics is None or context.checkpoint.format == IN_MEMORY:
         return
-    found: dict[str, Hole] = {}
+    unproved: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, keys in storages_of(context.checkpoint):
         specs = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
         matrices = {key: spec for key, spec in specs.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
         if storage.crc32 is None and matrices:
+            unproved.append((storage, matrices))
+    # Asked for together, since they are computed side by side.
+    figures = dict(context.statistics.items()) if unproved else {}
+    found: dict[str, Hole] = {}
+    for storage, matrices in unproved:
+        suspects = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
+        if suspects:
             hole = context.statistics.integrity.hole(storage)
             found.update(
                 {
                     key: hole
-                    for key, spec in matrices.items()
+                    for key, spec in suspects.items()
                     if hole.stop - hole.start >= SECTOR
                     and _lies_across_rows(spec, hole)
-                    and _is_dense_elsewhere(spec, context.statistics[key].zeros, hole)
+                    and _is_dense_elsewhere(spec, figures[key].zeros, hole)
                 }
             )
     if found:
@@ -61,6 +70,17 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"bytes_of_storage": {key: [hole.start, hole.stop] for key, hole in found.items()}},
             remedy="compare the file with another copy",
         )
+
+
+def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
+    """Whether there are as many zeros as a hole has, a few of them where a part of it may be outside of the tensor.
+
+    Most tensors have not one, and so their bytes need not be read once more."""
+    if spec.dtype == WITHOUT_ZERO:
+        return True
+    assert spec.storage is not None
+    inside = SECTOR if spec.extent == (0, spec.storage.nbytes) else WORD
+    return figures.zeros >= inside // spec.itemsize
 
 
 def _is_dense_elsewhere(spec: TensorSpec, zeros: int, hole: Hole) -> bool:

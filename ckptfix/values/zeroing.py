@@ -19,14 +19,15 @@ NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
 WHICH = (NON_FINITE, SUBNORMAL)
 """Which numbers can be set to zero."""
 
-_WITHOUT_ZERO = "float8_e8m0fnu"
+WITHOUT_ZERO = "float8_e8m0fnu"
+"""The dtype in which no bits stand for zero, those that are all 0 for a small number."""
 
 
 def can_be_zeroed(spec: TensorSpec) -> bool:
     """Whether the tensor is a plain one of floats."""
     is_plain = spec.storage is not None and not (spec.parts or spec.math_bits or spec.quantizer)
     stored = encoding(spec.dtype)
-    return is_plain and stored is not None and stored.smallest_normal > 0 and spec.dtype != _WITHOUT_ZERO
+    return is_plain and stored is not None and stored.smallest_normal > 0 and spec.dtype != WITHOUT_ZERO
 
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:

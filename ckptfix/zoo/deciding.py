@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
+from ckptfix.arguments import repair_command
 from ckptfix.delivery import refusal
 from ckptfix.finding import Level
 from ckptfix.repairing import checked_settings
@@ -32,7 +34,7 @@ def command_for(job: Job, report: Report) -> str:
                 return _command(job, *_WAYS_ON[code])
     if report.smoke is not None and report.smoke.passed is False:
         return _command(job, "--no-smoke")
-    return _command(job, "--ignore", ",".join(codes))
+    return _command(job, ignored=codes)
 
 
 def command_after_error(job: Job, outcome: Outcome, error: str) -> str | None:
@@ -43,6 +45,12 @@ def command_after_error(job: Job, outcome: Outcome, error: str) -> str | None:
     return _command(job, *flags) if flags else None
 
 
-def _command(job: Job, *flags: str) -> str:
-    """The migration of this file alone, with these flags: a decision that later runs keep to."""
-    return shlex.join((*job.again, "--only", job.item.name, *flags))
+def _command(job: Job, *flags: str, ignored: Sequence[str] = ()) -> str:
+    """The migration of this file alone, with these flags: a decision that later runs keep to.
+
+    It takes the place of an earlier one, and so says again what that one said."""
+    choices = dict(job.decision or {})
+    if ignored:
+        choices["ignore"] = [*job.treatment.choices.get("ignore", ()), ",".join(ignored)]
+    _, _, name, *decided = repair_command(job.item.name, choices)
+    return shlex.join((*job.again, "--only", name, *decided, *(flag for flag in flags if flag not in decided)))

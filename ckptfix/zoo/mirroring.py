@@ -19,7 +19,7 @@ from ckptfix.zoo.record import Outcome
 from ckptfix.zoo.staging import Staged, flush
 from ckptfix.zoo.workplace import Workplace
 
-GROUPED = 4 << 20
+GROUPED = 64 << 20
 """Files up to so many bytes wait to be flushed with others; of a larger one the flush costs little by itself."""
 
 

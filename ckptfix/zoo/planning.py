@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from sys import intern
 
+from ckptfix.errors import UsageError
 from ckptfix.zoo.job import Job, Others
 from ckptfix.zoo.journal import Journal
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import OWN_NAMES, Known, Standing, standing
 from ckptfix.zoo.record import Record
-from ckptfix.zoo.table import Table
+from ckptfix.zoo.table import Table, with_decision
 from ckptfix.zoo.treatment import Treatment
 from ckptfix.zoo.versions import version
 
@@ -83,7 +85,7 @@ class Plan:
 
     def _job(self, number: int, item: Item) -> Job:
         common = self.table.treatment_of(item.name)
-        treatment = common if self.decided is None else self.decided.treatment_of(item.name)
+        treatment = self._treatment_of(item)
         changed = {
             name: value for name, value in treatment.choices.items() if common.choices.get(name, _NOTHING) != value
         }
@@ -103,11 +105,24 @@ class Plan:
             again=self.again or ("ckptfix", "migrate", self.source, self.destination),
         )
 
+    def _treatment_of(self, item: Item) -> Treatment:
+        """What was decided for an item, now or in an earlier run, as long as it is the same file; else the table's."""
+        if self.decided is not None:
+            return self.decided.treatment_of(item.name)
+        common = self.table.treatment_of(item.name)
+        before = self.known.get(item.name) if self.resumes else None
+        if before is None or not before.decision or (before.size, before.stamp) != (item.size, item.stamp):
+            return common
+        try:
+            return with_decision(common, json.loads(before.decision))
+        except UsageError:  # it named a file that is gone since: the item needs a decision again, and says so
+            return common
+
     def _names(self, item: Item) -> Iterable[str]:
         """The names in the destination that an item certainly claims."""
         if item.kind is Kind.FOLDER:
             return [part.name for part in item.parts]
-        return [self._output(item, (self.decided or self.table).treatment_of(item.name))]
+        return [self._output(item, self._treatment_of(item))]
 
     def _taken(self, item: Item, treatment: Treatment) -> Iterator[str]:
         """Of the names that the output may get, those that it may not have."""

@@ -27,7 +27,7 @@ from ckptfix.zoo.naming import check_template
 from ckptfix.zoo.patterns import compile_patterns
 from ckptfix.zoo.treatment import Treatment, treatment_of_choices
 
-__all__ = ["EMPTY", "FILE_NAME", "Table", "Treatment", "plain_table", "read_table"]
+__all__ = ["EMPTY", "FILE_NAME", "Table", "Treatment", "plain_table", "read_table", "with_decision"]
 
 FILE_NAME = "zoo.toml"
 """What the table is called where nobody names it."""
@@ -137,6 +137,13 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
     _check_patterns(f"{path}: exclude", document.get("exclude", []))
     rest = _treatment(f"{path}: [defaults]", folder, (), common, {}, given or {}, "[defaults]")
     return Table(tuple(treatments), rest, tuple(document.get("exclude", ())), path)
+
+
+def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatment:
+    """The treatment with the flags, by name, that were given for a file alone. Raises ``UsageError`` where they have no
+    meaning any more."""
+    common = {**treatment.choices, "output": treatment.output}
+    return _treatment("an earlier decision", Path(), treatment.patterns, common, decision, {}, treatment.place)
 
 
 def _no_such_key(key: str, value: object) -> str:

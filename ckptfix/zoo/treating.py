@@ -26,7 +26,7 @@ from ckptfix.zoo.renames import name_with_hash, wrong_hash
 from ckptfix.zoo.staging import Staged
 from ckptfix.zoo.workplace import Workplace
 
-ALONE = 1 << 20
+ALONE = 64 << 20
 """Up to this size, to start threads takes longer than what they would do; other files are worked on meanwhile."""
 
 

@@ -36,6 +36,12 @@ def _is_simple(part: Any) -> bool:
     return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
 
 
+def _modern_name(function: Global) -> str:
+    """The name of a global that was moved since, where the table has it."""
+    module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
+    return f"{module}.{function.name}"
+
+
 def _per_channel(values: Any, dtype: str) -> Any:
     """A list of numbers as the tensor that later releases write; anything else as it is."""
     if not isinstance(values, list):
@@ -63,8 +69,7 @@ class InertTable:
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """The inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
-        module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
-        handler = _TABLE.get(f"{module}.{function.name}")
+        handler = _TABLE.get(f"{function.module}.{function.name}") or _TABLE.get(_modern_name(function))
         if handler is not None:
             made = handler(self, *args)
             if made is not NotImplemented:

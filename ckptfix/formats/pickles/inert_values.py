@@ -29,6 +29,8 @@ class Table(Protocol):
 
 def ordered_dict(table: Table, pairs: Any = ()) -> Any:
     """``collections.OrderedDict``, with its pairs in the call as Python 2 writes it."""
+    if not pairs and isinstance(pairs, (tuple, list)):
+        return OrderedDict()  # the hooks of every tensor
     pairs = list(pairs.items()) if isinstance(pairs, dict) else pairs
     keys = bounded_keys([key for key, _ in pairs], table.path)
     return OrderedDict((key, value) for key, (_, value) in zip(keys, pairs, strict=True))

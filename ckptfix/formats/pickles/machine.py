@@ -73,17 +73,17 @@ class PickleMachine:
         bounds: Bounds | None = None,
     ) -> None:
         self.data, self.path, self.position = data, path, position
-        self._size = len(data)
+        self.size = len(data)
         self.call: Call = call
         self.persistent_load: Callable[[Any], Any] = persistent_load
         self.globals: dict[tuple[str, str], Global] = {}
         self.called: set[str] = set()
         self.protocol = 0
         self.bounds = bounds or Bounds(path, len(data))
-        self._stack: list[Any] = []
+        self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._below = 0
-        self._memo = Memo()
+        self.memo = Memo()
         self._seen = bytearray(256)
 
     @property
@@ -93,10 +93,10 @@ class PickleMachine:
 
     def load(self) -> Any:
         """The inert value of the pickle."""
-        data, size, table, seen = self.data, self._size, HANDLERS, self._seen
+        data, size, table, seen = self.data, self.size, HANDLERS, self._seen
         try:
             while True:
-                self.bounds.step(_STRIDE, self._below + len(self._stack))
+                self.bounds.step(_STRIDE, self._below + len(self.stack))
                 for run in range(_STRIDE):
                     position = self.position
                     if position >= size:
@@ -108,14 +108,14 @@ class PickleMachine:
                     opcode = data[position]
                     if opcode == _STOP:
                         self.bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
-                        return self._stack.pop()
+                        return self.stack.pop()
                     seen[opcode] = 1
                     handler = table[opcode]
                     if handler is None:
                         raise NoOpcodeError(self.path, opcode, position)
                     handler(self)
         except PickleEndError as end:
-            end.runs = [*self._marks, self._stack]
+            end.runs = [*self._marks, self.stack]
             raise
         except _MALFORMED as error:
             raise UnreadableError(
@@ -129,9 +129,9 @@ class PickleMachine:
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes of the stream."""
         start = self.position
-        if count < 0 or count > self._size - start:
+        if count < 0 or count > self.size - start:
             raise PickleEndError(
-                f"{self.path}: {count} bytes are claimed at offset {start}, {self._size - start} are there; the "
+                f"{self.path}: {count} bytes are claimed at offset {start}, {self.size - start} are there; the "
                 "file is cut short or damaged: fetch it again",
                 start,
             )
@@ -141,7 +141,7 @@ class PickleMachine:
     def byte(self) -> int:
         """The next byte, as a number."""
         position = self.position
-        if position >= self._size:
+        if position >= self.size:
             self.take(1)
         self.position = position + 1
         return self.data[position]
@@ -166,50 +166,50 @@ class PickleMachine:
 
     def push(self, value: Any) -> None:
         """Put a value on the stack."""
-        self._stack.append(value)
+        self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
         """Put a value on the stack that was made for it."""
-        self._stack.append(self.bounds.make(value))
+        self.stack.append(self.bounds.make(value))
 
     def pop(self) -> Any:
         """Take the top value off the stack."""
-        return self._stack.pop()
+        return self.stack.pop()
 
     def mark(self) -> None:
         """Begin a new run of values."""
         self.bounds.spend(_MARK)
-        self._below += len(self._stack)
-        self._marks.append(self._stack)
-        self._stack = []
+        self._below += len(self.stack)
+        self._marks.append(self.stack)
+        self.stack = []
 
     def pop_mark(self) -> list[Any]:
         """The values since the last mark."""
-        values, self._stack = self._stack, self._marks.pop()
-        self._below -= len(self._stack)
+        values, self.stack = self.stack, self._marks.pop()
+        self._below -= len(self.stack)
         self.bounds.step(0, 2 * len(values))  # they are about to lie in a container too
         self.bounds.spend(-_MARK)
         return values
 
     def drop(self) -> None:
         """POP: the top value, or the mark where nothing lies above it."""
-        if self._stack:
-            self._stack.pop()
+        if self.stack:
+            self.stack.pop()
         else:
             self.pop_mark()
 
     def remember(self, index: int) -> None:
         """Keep the top value under a number."""
-        if taken := self._memo.keep(index, self._stack[-1]):
+        if taken := self.memo.keep(index, self.stack[-1]):
             self.bounds.spend(taken)
 
     def memoize(self) -> None:
         """Keep the top value under the next number."""
-        self.bounds.spend(self._memo.keep(len(self._memo), self._stack[-1]))
+        self.bounds.spend(self.memo.keep(len(self.memo), self.stack[-1]))
 
     def recall(self, index: int) -> None:
         """Push the value that was kept under a number."""
-        self._stack.append(self._memo.recall(index))
+        self.stack.append(self.memo.recall(index))
 
     # Objects
     # -----------------------------------------------------------------------------------------------------------------
@@ -224,12 +224,12 @@ class PickleMachine:
         if known is None:
             self.bounds.spend(_GLOBAL)
             known = self.globals[(module, name)] = Global(module, name)
-        self._stack.append(known)
+        self.stack.append(known)
 
     def reduce(self) -> None:
         """REDUCE: what stands for calling the global with the arguments."""
-        args = self._stack.pop()
-        self._stack[-1] = self.instantiate(self._stack[-1], args)
+        args = self.stack.pop()
+        self.stack[-1] = self.instantiate(self.stack[-1], args)
 
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """The inert value of ``function(*args, **kwargs)``."""
@@ -254,12 +254,12 @@ class PickleMachine:
 
     def persist(self, pid: Any) -> None:
         """PERSID and BINPERSID: what stands for the storage or class that the file keeps outside of the pickle."""
-        self._stack.append(self.bounds.make(self.persistent_load(pid)))
+        self.stack.append(self.bounds.make(self.persistent_load(pid)))
 
     def build(self) -> None:
         """BUILD: hand a state to the object below it."""
-        state = self._stack.pop()
-        target = self._stack[-1]
+        state = self.stack.pop()
+        target = self.stack[-1]
         if isinstance(target, Opaque):
             target.state = state
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
@@ -272,7 +272,7 @@ class PickleMachine:
 
     def append_all(self, values: list[Any]) -> None:
         """APPEND, APPENDS, ADDITEMS: into the list, set or object on top of the stack."""
-        target = self._stack[-1]
+        target = self.stack[-1]
         if isinstance(target, list):
             self.bounds.fill(target, target.extend, values)
         elif isinstance(target, set):
@@ -287,7 +287,7 @@ class PickleMachine:
 
     def set_all(self, values: list[Any]) -> None:
         """SETITEM, SETITEMS, DICT: pairs into the dict or object on top of the stack."""
-        target = self._stack[-1]
+        target = self.stack[-1]
         if isinstance(target, Opaque):
             target = target.own_pairs()
         if not isinstance(target, dict):

@@ -17,22 +17,22 @@ FAR = 120
 class Memo:
     """Values by number, as PUT and MEMOIZE keep them and GET recalls them."""
 
-    __slots__ = ("_far", "_first", "_row")
+    __slots__ = ("far", "first", "row")
 
     def __init__(self) -> None:
-        self._first = 0
-        self._row: list[Any] = []
-        self._far: dict[int, Any] = {}
+        self.first = 0
+        self.row: list[Any] = []
+        self.far: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._row) + len(self._far)
+        return len(self.row) + len(self.far)
 
     def keep(self, index: int, value: Any) -> int:
         """Keep a value under a number, in the place of one that may be there. Gives the bytes that its place takes."""
-        row, far = self._row, self._far
+        row, far = self.row, self.far
         if not row and index == 1 and not far:
-            self._first = 1
-        place = index - self._first
+            self.first = 1
+        place = index - self.first
         if place == len(row) and (not far or index not in far):
             row.append(value)
             return SLOT
@@ -45,5 +45,5 @@ class Memo:
 
     def recall(self, index: int) -> Any:
         """The value under a number. Raises ``KeyError`` where there is none."""
-        place = index - self._first
-        return self._row[place] if 0 <= place < len(self._row) else self._far[index]
+        place = index - self.first
+        return self.row[place] if 0 <= place < len(self.row) else self.far[index]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.pickles.common_opcodes import COMMON
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine
@@ -207,8 +208,8 @@ OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"Q": lambda m: m.persist(m.pop()),
 }
 
-HANDLERS = [OPCODES.get(bytes([code])) for code in range(256)]
-"""The same by the opcode's number."""
+HANDLERS = [COMMON.get(bytes([code]), OPCODES.get(bytes([code]))) for code in range(256)]
+"""The same by the opcode's number, the common ones in their short form."""
 
 WEIGHTS_ONLY = frozenset(bytes([code]) for code in b"c\x81Rbaesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr\x80")
 """The opcodes that ``torch.load(weights_only=True)`` knows beside STOP: those of protocol 2, and EMPTY_SET
