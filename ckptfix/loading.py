@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.assigning import left_empty, prepare
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.finding import counted
+from ckptfix.formats.mapping import kept_mapped
 from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
 
@@ -38,9 +39,10 @@ def load(
     in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
     it may be removed or replaced; but it must not be written in place or cut short as long as the model lives."""
     check_loadable(model, map_location, assign)
-    repaired = repair(source, model, **settings)
-    refuse_misfit(repaired.report)
-    remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
+    with kept_mapped():  # its values are looked at, and then copied
+        repaired = repair(source, model, **settings)
+        refuse_misfit(repaired.report)
+        remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
     return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
 
 

@@ -52,7 +52,7 @@ class Regions:
         """The region that holds a tensor, and the tensor's offset in it, in elements."""
         start, _ = spec.extent
         regions = self._regions[id(spec.storage)]
-        region = regions[_last_at(regions, start)]
+        region = regions[_last_at(regions, start)] if len(regions) > 1 else regions[0]
         # An offset that is no whole number of bytes keeps its remainder.
         return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
 

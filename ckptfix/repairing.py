@@ -131,7 +131,8 @@ def repair(
         refuse_inputs(output, {"--like": like, "--fill": checked.fill_file, "--compare": compared})
     destination = Destination.of(checkpoint, output, beside, in_place, backup, checked.format)
     if destination is not None:
-        is_same = destination.form == output_format(checkpoint, None) and not checkpoint.member
+        is_whole = not checkpoint.member and not checkpoint.damage
+        is_same = is_whole and destination.form == output_format(checkpoint, None)
         destination = replace(
             destination, only_changes=destination.only_changes or (only_changes and is_same), flush=flush
         )

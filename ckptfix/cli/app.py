@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptfix.cli.console import heed_signals, write_output
+from ckptfix.cli.console import heed_signals, open_streams, write_output
 from ckptfix.cli.program import Program
 
 # rich takes longer to import than all the rest, and plain text is what a pipe wants anyway.
@@ -46,5 +46,6 @@ def ckptfix(
 
 def run() -> None:
     """Run the program and exit."""
+    open_streams()
     heed_signals()
     app()

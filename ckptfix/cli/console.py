@@ -38,12 +38,33 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def open_streams() -> None:
+    """Let what is written to a stream that the caller closed go nowhere. A file that is opened later would take its
+    number, and get what others write there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
+        name = ("stdin", "stdout", "stderr")[descriptor]
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", encoding="utf-8"))
+    os.close(descriptor)
+
+
 def heed_signals() -> None:
     """Let a request to end, and a terminal that is closed, clear away what is half done; by default it would stay."""
 
     def stop(number: int, _frame: object) -> None:
         raise Stopped(number)
 
+    def insist(ignored: Any) -> None:
+        """Python drops what is raised while it clears up an object; the request is made again a little later."""
+        if not issubclass(ignored.exc_type, KeyboardInterrupt) or not hasattr(signal, "setitimer"):
+            sys.__unraisablehook__(ignored)
+            return
+        number = getattr(ignored.exc_value, "number", signal.SIGINT)
+        signal.signal(signal.SIGALRM, lambda *_: stop(number, None))
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    sys.unraisablehook = insist
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         # What the parent ignores, as nohup does, stays ignored.

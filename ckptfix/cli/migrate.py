@@ -187,6 +187,8 @@ def _migrate(
     if "listed" in choices:
         listed = [*(listed or ()), *read_list(_read(choices["listed"]))]
     is_dry = bool(choices.get("dry_run"))
+    if is_dry and any(each.model for each in (*table.treatments, table.rest)):
+        console.note("a dry run makes no forward test: what it calls repaired or fine may still fail one")
     meter = MigrationMeter(console, is_dry)
     console.progress(f"listing {place}")
     again = [

@@ -87,5 +87,7 @@ def draft(console: Console, source: str, destination: str | None, goal: Path, ch
         file.write(text)
     console.end_progress()
     write_output(f"written: {goal}\n")
-    console.note(f"read it, correct it, and run: ckptfix migrate {shlex.join((source, destination or 'NEW_ZOO'))}")
+    named = () if goal == Path(table_name()) else ("--table", str(goal))
+    again = shlex.join((source, destination or "NEW_ZOO", *named))
+    console.note(f"read it, correct it, and run: ckptfix migrate {again}")
     return 0

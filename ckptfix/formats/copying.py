@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from ckptfix.checkpoint import ByteSource
@@ -247,6 +247,7 @@ def without_threads() -> Iterator[None]:
         _alone.reset(token)
 
 
+@cache
 def _at_once() -> Executor:
     from concurrent.futures import Executor, Future
 
@@ -261,7 +262,9 @@ def _at_once() -> Executor:
                 future.set_exception(error)
             return future
 
-        def map(self, fn: Callable[..., T], /, *iterables: Iterable[Any], **_: Any) -> Iterator[T]:
+        def map(
+            self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+        ) -> Iterator[T]:
             return map(fn, *iterables)
 
     return AtOnce()

@@ -1,4 +1,4 @@
-"""Ranges of files as torch's memory, without a copy.
+"""Ranges of files as memory, without a copy: for the compiled passes, and for torch.
 
 A file is mapped privately: its bytes are those of the page cache and are read when they are looked at, and what is
 written goes to a page of the process's own and never into the file. The mapping holds on to the file, so that its
@@ -9,13 +9,83 @@ a tensor of it lives: values change with it, and a look behind its new end kills
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+from ckptfix.checkpoint import ByteSource
 from ckptfix.formats.sources import OpenFile, located
 from ckptfix.regions import Region
 
 if TYPE_CHECKING:
     import torch
+
+HUGE_PAGE = 1 << 21
+"""A mapping from one multiple to another can have pages of this size where the cache has: they appear all at once."""
+
+WORTH_MAPPING = 1 << 18
+"""Bytes from which on a mapping takes less time than a copy."""
+
+
+_KEPT: WeakKeyDictionary[OpenFile, mmap.mmap | None] = WeakKeyDictionary()
+_keepers = 0
+_lock = Lock()
+
+
+@contextmanager
+def kept_mapped() -> Iterator[None]:
+    """Files that are mapped in the body are mapped as a whole, and stay so to its end.
+
+    For bytes that are looked at more than once: the first look at each page of a mapping costs as much as its reading.
+    """
+    global _keepers  # threads that look at parts of a file ask for it too, so no variable of a context will do
+    with _lock:
+        _keepers += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _keepers -= 1
+            if not _keepers:
+                _KEPT.clear()
+
+
+def _whole(file: OpenFile) -> mmap.mmap | None:
+    """All of a file; None where a file system or a limit of the system is against it. Kept where that was asked for."""
+    with _lock:
+        if file in _KEPT:
+            return _KEPT[file]
+        try:
+            found = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):
+            found = None
+        if _keepers:
+            _KEPT[file] = found
+        return found
+
+
+def map_file(source: ByteSource, start: int, nbytes: int, alignment: int) -> memoryview | None:
+    """Bytes of a source, mapped until the last view of them is gone; None where they lie in no file, or not aligned.
+
+    Whoever looks at them dies if the file shrinks, all but the compiled library."""
+    place = located(source)
+    if place is None or start + nbytes > place.nbytes or (place.offset + start) % alignment:
+        return None
+    first = place.offset + start
+    if _keepers:
+        whole = _whole(place.file)
+        block = memoryview(whole or b"")[first : first + nbytes]
+        return block if block.nbytes == nbytes else None
+    begin = first - first % HUGE_PAGE
+    end = min(-(-(first + nbytes) // HUGE_PAGE) * HUGE_PAGE, place.file.size)
+    try:
+        mapping = mmap.mmap(place.file.descriptor, end - begin, access=mmap.ACCESS_COPY, offset=begin)
+    except (OSError, ValueError):  # no file system that maps, or the file has become too short
+        return None
+    block = memoryview(mapping)[first - begin : first - begin + nbytes]
+    return block if block.nbytes == nbytes else None
 
 
 class Mapping:
@@ -39,8 +109,5 @@ class Mapping:
 
     def _map(self, file: OpenFile) -> mmap.mmap | None:
         if file not in self._maps:
-            try:
-                self._maps[file] = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError):  # a file system or a limit of the system is against it
-                self._maps[file] = None
+            self._maps[file] = _whole(file)
         return self._maps[file]

@@ -19,9 +19,7 @@ from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.wrappers.decoders import FAULTS, Decoder, deflate
 
 BLOCK = 1 << 20
-"""Bytes read at a time when a storage is streamed: so few that they are still in the processor's cache when they are
-looked at."""
-
+"""Bytes read at a time: so few that they are still in the processor's cache when they are looked at."""
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
 
@@ -224,19 +222,11 @@ def located(source: ByteSource) -> FileBytes | None:
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     """Bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
 
-    What lies in a file is read into one buffer again and again, which the next stream uses too: fresh memory would take
-    longer than the reading. Behind its last block a stream has given its buffer back.
-    """
+    What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
+    fresh memory would take longer than the reading."""
     place = located(source)
     if place is None:
-        for position in range(start, stop, BLOCK):
-            yield source.read(position, min(position + BLOCK, stop))
-        return
-    if stop - start <= SMALL:
-        whole = memoryview(bytearray(max(0, stop - start)))
-        if whole:
-            place.file.fill(whole, place.offset + start)
-            yield whole
+        yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
         return
     try:
         buffer = _BUFFERS.pop()
@@ -250,9 +240,6 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     finally:
         _BUFFERS.append(buffer)
 
-
-SMALL = 64 << 10
-"""Bytes of a stream for which new memory takes no longer than to look for a buffer."""
 
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
 """Buffers of ``BLOCK`` bytes that no stream has: as many as threads read side by side."""

@@ -101,9 +101,11 @@ class Reading:
         """What runs the pickles whose storages lie in one of the folders."""
 
         def find(key: str, nbytes: int, device: str) -> Storage:
-            names = (f"{folder}/{key}" for folder in folders)
-            name = next((name for name in names if name in self.archive.members), None)
-            return self.storage(key, name, f"{folders[0]}/{key}", nbytes, device)
+            members = self.archive.members
+            for folder in folders:
+                if (name := f"{folder}/{key}") in members:
+                    return self.storage(key, name, name, nbytes, device)
+            return self.storage(key, None, f"{folders[0]}/{key}", nbytes, device)
 
         return StoragePickle(self.archive.path, find, nesting, is_big_endian(self.archive), self.archive.bounds)
 

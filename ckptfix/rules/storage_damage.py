@@ -39,6 +39,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     integrity = context.statistics.integrity
     keys_of = list(storages_of(context.checkpoint))
+    context.statistics.compute()  # the scan proves most checksums on its way
     soundness = integrity.soundness([storage for storage, _ in keys_of])
     bad = [keys for (_, keys), is_sound in zip(keys_of, soundness, strict=True) if not is_sound]
     damaged = [key for key in context.checkpoint.entries if any(key in keys for keys in bad)]

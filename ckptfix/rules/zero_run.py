@@ -76,9 +76,10 @@ def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
     """Whether there are as many zeros as a hole has, a few of them where a part of it may be outside of the tensor.
 
     Most tensors have not one, and so their bytes need not be read once more."""
+    if spec.storage is None:
+        return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:
         return True
-    assert spec.storage is not None
     inside = SECTOR if spec.extent == (0, spec.storage.nbytes) else WORD
     return figures.zeros >= inside // spec.itemsize
 

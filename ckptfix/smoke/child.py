@@ -7,9 +7,11 @@ Neither stdout nor stderr is used for the answer: they belong to the user's mode
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,10 +19,13 @@ from typing import Any, TextIO
 _GRACE = 30.0
 """Seconds after the time limit at which the child ends by itself, should the parent be gone."""
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
     """Read the job, do it, answer."""
     order: dict[str, Any] = json.load(sys.stdin)
+    _die_with(order["parent"])
     with (
         Path(order["answer"]).open("w", encoding="utf-8") as answer,
         Path(order["stack"]).open("w", encoding="utf-8") as stack,
@@ -35,6 +40,14 @@ def main() -> None:
         outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": so_far.to_json()}))
         _tell(answer, {"outcome": outcome.to_json()})
         faulthandler.cancel_dump_traceback_later()
+
+
+def _die_with(parent: int) -> None:
+    """End when the parent ends, however it ends; where the system cannot do that, when time is up."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
 
 
 def _prepare(stack: TextIO, timeout: float) -> None:

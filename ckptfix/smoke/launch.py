@@ -49,6 +49,7 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
         answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
         empty.mkdir()
         order = {"job": job, "cwd": str(Path.cwd()), "answer": str(answer), "stack": str(stack), "timeout": timeout}
+        order["parent"] = os.getpid()
         try:
             text = json.dumps(order).encode()
         except TypeError as error:

@@ -9,6 +9,8 @@
    have one sign). What they tell to be rare is counted apart. Sums are those of float64, in which the square of a
    float32 is exact.
 
+   Whatever has a checksum is proved by the same library: see checksum.h.
+
    A mapped file that shrinks while it is read raises SIGBUS. That ends the call with an error, and not the process. */
 
 #define _GNU_SOURCE
@@ -20,91 +22,25 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INTERFACE 1 /* as in kernel.py: raise both with every change of what they share */
-#define FAST __attribute__((target("avx2,fma,f16c")))
-#define CHUNK 4096 /* numbers that stay in the first-level cache; 16-bit counters must hold so many */
+#include "checksum.h"
+#include "sums.h"
 
-typedef struct {
-    uint64_t finite, nan, pos_inf, neg_inf, zeros, subnormals, overflowing, vanishing;
-    int64_t first; /* the index of the first number that is not finite, or -1 */
-    double minimum, maximum, sum, squares; /* of the finite numbers */
-} Figures;
+#define INTERFACE 2 /* as in kernel.py: raise both with every change of what they share */
+#define CHUNK 4096 /* numbers that stay in the first-level cache; 16-bit counters must hold so many */
 
 typedef struct {
     double vanishing, largest; /* of a cast, as in narrowing.py */
     int wanted;
 } Cast;
 
-FAST static inline __m256d four_float32(const uint32_t *p) { return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p)); }
-
-FAST static inline __m256d four_float16(const uint16_t *p)
-{
-    return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)));
-}
-
-FAST static inline __m256d four_bfloat16(const uint16_t *p)
-{
-    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)p)), 16)));
-}
-
-static inline double float32_value(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-FAST static inline double float16_value(uint16_t bits) { return _cvtsh_ss(bits); }
-
-static inline double bfloat16_value(uint16_t bits) { return float32_value((uint32_t)bits << 16); }
-
-FAST static inline double total(__m256d a, __m256d b, __m256d c, __m256d d)
-{
-    double parts[4];
-    _mm256_storeu_pd(parts, _mm256_add_pd(_mm256_add_pd(a, b), _mm256_add_pd(c, d)));
-    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
-}
-
-/* Loads sixteen numbers as four times four, in any order: neither sum depends on it but for its last bits. */
-#define IN_ORDER(FOUR, p, a, b, c, d) (a = FOUR(p), b = FOUR(p + 4), c = FOUR(p + 8), d = FOUR(p + 12))
-
-/* Two bfloat16 are in 32 bits; the upper one needs a mask alone, the lower one a shift, to be a float32. */
-#define IN_PAIRS(FOUR, p, a, b, c, d)                                                                                  \
-    do {                                                                                                               \
-        const __m256i upper = _mm256_set1_epi32((int)0xffff0000u), pairs = _mm256_loadu_si256((const __m256i *)(p));   \
-        const __m256i odd = _mm256_and_si256(pairs, upper), even = _mm256_slli_epi32(pairs, 16);                       \
-        a = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_castsi256_si128(odd)));                                            \
-        b = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_extracti128_si256(odd, 1)));                                       \
-        c = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_castsi256_si128(even)));                                           \
-        d = _mm256_cvtps_pd(_mm_castsi128_ps(_mm256_extracti128_si256(even, 1)));                                      \
-    } while (0)
-
 /* NAME_scan(numbers, count, cast, figures): UNSIGNED and SIGNED are the integers of the size, NORMAL and INFINITE the
-   bits of the least normal number and of infinity. */
-#define SCAN(NAME, UNSIGNED, SIGNED, NORMAL, INFINITE, SIXTEEN)                                                        \
+   bits of the least normal number and of infinity. Where the largest magnitude is below SMALL or from LARGE on, float32
+   might not hold a square. */
+#define SCAN(NAME, UNSIGNED, SIGNED, NORMAL, INFINITE, SMALL, LARGE)                                                   \
     enum { NAME##_SIGN = 8 * sizeof(UNSIGNED) - 1 };                                                                   \
     static const UNSIGNED NAME##_magnitude = (UNSIGNED)(((uint64_t)1 << NAME##_SIGN) - 1);                             \
                                                                                                                        \
-    FAST static void NAME##_sum(const UNSIGNED *p, size_t count, Figures *f)                                           \
-    {                                                                                                                  \
-        __m256d s0 = _mm256_setzero_pd(), s1 = s0, s2 = s0, s3 = s0, q0 = s0, q1 = s0, q2 = s0, q3 = s0, a, b, c, d;   \
-        size_t i = 0;                                                                                                  \
-        for (; i + 16 <= count; i += 16) {                                                                             \
-            SIXTEEN(four_##NAME, (p + i), a, b, c, d);                                                                 \
-            s0 = _mm256_add_pd(s0, a), q0 = _mm256_fmadd_pd(a, a, q0);                                                 \
-            s1 = _mm256_add_pd(s1, b), q1 = _mm256_fmadd_pd(b, b, q1);                                                 \
-            s2 = _mm256_add_pd(s2, c), q2 = _mm256_fmadd_pd(c, c, q2);                                                 \
-            s3 = _mm256_add_pd(s3, d), q3 = _mm256_fmadd_pd(d, d, q3);                                                 \
-        }                                                                                                              \
-        double sum = total(s0, s1, s2, s3), squares = total(q0, q1, q2, q3);                                           \
-        for (; i < count; i++) {                                                                                       \
-            double value = NAME##_value(p[i]);                                                                         \
-            sum += value, squares += value * value;                                                                    \
-        }                                                                                                              \
-        f->sum += sum, f->squares += squares;                                                                          \
-    }                                                                                                                  \
-                                                                                                                       \
-    /* One number after the other, where some of them are not finite. */                                               \
+    /* One number after the other, where some of them are out of bounds. */                                           \
     FAST static void NAME##_sort_out(const UNSIGNED *p, size_t count, int64_t position, Figures *f)                    \
     {                                                                                                                  \
         for (size_t i = 0; i < count; i++) {                                                                           \
@@ -148,18 +84,17 @@ FAST static inline double total(__m256d a, __m256d b, __m256d c, __m256d d)
             UNSIGNED largest = high > low ? high : low;                                                                \
             if (least < NORMAL) {                                                                                      \
                 UNSIGNED zeros = 0, small = 0; /* as narrow as the numbers, so that as many are counted at a time */   \
-                for (size_t i = 0; i < count; i++) {                                                                   \
-                    UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                      \
-                    zeros += magnitude == 0;                                                                           \
-                    small += magnitude < NORMAL;                                                                       \
-                }                                                                                                      \
+                for (size_t i = 0; i < count; i++)                                                                     \
+                    small += (UNSIGNED)(p[i] & NAME##_magnitude) < NORMAL;                                             \
+                for (size_t i = 0; least == 0 && i < count; i++)                                                       \
+                    zeros += (UNSIGNED)(p[i] & NAME##_magnitude) == 0;                                                 \
                 f->zeros += zeros, f->subnormals += (UNSIGNED)(small - zeros);                                         \
             }                                                                                                          \
             if (cast->wanted                                                                                           \
                 && (NAME##_value(least) <= cast->vanishing || largest >= INFINITE                                      \
                     || NAME##_value(largest) > cast->largest))                                                         \
                 NAME##_count_losses(p, count, cast, f);                                                                \
-            if (largest >= INFINITE) {                                                                                 \
+            if (largest >= LARGE || (largest && largest < SMALL)) {                                                    \
                 NAME##_sort_out(p, count, (int64_t)position, f);                                                       \
                 continue;                                                                                              \
             }                                                                                                          \
@@ -172,9 +107,9 @@ FAST static inline double total(__m256d a, __m256d b, __m256d c, __m256d d)
         }                                                                                                              \
     }
 
-SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, IN_ORDER)
-SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, IN_ORDER)
-SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, IN_PAIRS)
+SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u)
+SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, 0, 0x7c00u)
+SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, 0x2400u, 0x5d80u)
 
 /* How often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
 static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
@@ -269,5 +204,25 @@ int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast,
     }
     guard = NULL;
     _mm_setcsr(mode);
+    return gone;
+}
+
+/* Whether the processor is able to do the following. */
+int ckptfix_is_summing(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+}
+
+/* Goes on with the CRC-32 of zip over more bytes. Returns 0, or 1 where the memory was gone. */
+int ckptfix_crc32(const void *bytes, size_t length, uint32_t *crc)
+{
+    sigjmp_buf here;
+    int gone = sigsetjmp(here, 0);
+    if (!gone) {
+        guard = &here;
+        *crc = checksum(*crc, bytes, length);
+    }
+    guard = NULL;
     return gone;
 }

@@ -1,17 +1,13 @@
-"""The compiled pass over the weights, where it was built and the processor is able to run it: see ``kernel.c``.
-
-The library knows nothing of Python, so one build serves every version. A file that is mapped may be handed to it: where
-the file shrinks meanwhile, the call ends with ``MemoryGone`` instead of the process with a signal.
-"""
+"""The compiled pass over the weights, where it was built and the processor is able to run it: see ``kernel.c``."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.formats.compiled import MemoryGone, library
 from ckptfix.values.decode import Encoding
 from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.portable import tally_codes
@@ -22,18 +18,9 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-LIBRARY = Path(__file__).with_name("_kernel.so")
-
-INTERFACE = 1
-"""As in ``kernel.c``. A library of another interface was built from other sources, and is not used."""
-
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 BYTES = 3
 """The kind of all that has 8 bits: the library counts the codes."""
-
-
-class MemoryGone(Exception):
-    """The mapped file has become shorter, or cannot be read."""
 
 
 class _Figures(ctypes.Structure):
@@ -107,10 +94,5 @@ class Kernel:
 @cache
 def kernel() -> Kernel | None:
     """The library; None where none was built, or none that this machine can run."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # there is none, or it was built for another machine
-        return None
-    if library.ckptfix_interface() != INTERFACE or not library.ckptfix_guard():
-        return None
-    return Kernel(library)
+    found = library()
+    return None if found is None else Kernel(found)

@@ -30,6 +30,7 @@ class TensorStatistics:
     ``rms`` are over the finite numbers, and 0.0 where there are none. ``first_nonfinite`` is the flat row-major index
     of the first element that is NaN or infinite; None where there is none, and for sparse tensors. ``overflowing`` and
     ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
+    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6.
     """
 
     numel: int

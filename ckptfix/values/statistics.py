@@ -9,12 +9,14 @@ from itertools import islice
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
+from ckptfix.formats.checksums import note_checksum
+from ckptfix.formats.crc32 import joined
 from ckptfix.progress import Task
 from ckptfix.values.decode import encoding
 from ckptfix.values.integrity import Integrity
 from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.scan import TensorStatistics, statistics_of
-from ckptfix.values.survey import Part, parts_of, tallies
+from ckptfix.values.survey import Found, Part, looks, parts_of
 from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
 
@@ -55,19 +57,23 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     def items(self) -> ItemsView[str, TensorStatistics]:
         """All of them, computed side by side."""
-        self._compute(self._specs.values())
+        self.compute()
         return super().items()
 
     def values(self) -> ValuesView[TensorStatistics]:
         """All of them, computed side by side."""
-        self._compute(self._specs.values())
+        self.compute()
         return super().values()
+
+    def compute(self) -> None:
+        """Compute all of them, side by side."""
+        self._compute(self._specs.values())
 
     def _compute(self, specs: Iterable[TensorSpec]) -> None:
         """Compute those that are not known yet."""
         wanted = {view: spec for spec in specs if (view := _view(spec)) not in self._of_view}
         parts = {view: _parts(spec, self._narrowing) for view, spec in wanted.items()}
-        found = tallies([part for some in parts.values() for part in some])
+        found = looks([part for some in parts.values() for part in some])
         for view, spec in wanted.items():
             some = parts[view]
             self._of_view[view] = (spec, _assemble(spec, some, islice(found, len(some))))
@@ -111,7 +117,7 @@ def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> T
     Raises ``UnreadableError`` where the bytes are not in the file.
     """
     parts = _parts(spec, narrowing)
-    return _assemble(spec, parts, tallies(parts))
+    return _assemble(spec, parts, looks(parts))
 
 
 def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
@@ -121,11 +127,14 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     return parts_of(values, narrowing) if values.numel else []
 
 
-def _assemble(spec: TensorSpec, parts: Sequence[Part], tallies: Iterable[Tally]) -> TensorStatistics:
-    """The statistics of a tensor from the figures of its parts."""
-    whole = Tally()
-    for tally in tallies:
-        whole.add(tally)
+def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterable[Found]) -> TensorStatistics:
+    """The statistics of a tensor from the figures of its parts. What they tell of its checksum is noted."""
+    whole, crc = Tally(), 0
+    for part, found in zip(parts, looks, strict=True):
+        whole.add(found.tally)
+        crc = joined(crc, found.crc32, part.nbytes) if part.is_summed else 0
+    if parts and parts[0].is_summed and spec.storage is not None:
+        note_checksum(spec.storage, crc)
     figures = _repeated(statistics_of(whole), parts[0].walk) if parts else TensorStatistics(0)
     if not spec.parts:
         return figures

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.sources import stream
 from ckptfix.values.walk import Walk
 
 
@@ -28,15 +29,19 @@ def fingerprint_of(spec: TensorSpec) -> str | None:
 
     digest = xxh3_128()
     for part in spec.strided_parts():
-        strides = () if part.is_contiguous else part.strides
+        is_contiguous = part.is_contiguous
+        strides = () if is_contiguous else part.strides
         digest.update(f"{part.dtype} {part.shape} {strides} {part.math_bits}\n".encode())
-        if not part.numel:
+        if not part.numel or part.storage is None:
             continue
-        walk = Walk(part)
-        if not walk.is_bounded:
+        if is_contiguous:
+            blocks = stream(part.storage.source, *part.extent)
+        elif (walk := Walk(part)).is_bounded:
+            blocks = walk.blocks()
+        else:
             return None  # a view that repeats its storage without end: no weight
         try:
-            for block in walk.blocks():
+            for block in blocks:
                 digest.update(block)
         except UnreadableError:
             return None

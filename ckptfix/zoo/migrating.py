@@ -96,6 +96,8 @@ def migrate(
     old, new = open_place(source), open_place(destination)
     _refuse_overlap(old, new)
     found = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
+    if patterns and not found:
+        raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
     if decided is not None and (absent := [item.name for item in found if item.fault == ABSENT]):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
     summary = Summary(files=len(found), bytes=sum(item.size for item in found))

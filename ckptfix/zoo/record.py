@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -76,21 +76,24 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The line of the manifest as plain data."""
-        return {"version": MANIFEST_VERSION, **asdict(self), "outcome": self.outcome.value}
+        given = {name: getattr(self, name) for name in _FIELDS}  # what is in them is plain data, and long
+        return {"version": MANIFEST_VERSION, **given, "outcome": self.outcome.value}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Record:
         """The record of a line. Raises ``UsageError`` for one of another version, or with fields missing."""
         check_version(line)
-        known = {field.name for field in fields(cls)}
         try:
-            given = {name: value for name, value in line.items() if name in known}
+            given = {name: value for name, value in line.items() if name in _FIELDS}
             given |= {
                 name: tuple(given[name]) for name in ("output_parts", "findings", "edits", "remarks") if name in given
             }
             return cls(**(given | {"outcome": Outcome(line["outcome"])}))
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(f"a line of the manifest is none ({error}); migrate into a new folder") from error
+
+
+_FIELDS = tuple(field.name for field in fields(Record))
 
 
 def check_version(line: Mapping[str, Any]) -> None:

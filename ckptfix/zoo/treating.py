@@ -27,7 +27,8 @@ from ckptfix.zoo.staging import Staged
 from ckptfix.zoo.workplace import Workplace
 
 ALONE = 64 << 20
-"""Up to this size, to start threads takes longer than what they would do; other files are worked on meanwhile."""
+"""Up to this size a job has no threads of its own: other files keep the other processors busy meanwhile, and handing
+work over would take time from them."""
 
 
 def treated(job: Job, path: Path, workplace: Workplace) -> Done:
@@ -110,7 +111,7 @@ def _is_rewritten(job: Job, done: Repair, draft: Path) -> bool:
         return True
     asked = job.treatment.settings.get("format") or SUFFIXES.get(draft.suffix.lower())
     is_converted = output_format(done.checkpoint, asked) != output_format(done.checkpoint, None)
-    return bool(done.plan) or is_converted or bool(done.checkpoint.member)
+    return bool(done.plan) or is_converted or bool(done.checkpoint.member or done.checkpoint.damage)
 
 
 def _rewritten(job: Job, draft: Path, goal: str, source_sha256: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 With a local destination, the manifest lies in it and grows there, and temporary files are in a hidden folder of it,
 from which a rename puts them in place. With one far away, or in a dry run, all of that is in a temporary folder of this
-machine; the books are then fetched from the destination, and sent there from time to time."""
+machine; the books are then fetched from the destination, and sent there from time to time. Nobody can tidy up after a
+SIGKILL, so that the next migration removes such a folder that nobody holds any more."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,12 @@ from ckptfix.zoo.staging import flush
 
 SCRATCH = ".ckptfix-tmp"
 """The folder for temporary files in a local destination. What a killed run left in it is removed by the next."""
+
+AWAY = "ckptfix-zoo-"
+"""What the name of a temporary folder of this machine begins with."""
+
+_YOUNG = 60.0
+"""Seconds for which a folder without a holder may be one that is just being made."""
 
 _SHARE = 20
 """Sending the books may take one part in so many of the time, however large they become."""
@@ -74,7 +81,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
         is_away = folder is None or dry_run
         if folder is None or dry_run:
             _check_kind(destination)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptfix-")))
+            folder = stack.enter_context(_away())
             for name in (MANIFEST, WEIGHTS):
                 if destination.entry(name) is not None:
                     destination.fetch(name, folder / name)
@@ -84,7 +91,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
             _check_kind(destination)
             shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         scratch = folder / SCRATCH / str(os.getpid())
-        scratch.mkdir(parents=True)
+        _make(scratch)
         stack.callback(shutil.rmtree, folder / SCRATCH, ignore_errors=True)
         manifest = stack.enter_context(Journal(folder / MANIFEST))
         weights = stack.enter_context(Journal(folder / WEIGHTS))
@@ -93,6 +100,22 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
         workspace = Workspace(destination, manifest, weights, scratch, is_away and not dry_run)
         workspace.publish(at_once=True)
         yield workspace
+
+
+@contextmanager
+def _away() -> Iterator[Path]:
+    """A temporary folder of this machine, gone at the end; with it go those of migrations that were killed."""
+    for other in Path(tempfile.gettempdir()).glob(f"{AWAY}*"):
+        with suppress(OSError, UsageError):  # it is somebody else's, in use, or gone meanwhile
+            if time.time() - other.stat().st_mtime > _YOUNG:
+                with _held(other):
+                    shutil.rmtree(other)
+    folder = Path(tempfile.mkdtemp(prefix=AWAY))
+    with _held(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_kind(destination: Place) -> None:

@@ -103,3 +103,29 @@ def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
     assert program.stderr.read().decode() == line
     assert program.stdout.read() == b""
     assert program.wait(60) == 128 + number
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_an_object_is_cleared_up_is_not_lost(number, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n\nclass Held:\n    def __del__(self):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n        time.sleep(0)\n\n"
+        "def model():\n    Held()\n    time.sleep(60)\n"
+    )
+    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pth")
+    done = run("check", "a.pth", "--model", "slow:model", cwd=tmp_path)
+    assert done.returncode == 128 + number
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ckptfix: error: a.pth: stopped (")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the shell of POSIX")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_swallows_what_is_written_to_it(closed, tmp_path):
+    torch.save({"module.w": torch.ones(3)}, tmp_path / "a.pth")
+    words = " ".join(map(str, command("repair", "a.pth", "-o", "b.pth")))
+    done = subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=tmp_path, env=environment(), capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert torch.load(tmp_path / "b.pth")["w"].tolist() == [1, 1, 1]
+    assert done.stdout == b"" or ">&-" not in closed.replace("2>&-", "")

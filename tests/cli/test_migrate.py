@@ -80,6 +80,27 @@ def test_the_command_of_a_decision_carries_it_out(tmp_path):
     assert zoos.outcomes(new) == {"nan weights.pth": "already fine"}
 
 
+def test_the_flags_of_the_migration_are_in_the_command_of_a_decision(tmp_path):
+    (tmp_path / "old").mkdir()
+    torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "old" / "nan.pth")
+    done = zoos.migrate(tmp_path / "old", tmp_path / "new", "--format", "safetensors")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
+    assert shlex.split(line)[4:] == ["--format", "safetensors", "--only", "nan.pth", "--ignore", "VAL101"]
+    assert zoos.migrate(*shlex.split(line)[2:]).returncode == 0
+    assert zoos.migrate(tmp_path / "old", tmp_path / "new", "--format", "safetensors").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "new").glob("nan.*")) == ["nan.safetensors"]
+
+
+def test_a_draft_under_another_name_says_how_to_use_it(healthy, tmp_path):
+    done = zoos.migrate(healthy, "--init", "--table", tmp_path / "my zoo.toml")
+    assert shlex.split(done.stderr.partition("run: ")[2])[2:] == [
+        str(healthy),
+        "NEW_ZOO",
+        "--table",
+        str(tmp_path / "my zoo.toml"),
+    ]
+
+
 def test_what_gives_something_up_is_for_named_files_alone(healthy, tmp_path):
     done = zoos.migrate(healthy, tmp_path / "new", "--salvage")
     assert done.returncode == 2

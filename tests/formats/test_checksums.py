@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ import torch
 import ckptfix
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
+from ckptfix.formats import checksums
 from ckptfix.formats.checksums import is_sound, prove_ahead
+from ckptfix.formats.compiled import can_sum
+from ckptfix.formats.mapping import map_file
 from ckptfix.tensors import cast_spec
 from tests.checks import assert_same, bytes_of
 
@@ -203,3 +207,22 @@ def test_load_puts_no_damaged_value_into_a_model(settings: Any, tmp_path: Path) 
     with pytest.raises(UnreadableError, match=r"the storage of weight fails its checksum.*salvage=True"):
         ckptfix.load(model, path, **settings)
     assert_same(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_file_that_shrinks_while_it_is_proved_is_said_in_one_line(is_mapped, tmp_path, monkeypatch):
+    torch.save({"w": torch.ones(300_000)}, tmp_path / "model.pth")
+    storage = ckptfix.open_checkpoint(tmp_path / "model.pth").specs["w"].storage
+    assert storage is not None
+
+    def then_cut(*where):
+        block = map_file(*where)
+        os.truncate(tmp_path / "model.pth", 9000)
+        return block if is_mapped else None
+
+    monkeypatch.setattr(checksums, "map_file", then_cut)
+    monkeypatch.setattr(checksums, "can_sum", lambda: True)
+    if not can_sum() and is_mapped:
+        pytest.skip("only the compiled library outlives it")
+    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
+        is_sound(storage)

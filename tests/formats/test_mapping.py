@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptfix.checkpoint import Storage
-from ckptfix.formats.mapping import Mapping
+from ckptfix.formats.mapping import Mapping, kept_mapped, map_file
 from ckptfix.formats.sources import FileBytes, MemoryBytes, OpenFile
 from ckptfix.regions import Region
 
@@ -73,3 +73,48 @@ def test_a_system_that_refuses_is_no_error(file, monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert Mapping().storage(region(file, 0, 0, 8)) is None
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was mapped so far."""
+    found: list[object] = []
+    real = mmap.mmap
+
+    def noted(*given: Any, **more: Any) -> mmap.mmap:
+        found.append(given)
+        return real(*given, **more)
+
+    monkeypatch.setattr(mmap, "mmap", noted)
+    return found
+
+
+def look_at_all(file: OpenFile) -> list[bytes]:
+    source = FileBytes(file, 300, 1000)
+    return [bytes(block) for start in range(0, 1000, 250) if (block := map_file(source, start, 250, 1))]
+
+
+def test_each_range_is_mapped_alone_where_nobody_keeps_them(file, made):
+    look_at_all(file)
+    assert len(made) == 4
+
+
+def test_what_is_kept_is_mapped_once_until_the_last_one_lets_it_go(file, made):
+    alone = look_at_all(file)
+    made.clear()
+    with kept_mapped():
+        with kept_mapped():
+            assert look_at_all(file) == alone
+        assert Mapping().storage(region(file, 0, 0, 9)) is not None
+        assert len(made) == 1
+    assert look_at_all(file) == alone
+    assert len(made) == 5
+
+
+def test_a_range_behind_the_end_of_a_kept_file_is_none(file):
+    with kept_mapped():
+        os.truncate(file.path, 700)
+        source = FileBytes(file, 300, 1000)
+        assert map_file(source, 0, 400, 1) is not None
+        assert map_file(source, 0, 401, 1) is None
+        assert map_file(source, 500, 9, 1) is None

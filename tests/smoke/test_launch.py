@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -112,3 +115,23 @@ def test_a_time_out_ends_the_child_and_all_that_it_started(
 def test_arguments_that_are_no_json_are_refused() -> None:
     with pytest.raises(UsageError, match="--model-args"):
         launch({"factory_args": {"x": object()}}, 1)
+
+
+ORPHAN = """
+import os, subprocess, sys
+os.mkfifo("answer")  # which nobody reads: the child waits there for ever
+child = subprocess.Popen([sys.executable, "-m", "ckptfix.smoke.child"], stdin=-1, stdout=-3, stderr=-3)
+order = '{"parent": %d, "answer": "answer", "stack": "stack", "timeout": 1000, "cwd": ".", "job": {}}'
+child.stdin.write(order.encode() % os.getpid())
+child.stdin.close()
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends when its time is up")
+def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
+    parent = subprocess.run([sys.executable, "-c", ORPHAN], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    assert "Error" not in parent.stderr
+    assert_ends(int(parent.stdout))

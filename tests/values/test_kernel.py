@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.dtypes import DTYPES
+from ckptfix.formats.compiled import LIBRARY
 from ckptfix.values.decode import encoding
-from ckptfix.values.kernel import KINDS, LIBRARY, kernel
+from ckptfix.values.kernel import KINDS, kernel
 from ckptfix.values.narrowing import Narrowing, narrowing_to
 from ckptfix.values.portable import tally_units
 from ckptfix.values.tally import Tally
-from tests.values.exact import assert_same_tally
+from tests.values.exact import HALVES, assert_same_tally
 
 compiled = kernel()
 pytestmark = pytest.mark.skipif(compiled is None, reason="no kernel was built for this machine")
@@ -61,7 +62,7 @@ def test_a_library_that_was_built_is_used():
 def test_every_code_alone_and_among_others(dtype, cast):
     narrowing = narrowing_to(cast) if cast else None
     codes = np.arange(1 << 16, dtype=np.uint16)
-    assert_same_tally(by_kernel(codes, dtype, narrowing), by_numpy(codes, dtype, narrowing))
+    assert_same_tally(by_kernel(codes, dtype, narrowing), by_numpy(codes, dtype, narrowing), HALVES)
     for code in codes[::97]:
         one = np.full(3, code)
         assert_same_tally(by_kernel(one, dtype, narrowing), by_numpy(one, dtype, narrowing))
@@ -104,7 +105,31 @@ def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
         codes = np.where(generator.random(count) < 0.001, codes, usual)
     narrowing = narrowing_to(cast) if cast and dtype in KINDS else None
     units = units_of(np.ascontiguousarray(codes), dtype)
-    assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing))
+    share = HALVES if bits.itemsize == 2 and kind != "constant" else 1e-12
+    assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing), share)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("power", [*range(-130, 126, 5), -56, -55, -54, 59, 61])
+def test_halves_of_any_size_have_exact_counts_and_close_moments(dtype, power):
+    """The squares of the smallest and of the largest bfloat16 are no float32."""
+    form = encoding(dtype)
+    assert form is not None
+    numbers = np.random.default_rng(0).standard_normal(2 * CHUNK + 77) * 2.0**power
+    with np.errstate(all="ignore"):
+        singles = numbers.astype(np.float32)
+        codes = singles.astype(np.float16).view(np.uint16) if dtype == "float16" else singles.view(np.uint16)[1::2]
+    units = units_of(np.ascontiguousarray(codes), dtype)
+    assert_same_tally(by_kernel(units, dtype), by_numpy(units, dtype), HALVES)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("value", [1.0, 0.1, -3.14159, 1000.7])
+def test_the_moments_of_a_constant_of_16_bits_are_exact(dtype, value):
+    single = np.float32(value)
+    code = np.float16(single).view(np.uint16) if dtype == "float16" else np.uint16(single.view(np.uint32) >> 16)
+    units = units_of(np.full(CHUNK + 100, code), dtype)
+    assert_same_tally(by_kernel(units, dtype), by_numpy(units, dtype), 1e-14)
 
 
 def test_subnormals_count_where_the_processor_would_flush_them():

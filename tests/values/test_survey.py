@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 import ckptfix
-from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.checksums import is_open, is_sound
+from ckptfix.formats.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.sources import located
 from ckptfix.values import Statistics, TensorStatistics, survey
 from ckptfix.values.kernel import kernel
 from ckptfix.values.statistics import tensor_statistics
-from ckptfix.values.survey import PART, WORTH_MAPPING, map_file, parts_of
+from ckptfix.values.survey import PART, parts_of
 from tests.values.memory import checkpoint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
@@ -139,3 +142,51 @@ def test_a_range_that_is_not_aligned_or_not_in_the_file_is_not_mapped(file):
     assert map_file(source.source, 2, 1000, 4) is None
     assert map_file(source.source, nbytes - 999, 1000, 1) is None
     assert map_file(checkpoint_of({"m": torch.zeros(9)}).specs["m"].storage.source, 0, 36, 4) is None  # type: ignore[union-attr]  # it has a storage
+
+
+SIZES = {"small": 9, "mapped": WORTH_MAPPING, "large": PART // 2 + 1000}
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    tensors = {key: numbers(size) for key, size in SIZES.items()}
+    torch.save({**tensors, "slice": numbers(20)[5:], "empty": numbers(1)[1:]}, tmp_path / "model.pth")
+    return tmp_path / "model.pth"
+
+
+def flipped(file: Path, key: str, place: int) -> Checkpoint:
+    """The checkpoint with one bit of a tensor changed in its file."""
+    place_in_file = located(spec_in(ckptfix.open_checkpoint(file), key).storage.source)  # type: ignore[union-attr]  # it has a storage
+    assert place_in_file is not None
+    with file.open("r+b") as opened:
+        opened.seek(place_in_file.offset + place)
+        (byte,) = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 1]))
+    return ckptfix.open_checkpoint(file)
+
+
+def storages(checkpoint: Checkpoint) -> dict[str, Storage]:
+    return {key: spec.storage for key, spec in checkpoint.specs.items() if spec.storage is not None}
+
+
+@pytest.fixture(params=["mapped", "read"])
+def way(request, monkeypatch) -> str:
+    if request.param == "read":
+        monkeypatch.setattr(survey, "can_sum", lambda: False)
+    return str(request.param)
+
+
+def test_the_scan_proves_the_checksums_of_whole_tensors(archive, way):
+    checkpoint = ckptfix.open_checkpoint(archive)
+    Statistics(checkpoint).compute()
+    assert {key for key, storage in storages(checkpoint).items() if is_open(storage)} == {"slice", "empty"}
+    assert all(map(is_sound, storages(checkpoint).values()))
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_scan_finds_a_flipped_bit(archive, key, is_last, way):
+    checkpoint = flipped(archive, key, 4 * SIZES[key] - 4 if is_last else 0)
+    Statistics(checkpoint).compute()
+    assert [name for name, storage in storages(checkpoint).items() if not is_sound(storage)] == [key]

@@ -261,6 +261,12 @@ def test_a_destination_in_the_source_or_around_it_is_refused(source, goal, tmp_p
         run(tmp_path / source, tmp_path / goal)
 
 
+def test_a_pattern_that_nothing_matches_is_refused_and_makes_nothing(zoo, tmp_path):
+    with pytest.raises(UsageError, match=r"matches \*\*/\*\.nope"):
+        run(zoo, tmp_path / "new", patterns=("**/*.nope",))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_with_something_else_in_it_is_refused(zoo, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"mine\.txt"):

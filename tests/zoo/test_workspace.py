@@ -40,3 +40,18 @@ def test_a_dry_run_makes_nothing(tmp_path):
     with opened(open_place(str(tmp_path / "new")), dry_run=True) as workspace:
         assert workspace.manifest.path.is_file()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_dry_run_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, young, others = (tmp_path / name for name in ("ckptfix-zoo-left", "ckptfix-zoo-young", "others"))
+    for folder in (left, young, others):
+        (folder / SCRATCH).mkdir(parents=True)
+        if folder != young:
+            os.utime(folder, (0, 0))
+    with opened(open_place(str(tmp_path / "new")), dry_run=True) as first:
+        os.utime(first.scratch.parents[1], (0, 0))
+        with opened(open_place(str(tmp_path / "new")), dry_run=True) as second:
+            assert first.scratch.is_dir()  # it is in use, however old it looks
+            assert second.scratch.is_dir()
+    assert sorted(tmp_path.iterdir()) == [young, others]

@@ -28,12 +28,11 @@ def sizes(value: Any) -> tuple[int, ...]:
     """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
-    if (
-        not isinstance(value, (tuple, list))
-        or len(value) > 64
-        or any(type(size) is not int or not 0 <= size < 1 << 63 for size in value)
-    ):
+    if not isinstance(value, (tuple, list)) or len(value) > 64:
         raise ValueError(f"{shown(value)} is no shape")
+    for size in value:
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise ValueError(f"{shown(value)} is no shape")
     return tuple(value)
 
 

@@ -17,9 +17,9 @@ from ckptfix.formats.pickles.objects import Global
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine
 
-_UNSIGNED = struct.Struct("<I").unpack_from
-_SHORT = struct.Struct("<H").unpack_from
-_SIGNED = struct.Struct("<i").unpack_from
+_UNSIGNED = struct.Struct("<I").unpack
+_SHORT = struct.Struct("<H").unpack
+_SIGNED = struct.Struct("<i").unpack
 
 
 def _put(machine: PickleMachine) -> None:
@@ -34,7 +34,7 @@ def _put_far(machine: PickleMachine) -> None:
     if machine.size - position < 4:
         machine.take(4)
     machine.position = position + 4
-    _keep(machine, _UNSIGNED(machine.data, position)[0])
+    _keep(machine, _UNSIGNED(machine.data[position : position + 4])[0])
 
 
 def _keep(machine: PickleMachine, index: int) -> None:
@@ -61,7 +61,7 @@ def _get_far(machine: PickleMachine) -> None:
     if machine.size - position < 4:
         machine.take(4)
     machine.position = position + 4
-    machine.stack.append(machine.memo.recall(_UNSIGNED(machine.data, position)[0]))
+    machine.stack.append(machine.memo.recall(_UNSIGNED(machine.data[position : position + 4])[0]))
 
 
 def _byte(machine: PickleMachine) -> None:
@@ -71,13 +71,13 @@ def _byte(machine: PickleMachine) -> None:
     machine.stack.append(value)
 
 
-def _number(width: int, unpack: Callable[[Any, int], tuple[int]]) -> Callable[[PickleMachine], None]:
+def _number(width: int, unpack: Callable[[bytes], tuple[int]]) -> Callable[[PickleMachine], None]:
     def number(machine: PickleMachine) -> None:
         position = machine.position
         if machine.size - position < width:
             machine.take(width)
         machine.position = position + width
-        _push_new(machine, unpack(machine.data, position)[0])
+        _push_new(machine, unpack(machine.data[position : position + width])[0])
 
     return number
 
@@ -87,7 +87,7 @@ def _text(machine: PickleMachine) -> None:
     if machine.size - position < 4:
         machine.take(4)
     start = machine.position = position + 4
-    count = _UNSIGNED(machine.data, position)[0]
+    count = _UNSIGNED(machine.data[position : position + 4])[0]
     if count > machine.size - start:
         machine.take(count)
     machine.position = start + count

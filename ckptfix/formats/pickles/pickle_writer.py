@@ -202,7 +202,7 @@ class PickleWriter:
             self._out.append(b"(")
             self._record(spec, requires_grad=False)
             self._save(spec.requires_grad)
-            self._save(OrderedDict())
+            self._no_hooks()
             self._out.append(b"tR")
         else:
             self._record(spec, requires_grad=spec.requires_grad)
@@ -226,12 +226,17 @@ class PickleWriter:
         if spec.quantizer is not None:
             self._quantizer(spec.quantizer)
         self._save(requires_grad)
-        self._save(OrderedDict())
+        self._no_hooks()
         if not dtype.storage and spec.quantizer is None:
             self._global("torch", spec.dtype)
         if spec.math_bits:
             self._save(dict(spec.math_bits))
         self._out.append(b"tR")
+
+    def _no_hooks(self) -> None:
+        """The empty dict of each tensor, which nothing names again: it needs no place in the memo."""
+        self._global("collections", "OrderedDict")
+        self._out.append(b")R")
 
     def _storage(self, ref: StorageRef, storage: str | None, itemsize: int) -> None:
         self._out.append(b"(")

@@ -44,21 +44,23 @@ _RECORD = re.compile(
 @dataclass
 class Listing:
     """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, where
-    that header is not to be believed; ``found`` is what a walk found where there is no directory to go by. ``damage``
-    says what is wrong, in clauses that follow the file's name; an archive that merely ends early has none here.
-    ``displaced`` are the bytes by which the directory lies further on than it says, as behind another file: programs
-    for zip archives see to that, torch refuses it."""
+    that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
+    no directory to go by. ``damage`` says what is wrong, in clauses that follow the file's name; an archive that merely
+    ends early has none here. ``displaced`` are the bytes by which the directory lies further on than it says, as behind
+    another file: programs for zip archives see to that, torch refuses it."""
 
     infos: list[zipfile.ZipInfo]
     starts: dict[int, int] = field(default_factory=dict)
     found: FoundMembers | None = None
     damage: list[str] = field(default_factory=list)
     displaced: int = 0
+    agreed: dict[int, int] = field(default_factory=dict)
 
     def data_start(self, content: Content, info: zipfile.ZipInfo) -> int | None:
         """Where the data of a member begins; None where nothing says so."""
-        if info.header_offset in self.starts:
-            return self.starts[info.header_offset]
+        for known in (self.starts, self.agreed):
+            if info.header_offset in known:
+                return known[info.header_offset]
         header = _read_header(content, info.header_offset)
         return header.start if header is not None and header.is_signed else None
 
@@ -190,6 +192,8 @@ class _Settling:
                     return info
                 self.faults.append(f"the directory's entry of member {_shown(info.filename)}")
                 return found
+        else:
+            self.listing.agreed[info.header_offset] = header.start
         return self._named(info, header)
 
     @cached_property

@@ -51,6 +51,8 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,  # or an answer could lie in a buffer where no selector sees it
+                # What it leaves when it is killed, a folder of a forward test, goes with the scratch folder.
+                env={**os.environ, "TMPDIR": str(self.scratch.resolve())},
                 start_new_session=True,
             )
         self._jobs = cast(BinaryIO, self.process.stdin)

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from ckptfix.zoo.engines.child import Child
 
@@ -38,3 +41,13 @@ def test_how_it_ended_is_told(tmp_path):
     assert child.take() is None
     assert "memory" in child.cause_of_death()
     child.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process was started with")
+def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scratch").mkdir()
+    child = Child(Path("scratch"), 1)
+    environ = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
+    child.end()
+    assert f"TMPDIR={tmp_path}/scratch".encode() in environ

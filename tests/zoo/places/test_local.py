@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest

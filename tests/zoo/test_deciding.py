@@ -1,0 +1,80 @@
+"""The commands that a migration prints carry out what they say, one after another."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptfix.zoo.migrating import migrate
+from ckptfix.zoo.table import plain_table
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Path:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    save_file({name: torch.arange(64.0) for name in "abcd"}, folder / "cut.safetensors")
+    os.truncate(folder / "cut.safetensors", (folder / "cut.safetensors").stat().st_size - 300)
+    torch.save({"w": torch.tensor([1.0, float("nan")])}, folder / "nan.pth")
+    return folder
+
+
+def run(zoo: Path, only: str | None = None, **flags: object) -> dict[str, dict[str, object]]:
+    decided = plain_table(flags) if flags else None
+    listed = None if only is None else [only]
+    with migrate(str(zoo), str(zoo.parent / "new"), listed=listed, decided=decided, jobs=1) as migration:
+        return {line["source"]: line for line in migration.records()}
+
+
+def flags_of(command: object) -> list[str]:
+    return shlex.split(str(command))[6:]
+
+
+def test_a_command_repeats_what_was_decided_before(zoo):
+    assert flags_of(run(zoo)["cut.safetensors"]["command"]) == ["--salvage"]
+    salvaged = run(zoo, "cut.safetensors", salvage=True)["cut.safetensors"]
+    assert salvaged["outcome"] == "needs a decision"
+    assert flags_of(salvaged["command"]) == ["--ignore", "FIL203", "--salvage"]
+    taken = run(zoo, "cut.safetensors", salvage=True, ignore=["FIL203"])["cut.safetensors"]
+    assert (taken["outcome"], taken["command"]) == ("repaired", None)
+    assert sorted(load_file(zoo.parent / "new" / "cut.safetensors")) == ["a", "b"]
+
+
+def test_what_is_taken_as_it_is_stays_so_when_it_is_made_again(zoo):
+    new = zoo.parent / "new" / "nan.pth"
+    assert flags_of(run(zoo)["nan.pth"]["command"]) == ["--ignore", "VAL101"]
+    decided = run(zoo, "nan.pth", ignore=["VAL101"])["nan.pth"]
+    assert decided["outcome"] == "already fine"
+    new.unlink()
+    again = run(zoo)["nan.pth"]
+    assert new.read_bytes() == (zoo / "nan.pth").read_bytes()
+    assert (again["outcome"], again["decision"]) == ("already fine", decided["decision"])
+
+
+def test_a_decision_ends_with_the_file_that_it_was_for(zoo):
+    run(zoo, "nan.pth", ignore=["VAL101"])
+    torch.save({"w": torch.tensor([float("inf"), 2.0, 3.0])}, zoo / "nan.pth")
+    again = run(zoo)["nan.pth"]
+    assert (again["outcome"], again["decision"]) == ("needs a decision", None)
+
+
+def test_what_the_table_ignores_stays_ignored(zoo):
+    table = plain_table({"ignore": ["KEY"]})
+    with migrate(str(zoo), str(zoo.parent / "new"), table, jobs=1) as migration:
+        commands = {line["source"]: line["command"] for line in migration.records()}
+    assert flags_of(commands["nan.pth"]) == ["--ignore", "KEY", "--ignore", "VAL101"]
+
+
+def test_a_decision_whose_file_is_gone_is_asked_for_again(zoo):
+    other = zoo.parent / "other.pth"
+    torch.save({"w": torch.tensor([1.0, 2.0])}, other)
+    assert run(zoo, "nan.pth", fill=str(other), replace=["VAL101"])["nan.pth"]["outcome"] == "repaired"
+    other.unlink()
+    (zoo.parent / "new" / "nan.pth").unlink()
+    again = run(zoo)["nan.pth"]
+    assert (again["outcome"], again["decision"]) == ("needs a decision", None)
