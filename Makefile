@@ -24,7 +24,7 @@ JUDGED_INSTALLED := .venv-bench/.judged-installed
 help:
 	@echo "make demo     repair a sample checkpoint against a sample model"
 	@echo "make test     lint, types and tests"
-	@echo "make bench    measure speed and memory beside cp and peers (15 minutes, 20 GB of disk)"
+	@echo "make bench    measure speed and memory beside cp and peers (20 minutes, 20 GB of disk)"
 	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
 	@echo "make structures  rewrite the table of the models that \`migrate --init\` knows (5 minutes)"
 	@echo "make format   apply the formatter and the safe lint fixes"

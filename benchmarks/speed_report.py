@@ -110,7 +110,9 @@ def memory(nbytes: int) -> str:
 
 
 def size_name(nbytes: int) -> str:
-    """Megabytes and gigabytes, as files are counted."""
+    """Kilobytes to gigabytes, as files are counted."""
+    if nbytes < 1e6:
+        return f"{nbytes / 1e3:.0f} kB"
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 

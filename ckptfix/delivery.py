@@ -5,6 +5,7 @@ rename.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,6 +196,13 @@ def _deliver_in_shards(
             f"{destination.output}: --in-place replaces one file, and --shard-size writes several; name an output"
         )
     flat = replace(result, container=(), root=dict(result.entries))
+    if destination.form == SAFETENSORS:
+        from ckptfix.formats.safetensors_write import lost_extras  # nobody else needs it
+
+        # What has no form there (FIL104) is not promised by the index either.
+        lost = set(lost_extras(flat)) - set(flat.specs)
+        kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
+        flat = replace(flat, entries=kept, root=dict(kept))
     remarks: tuple[str, ...] = ()
     if result.container:
         place = path_name(result.container)

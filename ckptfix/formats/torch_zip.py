@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfix.checkpoint import ByteSource, TensorSpec
+from ckptfix.checkpoint import ByteSource, Remark, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.bounds import Bounds
@@ -109,6 +109,24 @@ class Archive:
         """Whether all of a member is there, as far as the archive itself says."""
         return self.found is None or self.members[name].filename not in self.found.open_at
 
+    @property
+    def oddity(self) -> str | None:
+        """Why torch does not find its records in a sound archive; None where it does.
+
+        It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
+        (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
+        names = [info.filename for info in self.listing.infos]
+        folder, slash, _ = names[0].partition("/")
+        if not slash or self.root != f"{folder}/":
+            return f"members in {self.root.removesuffix('/') or 'no folder'}"
+        if stray := next((name for name in names if not name.startswith(self.root)), None):
+            return f"the member {stray} beside the folder {folder}"
+        if any(name.startswith("tensors/") for name in self.members):
+            return "storages under tensors/, as in the preview of torch 1.4"
+        if not {"version", ".data/version"} & set(self.members):
+            return "no member that says the version"
+        return None
+
     def damage(self, root: Any) -> list[str]:
         """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
@@ -193,4 +211,6 @@ def read(content: Content, nesting: int = 0) -> Document:
     archive = open_archive(content)
     document = read_archive(archive, NAME, nesting, archive.left_of)
     document.damage += archive.damage(document.root)
+    if not document.damage and (oddity := archive.oddity):
+        document.remarks.append(Remark("odd-layout", ".", oddity))
     return document

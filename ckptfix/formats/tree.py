@@ -47,3 +47,8 @@ def _members(value: Any) -> Collection[Any]:
             if isinstance(part, TensorSpec | Opaque) or part
         ]
     return ()
+
+
+def holds_tensors(entry: object) -> bool:
+    """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
+    return any(True for _ in tensors_in(entry))

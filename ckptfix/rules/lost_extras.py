@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.tree import holds_tensors
 
 
 @rule("FIL104", "lost-extras")
@@ -53,11 +53,6 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"places": lost},
             remedy="--format pth keeps it",
         )
-
-
-def holds_tensors(entry: object) -> bool:
-    """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
-    return any(True for _ in tensors_in(entry))
 
 
 def _shown(places: list[str]) -> str:

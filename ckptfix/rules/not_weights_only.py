@@ -3,7 +3,7 @@
 ## What it finds
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
 modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text,
-TorchScript archives, the tar format of torch 0.1.
+TorchScript archives, the tar format of torch 0.1, zip archives that were packed again in another layout.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -44,6 +44,7 @@ _BEFORE = {
     "numpy-weights": ("{}", "torch tensors"),
     "tensor-subclass": ("{}", "torch.Tensor"),
     "odd-metadata": ("{} in _metadata", "text"),
+    "odd-layout": ("{}", "the layout of torch.save"),
     "non-string-key": ("the key {} as a number", "text"),
 }
 

@@ -147,6 +147,7 @@ static int64_t first_of(const uint8_t *bytes, size_t length, const uint64_t *cou
 /* Where a call of this thread ends when its memory is gone. A handler of signals must not allocate what it looks at. */
 static __thread sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
+static int is_guarded;
 
 static void on_bus_error(int number, siginfo_t *info, void *context)
 {
@@ -157,8 +158,11 @@ static void on_bus_error(int number, siginfo_t *info, void *context)
         before.sa_sigaction(number, info, context);
     else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
         before.sa_handler(number);
-    else
+    else {
         sigaction(SIGBUS, &before, NULL);
+        if (info->si_code <= 0)
+            raise(number); /* somebody sent it: no instruction is tried again */
+    }
 }
 
 /* The number of the interface, or 0 where the processor is too old. */
@@ -172,6 +176,8 @@ int ckptfix_interface(void)
 /* Makes calls end with an error when their memory is gone. Returns whether that worked. */
 int ckptfix_guard(void)
 {
+    if (__sync_lock_test_and_set(&is_guarded, 1))
+        return 1; /* once: a handler that took itself for the one before it would call itself for ever */
     struct sigaction ours = {0};
     ours.sa_sigaction = on_bus_error;
     ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK; /* no signal is masked, so no mask has to be restored */
@@ -192,6 +198,7 @@ int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast,
     int gone = sigsetjmp(here, 0);
     if (!gone) {
         guard = &here;
+        __asm__ volatile("" ::: "memory"); /* nothing is read before it stands */
         _mm_setcsr(0x1f80); /* the processor's default: subnormals are not flushed */
         if (kind == 3) {
             count_bytes(numbers, length, counts);
@@ -202,6 +209,7 @@ int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast,
             *figures = found;
         }
     }
+    __asm__ volatile("" ::: "memory");
     guard = NULL;
     _mm_setcsr(mode);
     return gone;
@@ -221,8 +229,10 @@ int ckptfix_crc32(const void *bytes, size_t length, uint32_t *crc)
     int gone = sigsetjmp(here, 0);
     if (!gone) {
         guard = &here;
+        __asm__ volatile("" ::: "memory"); /* nothing is read before it stands */
         *crc = checksum(*crc, bytes, length);
     }
+    __asm__ volatile("" ::: "memory");
     guard = NULL;
     return gone;
 }

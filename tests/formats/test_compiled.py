@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -39,3 +42,17 @@ def test_a_file_that_shrinks_ends_the_call_alone(file):
     with pytest.raises(MemoryGone):
         crc32_of_mapped(block)
     assert crc32_of_mapped(block[:5000]) == zlib.crc32(block[:5000])
+
+
+GUARDED_TWICE = """
+import os, signal
+from ckptfix.formats.compiled import library
+made = library()
+assert made.ckptfix_guard() and made.ckptfix_guard()
+os.kill(os.getpid(), signal.SIGBUS)
+"""
+
+
+def test_a_signal_that_is_not_ours_ends_the_program_as_it_would_without_us():
+    done = subprocess.run([sys.executable, "-c", GUARDED_TWICE], capture_output=True, check=False, timeout=30)
+    assert done.returncode == -signal.SIGBUS, done.stderr

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ckptfix
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.formats.copying import LARGE, PAGE
@@ -83,3 +84,11 @@ def test_what_is_converted_is_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr("os.preadv", noted)
     write(checkpoint, "safetensors", tmp_path)
     assert sum(read) == LARGE_ONE.nbytes
+
+
+def test_an_entry_with_tensors_in_it_is_never_lost_in_silence(tmp_path):
+    """Whatever rules were selected."""
+    torch.save({"weight": torch.ones(3), "packed": (torch.ones(2), None)}, tmp_path / "model.pth")
+    with pytest.raises(WriteError, match="cannot hold packed"):
+        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", select=("KEY",))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]

@@ -184,3 +184,12 @@ def test_a_whole_model_is_written_in_shards(suffix: str, tmp_path: Path) -> None
     assert report.output is not None
     written = ckptfix.open_checkpoint(report.output).state_dict()
     assert_same({key: tensor.detach() for key, tensor in written.items()}, dict(module.state_dict()))
+
+
+def test_what_safetensors_has_no_form_for_is_left_out_of_the_index(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(40), "v": torch.zeros(40)}
+    torch.save({**weights, "kind": torch.float32}, tmp_path / "model.pth")
+    repaired = ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", shard_size="170B")
+    assert [finding.code for finding in repaired.report.findings] == ["FIL104"]
+    assert repaired.report.output is not None
+    assert_same(ckptfix.open_checkpoint(repaired.report.output).state_dict(), weights)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,48 @@ def test_a_number_as_key():
     repaired, report = ckptfix.repair_state_dict(state, select=("FIL102",))
     assert list(repaired) == ["0", "a"]
     assert [finding.code for finding in report.fixed] == ["FIL102"]
+
+
+def packed_again(file: Path, rename: Callable[[str], list[str]]) -> Path:
+    """The archive with each member under the names that are given for its own."""
+    goal = file.with_name("again.pth")
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(goal, "w") as new:
+        for info in old.infolist():
+            for name in rename(info.filename):
+                new.writestr(name, old.read(info))
+    return goal
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        pytest.param(lambda name: [name], id="as torch does"),
+        pytest.param(lambda name: [f"other/{name.partition('/')[2]}"], id="another folder"),
+    ],
+)
+def test_a_layout_that_torch_reads_is_no_defect(tmp_path, rename):
+    file = packed_again(saved(tmp_path, weights()), rename)
+    torch.load(file)
+    assert ckptfix.check(file, select=("FIL102",)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        pytest.param(lambda name: [name.partition("/")[2]], "members in no folder", id="no folder"),
+        pytest.param(lambda name: [f"outer/{name}"], "members in outer/", id="two folders"),
+        pytest.param(lambda name: [name, f"__MACOSX/._{name}"], "beside the folder", id="packed by the Finder"),
+        pytest.param(lambda name: [name.replace("/data/", "/tensors/")], "under tensors/", id="the preview of 1.4"),
+        pytest.param(lambda name: [name] * (not name.endswith("/version")), "says the version", id="a member less"),
+    ],
+)
+def test_a_zip_in_another_layout_is_written_anew(tmp_path, rename, said):
+    file = packed_again(saved(tmp_path, weights()), rename)
+    with pytest.raises(RuntimeError, match="PytorchStreamReader|subdirectory|version"):
+        torch.load(file)
+    report = ckptfix.repair(file, output=tmp_path / "fixed.pth").report
+    assert report.exit_code == 0
+    assert [finding.code for finding in report.fixed] == ["FIL102"]
+    assert said in report.fixed[0].message
+    loaded = torch.load(tmp_path / "fixed.pth")
+    assert torch.equal(loaded["weight"], weights()["weight"])
