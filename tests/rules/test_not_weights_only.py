@@ -173,7 +173,7 @@ def test_a_layout_that_torch_reads_is_no_defect(tmp_path, rename):
 )
 def test_a_zip_in_another_layout_is_written_anew(tmp_path, rename, said):
     file = packed_again(saved(tmp_path, weights()), rename)
-    with pytest.raises(RuntimeError, match="PytorchStreamReader|subdirectory|version"):
+    with pytest.raises(RuntimeError, match=r"PytorchStreamReader|subdirectory|version"):
         torch.load(file)
     report = ckptfix.repair(file, output=tmp_path / "fixed.pth").report
     assert report.exit_code == 0
