@@ -163,6 +163,8 @@ def deliver(
         smoke, findings = _smoke(Path(result.path), result, settings, factory)
         return Delivery(None, smoke, tuple(findings))
     form = destination.form
+    if form == SAFETENSORS:
+        _refuse_loss(result)
     if not destination.output.parent.is_dir():
         raise WriteError(
             f"{destination.output}: the folder {destination.output.parent} does not exist; make it, or choose another "
@@ -180,6 +182,18 @@ def deliver(
             return Delivery(None, smoke, tuple(findings))
         deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
     return Delivery(str(destination.output), smoke, tuple(findings))
+
+
+def _refuse_loss(result: Checkpoint) -> None:
+    """Raise ``WriteError`` where weights have no form in safetensors. FIL104 says so before, unless it was left out."""
+    from ckptfix.formats.safetensors_write import lost_extras  # nobody else needs it
+    from ckptfix.formats.tree import holds_tensors
+
+    for place in lost_extras(result):
+        if holds_tensors(result.entries.get(place)):
+            raise WriteError(
+                f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use --format pth"
+            )
 
 
 def _deliver_in_shards(

@@ -15,7 +15,6 @@ from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
 from ckptfix.formats.sources import located, stream
-from ckptfix.formats.tree import holds_tensors
 from ckptfix.progress import Task, tell_slower
 
 ALIGNMENT = 8
@@ -110,12 +109,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
         position += spec.nbytes
         order.append(spec)
     root, _ = plain_root(checkpoint)
-    container, lost = encode_container(checkpoint, root)
-    if weights := [place for place in lost if holds_tensors(checkpoint.entries.get(place))]:
-        raise WriteError(
-            f"{checkpoint.path}: safetensors cannot hold {weights[0]}, an entry with tensors in it; write it with "
-            "--format pth"
-        )
+    container, _ = encode_container(checkpoint, root)
     notes = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "note"} | {"format": "pt"}
     for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, container)):
         if value:

@@ -123,8 +123,6 @@ class Archive:
             return f"the member {stray} beside the folder {folder}"
         if any(name.startswith("tensors/") for name in self.members):
             return "storages under tensors/, as in the preview of torch 1.4"
-        if not {"version", ".data/version"} & set(self.members):
-            return "no member that says the version"
         return None
 
     def damage(self, root: Any) -> list[str]:
