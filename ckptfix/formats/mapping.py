@@ -80,6 +80,8 @@ def map_file(source: ByteSource, start: int, nbytes: int, alignment: int) -> mem
         return block if block.nbytes == nbytes else None
     begin = first - first % HUGE_PAGE
     end = min(-(-(first + nbytes) // HUGE_PAGE) * HUGE_PAGE, place.file.size)
+    if end < first + nbytes:
+        return None  # the file has shrunk: whoever reads it says so
     try:
         mapping = mmap.mmap(place.file.descriptor, end - begin, access=mmap.ACCESS_COPY, offset=begin)
     except (OSError, ValueError):  # no file system that maps, or the file has become too short
