@@ -6,13 +6,11 @@ file as soon as they are many."""
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptfix.dtypes import DTYPES
@@ -81,13 +79,6 @@ def find_duplicates(lines: Iterable[Mapping[str, Any]]) -> Duplicates:
                 if is_telling:
                     families.join(holders, size)
     return Duplicates(len(files), tensors, nbytes, repeated, saved, families.found(files))
-
-
-def read_weights(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ``weights.jsonl``, one at a time."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
 
 
 def _nbytes(layer: Mapping[str, Any]) -> int:

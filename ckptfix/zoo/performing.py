@@ -10,16 +10,14 @@ machine, and on another node.
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
 from ckptfix.zoo.adopting import adopted
 from ckptfix.zoo.deciding import command_after_error
+from ckptfix.zoo.fetching import on_this_machine
 from ckptfix.zoo.hashing import sha256_of_file
 from ckptfix.zoo.job import Done, Job, failed
 from ckptfix.zoo.listing import Kind
@@ -65,7 +63,7 @@ def _perform(job: Job, workplace: Workplace) -> Done:
         raise UnreadableError(f"{job.item.name}: {job.item.fault}")
     if job.known is not None and still_holds(job.known, job.item, source, destination, workplace):
         return Done(job.number, job.known, is_known=True)
-    with _on_this_machine(job, source, workplace) as path:
+    with on_this_machine(source, job.item, workplace.file(SOURCE)) as path:
         try:
             done = _done(job, path, destination, workplace)
         except UnreadableError as error:
@@ -99,23 +97,6 @@ def _treated(job: Job, path: Path, workplace: Workplace) -> Done:
         if job.item.is_doubtful:
             return mirrored(job, path, workplace)
         raise
-
-
-@contextmanager
-def _on_this_machine(job: Job, source: Place, workplace: Workplace) -> Iterator[Path]:
-    """The local path of the item: where it lies, or a copy that is gone at the end."""
-    if source.root is not None:
-        yield source.root / job.item.name
-        return
-    folder = workplace.folder(SOURCE)
-    for entry in job.item.entries:
-        goal = folder / entry.name
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        source.fetch(entry.name, goal, entry)
-    try:
-        yield folder / job.item.name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_changed(job: Job, source: Place) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptfix.zoo import duplicates
-from ckptfix.zoo.duplicates import Duplicates, Family, find_duplicates, read_weights
+from ckptfix.zoo.duplicates import Duplicates, Family, find_duplicates
 
 
 def layer(content: str, numel: int = 4096, dtype: str = "float32", **more: Any) -> dict[str, Any]:
@@ -92,6 +92,6 @@ def test_packed_elements_count_their_bytes():
 def test_lines_are_read_from_a_file(tmp_path: Path):
     path = tmp_path / "weights.jsonl"
     path.write_text("".join(json.dumps(line(name, layer("x"))) + "\n" for name in "ab"))
-    found = find_duplicates(read_weights(path))
+    found = find_duplicates(map(json.loads, path.read_text().splitlines()))
     assert found.families[0].files == ("a", "b")
     assert json.loads(json.dumps(found.to_json()))["saved"] == 4 * 4096

@@ -6,8 +6,7 @@ import hashlib
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ckptfix.progress import Task
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
 from ckptfix.zoo.drafting.hints import Configurations, Hint, hints_of
 from ckptfix.zoo.drafting.known import Shapes, is_counter
+from ckptfix.zoo.fetching import on_this_machine
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.places import Place
 
@@ -89,7 +89,7 @@ def _look(place: Place, item: Item, scratch: Path, beside: Configurations, layou
     if item.fault is not None:
         return Sight(item.name, fault=item.fault)
     try:
-        with at_hand(place, item, scratch) as path:
+        with on_this_machine(place, item, scratch / "source") as path:
             return _seen(item, path, beside, layouts)
     except CkptfixError as error:  # it could not be fetched
         return Sight(item.name, fault=str(error))
@@ -106,20 +106,6 @@ def _seen(item: Item, path: Path, beside: Configurations, layouts: dict[str, Lay
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
     return _sight(item, checkpoint, beside, layouts)
-
-
-@contextmanager
-def at_hand(place: Place, item: Item, scratch: Path) -> Iterator[Path]:
-    """The local path of an item: where it lies, or a copy that is gone at the end."""
-    if place.root is not None:
-        yield place.root / item.name
-        return
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        for name in [part.name for part in item.parts] or [item.name]:
-            goal = Path(folder) / name
-            goal.parent.mkdir(parents=True, exist_ok=True)
-            place.fetch(name, goal)
-        yield Path(folder) / item.name
 
 
 def _salvaged(path: Path) -> int:
@@ -195,8 +181,3 @@ def layout_of(shapes: Shapes) -> Layout:
 
 def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def under(shapes: Shapes, prefix: str) -> Mapping[str, tuple[int, ...]]:
-    """The part of the names that lies below a module, without the module's path."""
-    return {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
