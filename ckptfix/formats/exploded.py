@@ -11,8 +11,9 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import torchscript
 from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
+from ckptfix.formats.files import OpenFile
 from ckptfix.formats.pickles.payload import refusing_payload
-from ckptfix.formats.sources import FileBytes, OpenFile
+from ckptfix.formats.sources import FileBytes
 from ckptfix.formats.torch_archive import read_archive
 
 NAME = "torch-folder"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ckptfix.checkpoint import ByteSource
-from ckptfix.formats.sources import OpenFile, located
+from ckptfix.formats.files import OpenFile
+from ckptfix.formats.sources import located
 from ckptfix.regions import Region
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from ckptfix.checkpoint import Checkpoint, TensorSpec, path_name
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.formats import safetensors
 from ckptfix.formats.copying import background
+from ckptfix.formats.files import OpenFile
 from ckptfix.formats.output import Written
 from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
 from ckptfix.formats.sources import FileBytes, located, stream
@@ -41,7 +42,8 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
     to be written.
 
     What was read back and found equal while the files of ``written`` were is not read again where it lies as it was to.
-    Raises ``WriteError`` on any difference: then the file is not delivered.
+    Raises ``WriteError`` on any difference, and ``UnreadableError`` where a source has changed meanwhile: then the file
+    is not delivered.
     """
     from ckptfix.formats import open_file
 
@@ -52,10 +54,19 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
             f"{output}: the written file does not open again ({error}); it was removed; please report this"
         ) from error
     difference = _difference(found, expected) or _difference_of_bytes(found, expected, _ReadBack(written))
+    for file in _files_of(expected):
+        file.refuse_changed()
     if difference:
         raise WriteError(
             f"{output}: the written file differs from the plan: {difference}; it was removed; please report this"
         )
+
+
+def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
+    """The files whose bytes are a checkpoint's tensors as they are."""
+    storages = {id(part.storage): part.storage for spec in checkpoint.specs.values() for part in spec.strided_parts()}
+    places = (located(storage.source) for storage in storages.values() if storage is not None)
+    return {place.file for place in places if place is not None}
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:

@@ -16,7 +16,8 @@ import torch
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import copying
 from ckptfix.formats.copying import EDGE, PAGE, SMALL, WINDOW, Copier
-from ckptfix.formats.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, OpenFile, WindowBytes, located
+from ckptfix.formats.files import OpenFile
+from ckptfix.formats.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
 from ckptfix.progress import Task, watched_by
 from tests.formats.files import opened, saved, write
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ckptfix.checkpoint import Storage
+from ckptfix.formats.files import OpenFile
 from ckptfix.formats.mapping import Mapping, kept_mapped, map_file
-from ckptfix.formats.sources import FileBytes, MemoryBytes, OpenFile
+from ckptfix.formats.sources import FileBytes, MemoryBytes
 from ckptfix.regions import Region
 
 

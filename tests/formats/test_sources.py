@@ -8,7 +8,8 @@ import pytest
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import sources
-from ckptfix.formats.sources import BLOCK, FileBytes, OpenFile, stream
+from ckptfix.formats.files import OpenFile
+from ckptfix.formats.sources import BLOCK, FileBytes, stream
 
 SIZE = 3 * BLOCK + 5
 

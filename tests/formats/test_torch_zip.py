@@ -7,7 +7,7 @@ import torch
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import open_file
-from ckptfix.formats.sources import OpenFile
+from ckptfix.formats.files import OpenFile
 from tests.attacks.crafted import STORAGE, around, state_dict, torch_zip
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same

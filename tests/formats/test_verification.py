@@ -167,3 +167,13 @@ def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
         verify(write(expected, "safetensors", tmp_path), expected, tmp_path / "out")
     assert watcher.task is not None
     assert watcher.task.done == watcher.task.total
+
+
+def test_a_source_that_somebody_writes_to_meanwhile_is_refused_though_the_copy_is_like_it(tmp_path):
+    source = saved({"a": torch.randn(100_000)}, tmp_path)
+    expected = opened(source)
+    written = write(expected, "zip", tmp_path)
+    verify(written, expected, tmp_path / "out")
+    os.utime(source, ns=(0, 0))
+    with pytest.raises(UnreadableError, match=r"saved\.pth: changed while it was read; run the same command again"):
+        verify(written, expected, tmp_path / "out")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.sources import Content, OpenFile
+from ckptfix.formats.files import OpenFile
+from ckptfix.formats.sources import Content
 
 MEMORY_LIMIT = 8 << 20
 """Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
