@@ -128,6 +128,8 @@ class Copier:
         begin = self._file.tell()
         is_for_kernel, done, crc = (begin - place.offset) % PAGE == 0, 0, 0
         is_equal = is_readable = self._file.readable()
+        if not is_for_kernel and place.nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
+            tell_slower("moved within their pages", place.nbytes)
         while done < place.nbytes:
             position = begin + done
             rest = FileBytes(place.file, place.offset + done, place.nbytes - done)
