@@ -175,7 +175,7 @@ def deliver(
         return _deliver_in_shards(result, destination, write, settings, factory, settings.shard_bytes)
     with temporary_beside(destination.output, destination.source) as temporary:
         written = write_to(temporary, result, write, destination.output)
-        with flushing([temporary] if destination.flush else [], destination.output):
+        with flushing([written], destination.output, destination.flush):
             verify(temporary, result, destination.output, [written])
         smoke, findings = _smoke(temporary, result, settings, factory)
         if smoke is not None and smoke.passed is False:

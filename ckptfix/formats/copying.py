@@ -54,6 +54,13 @@ SMALL = 64 << 10
 _FLUSH = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
+def _flush(descriptor: int) -> None:
+    try:
+        _FLUSH(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Copied(NamedTuple):
     """A range of a file that was copied, and was equal when it was read back from ``start`` of the new file on."""
 
@@ -62,7 +69,7 @@ class Copied(NamedTuple):
 
 
 class Copier:
-    """Appends storages to a file. Leaving the context waits for the disk; an error of it is raised then.
+    """Appends storages to a file. What the disk takes up meanwhile, and its errors, ``wait`` waits for.
 
     What is a range of a file on both sides is read back window by window, and noted in ``copied`` where it is equal."""
 
@@ -79,8 +86,11 @@ class Copier:
 
     def __exit__(self, *raised: object) -> None:
         if self._flusher is not None:
-            self._flusher.shutdown()
-        if self._flush is not None and raised[0] is None:
+            self._flusher.shutdown(wait=raised[0] is not None)
+
+    def wait(self) -> None:
+        """Wait until the disk has what it began to take up; the file may be closed. Raises ``OSError`` of the disk."""
+        if self._flush is not None:
             self._flush.result()
 
     def copy(self, source: ByteSource, start: int, stop: int, is_summed: bool = False) -> int:
@@ -121,7 +131,7 @@ class Copier:
             from concurrent.futures import ThreadPoolExecutor
 
             self._flusher = ThreadPoolExecutor(1)
-        self._flush, self._unflushed = self._flusher.submit(_FLUSH, descriptor), 0
+        self._flush, self._unflushed = self._flusher.submit(_flush, os.dup(descriptor)), 0
 
     def _copy_range(self, goal: int, place: FileBytes, is_summed: bool) -> int:
         self._file.flush()

@@ -20,14 +20,14 @@ from packaging.version import Version
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.formats import safetensors, safetensors_write, torch_write
-from ckptfix.formats.copying import Copied, background
+from ckptfix.formats.copying import Copied, Copier, background
 
 PTH, SAFETENSORS = "pth", "safetensors"
 FIRST_ZIP = Version("1.6")
 """The first torch that writes and reads the zip container by default."""
 
-Write = Callable[[Checkpoint, BinaryIO], Sequence[Copied] | None]
-"""Writes a checkpoint to a file, and gives the ranges that were read back from it."""
+Write = Callable[[Checkpoint, BinaryIO], Copier]
+"""Writes a checkpoint to a file, and gives the copier that has the ranges that were read back from it."""
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
@@ -76,17 +76,22 @@ def _mode_of(like: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written, and what of it was read back since and found equal to its source."""
+    """A file that was written, and is perhaps not on the disk yet."""
 
     path: Path
-    copied: Sequence[Copied]
+    copier: Copier
+
+    @property
+    def copied(self) -> Sequence[Copied]:
+        """What of it was read back since and found equal to its source."""
+        return self.copier.copied
 
 
 def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path) -> Written:
     """Write the checkpoint. Raises ``WriteError`` where the disk is full or refuses."""
     try:
         with os.fdopen(_open(temporary), "r+b", buffering=1 << 20) as file:
-            return Written(temporary, write(checkpoint, file) or ())
+            return Written(temporary, write(checkpoint, file))
     except OSError as error:
         raise _unwritten(output, error) from error
 
@@ -106,17 +111,21 @@ def _open(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def flushing(files: Iterable[Path], output: Path) -> Iterator[None]:
-    """Flush files to the disk while the body reads them. Raises ``WriteError`` at its end where the disk refuses.
+def flushing(files: Iterable[Written], output: Path, is_wanted: bool = True) -> Iterator[None]:
+    """Flush files to the disk while the body reads them; where that is not wanted, wait for what it has begun to take
+    up. Raises ``WriteError`` at the end where the disk refuses.
 
     An error of the disk that nobody was told yet is told to the next who opens the file and flushes it
     (https://docs.kernel.org/filesystems/vfs.html#handling-errors-during-writeback)."""
     with background() as pool:
-        flushed = [pool.submit(_flush, file) for file in files]
+        files = tuple(files)
+        flushes = [pool.submit(_flush, file.path) for file in files] if is_wanted else []
         yield
         try:
-            for file in flushed:
-                file.result()
+            for file in files:
+                file.copier.wait()
+            for flush in flushes:
+                flush.result()
         except OSError as error:
             raise _unwritten(output, error) from error
 

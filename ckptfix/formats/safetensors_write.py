@@ -10,7 +10,7 @@ from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.checksums import is_open, note_checksum, prove, proving
-from ckptfix.formats.copying import LARGE, PAGE, Copied, Copier, blocks_of
+from ckptfix.formats.copying import LARGE, PAGE, Copier, blocks_of
 from ckptfix.formats.notes import encode_container
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.safetensors import CONTAINER, METADATA, TIES
@@ -20,9 +20,9 @@ from ckptfix.progress import Task, tell_slower
 ALIGNMENT = 8
 
 
-def write(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
+def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
-    header. Gives the ranges that were read back.
+    header. Gives the copier, which has the ranges that were read back.
 
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
     """
@@ -51,7 +51,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
             for block in contiguous_blocks(spec, checkpoint.path):
                 copier.write(block)
     prove(checkpoint, passing)
-    return copier.copied
+    return copier
 
 
 def _is_proved_by_copy(spec: TensorSpec, storage: Storage) -> bool:

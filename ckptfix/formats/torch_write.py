@@ -10,7 +10,7 @@ from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.checksums import proving
-from ckptfix.formats.copying import Copied, Copier
+from ckptfix.formats.copying import Copier
 from ckptfix.formats.pickles.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.sources import located
@@ -47,8 +47,8 @@ class Placement:
         return StorageRef(self.keys[id(region)], region.nbytes, device, offset)
 
 
-def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
-    """Write the zip container of torch ≥ 1.6. Gives the ranges that were read back."""
+def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
+    """Write the zip container of torch ≥ 1.6. Gives the copier, which has the ranges that were read back."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
     changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
@@ -74,7 +74,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
                     sums[key] = copier.copy(source, region.start, region.stop, is_summed=not isinstance(crc, int))
         archive.write("version", b"3\n")
         archive.close()
-    return copier.copied
+    return copier
 
 
 def _place(region: Region) -> int | None:
@@ -87,8 +87,8 @@ def _task(checkpoint: Checkpoint, placement: Placement) -> Task:
     return Task(f"writing {checkpoint.path}", sum(region.nbytes for region in placement.regions))
 
 
-def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
-    """Write the container of torch ≤ 1.5, which cannot read the zip one. Gives the ranges that were read back."""
+def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
+    """Write the container of torch ≤ 1.5, which cannot read the zip one. Gives the copier, as ``write_zip`` does."""
     root, _ = plain_root(checkpoint)
     modern = {spec.dtype for spec in tensors_in(root) if DTYPES[spec.dtype].storage is None}
     if modern:
@@ -108,7 +108,7 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
         for region, key in zip(placement.regions, keys, strict=True):
             file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
             copier.copy(region.storage.source, region.start, region.stop)
-    return copier.copied
+    return copier
 
 
 class _LegacyPickleWriter(PickleWriter):

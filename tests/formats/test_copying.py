@@ -65,6 +65,7 @@ def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, list[tup
         with Copier(file, task) as copier:
             copier.copy(source, start, stop)
         file.write(b"end")
+    copier.wait()
     content = path.read_bytes()
     assert (content[:6], content[-3:]) == (b"header", b"end")
     return content[6:-3], slow.told, task.done

@@ -45,5 +45,5 @@ def test_a_file_that_ends_before_a_buffer_is_full_is_named(file):
     buffer = bytearray(4)
     file.fill(memoryview(buffer), 6)
     assert bytes(buffer) == b"6789"
-    with pytest.raises(UnreadableError, match=r"/f: the file ends inside a storage: 4 bytes .* at offset 8, 2 are there"):
+    with pytest.raises(UnreadableError, match=r"/f: the file ends inside a storage: 4 bytes .* at offset 8, 2 are"):
         file.fill(memoryview(buffer), 8)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptfix.formats import output, safetensors_write, torch_write
+from ckptfix.errors import WriteError
+from ckptfix.formats import copying, output, safetensors_write, torch_write
 from ckptfix.formats.output import output_format, temporary_beside, writer_for
 from tests.formats.files import opened, saved, write
 
@@ -73,3 +77,27 @@ def test_without_a_model_the_permissions_are_those_of_any_new_file(tmp_path):
     with temporary_beside(tmp_path / "out.pth", Path("/nowhere")) as temporary:
         assert stat.S_IMODE(temporary.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
     assert output.SAFETENSORS == "safetensors"
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_the_disk_began_to_take_up_is_waited_for_behind_the_reading(is_full, is_wanted, tmp_path, monkeypatch):
+    takes_up, done = threading.Event(), []
+
+    def flush(descriptor: int) -> None:
+        assert takes_up.wait(60)
+        done.append(os.fstat(descriptor).st_size)
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(copying, "FLUSHED", 1)
+    monkeypatch.setattr(copying, "_FLUSH", flush)
+    source = opened(saved({"w": torch.ones(100_000)}, tmp_path))
+    written = output.write_to(tmp_path / "new", source, torch_write.write_zip, tmp_path / "out")
+    refused = pytest.raises(
+        WriteError, match="out: cannot be written: No space left on device; nothing was left behind"
+    )
+    with refused if is_full else nullcontext(), output.flushing([written], tmp_path / "out", is_wanted):
+        assert not done
+        takes_up.set()
+    assert done == [(tmp_path / "new").stat().st_size]

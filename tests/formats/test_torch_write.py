@@ -14,7 +14,7 @@ from torch.utils.serialization import config
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.formats import open_file
-from ckptfix.formats.copying import LARGE, PAGE, Copied
+from ckptfix.formats.copying import LARGE, PAGE, Copier
 from ckptfix.formats.output import write_to
 from ckptfix.formats.sources import FileBytes, located
 from ckptfix.formats.torch_write import write_zip
@@ -107,7 +107,7 @@ def test_what_lies_elsewhere_than_it_was_written_is_read_again(tmp_path):
     state_dict = {"a": torch.zeros(LARGE), "b": torch.ones(LARGE)}
     expected, goal = opened(saved(state_dict, tmp_path)), tmp_path / "goal"
 
-    def exchanging(checkpoint: Checkpoint, file: BinaryIO) -> list[Copied]:
+    def exchanging(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         swapped = {"a": checkpoint.entries["b"], "b": checkpoint.entries["a"]}
         return write_zip(Checkpoint(checkpoint.path, checkpoint.format, swapped, root=swapped), file)
 

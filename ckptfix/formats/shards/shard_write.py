@@ -96,7 +96,7 @@ def temporary_shards(
             written.append(write_to(folder / name, part, write, output))
         index = folder / names.index.name
         _write_index(index, names.shards, parts, checkpoint, output)
-        with flushing((folder / name for name in names.shards), output):
+        with flushing(written, output):
             verify(index, checkpoint, output, written)
         yield index, names
     finally:
