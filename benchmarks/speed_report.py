@@ -28,9 +28,9 @@ over zoos run once), and the ratio is to the `cp` of the same file with fsync in
 `RssAnon` of the process and its children, sampled 200 times a second: what is private to it, without mapped files and
 the page cache. The files are made on the spot (400 tensors under the names of a vision transformer, normal random
 numbers, the prefix `module.` to be taken off). *Keys* and conversions run with `--no-values`; a *full repair* proves
-checksums, scans all values, and runs all rules. Every repair reads each copied range back and compares it, and opens its
-result again to prove that each tensor lies where its bytes were copied to. The peers do what their scripts do, with the
-libraries themselves (`benchmarks/peers.py`); they compare nothing but where it is said.
+checksums, scans all values, and runs all rules. Every repair reads each copied range back and compares it, and opens
+its result again to prove that each tensor lies where its bytes were copied to. The peers do what their scripts do, with
+the libraries themselves (`benchmarks/peers.py`); they compare nothing but where it is said.
 
 {sections}
 ### What bounds them

@@ -33,8 +33,8 @@ from ckptfix.supplies import Supplies, filled, replaced, with_measurements
 from ckptfix.values.zeroing import WHICH, can_be_zeroed, zeroed_spec
 
 CONVERTED_REMARKS = frozenset(
-    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-tar odd-layout odd-metadata "
-    "uninitialized".split()
+    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-package torch-tar odd-layout "
+    "odd-metadata python2-text uninitialized".split()
 )
 """What was noticed while reading and is cured by writing plain data."""
 

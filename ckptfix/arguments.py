@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptfix.errors import UsageError
 from ckptfix.settings import SmokeSettings
+from ckptfix.shell import no_option
 
 _PASSED_ON = (
     "weights",
@@ -69,7 +70,7 @@ def library_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def repair_command(source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
     """The repair that goes with these choices, word by word, for the advice of a report."""
-    words = ["ckptfix", "repair", source]
+    words = ["ckptfix", "repair", no_option(source)]
     for name in (
         "model",
         "model_args",

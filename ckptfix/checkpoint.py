@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptfix.dtypes import DTYPES
 from ckptfix.errors import UnknownKeyError
+from ckptfix.geometry import Geometry
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +41,12 @@ def _nothing() -> Mapping[str, Any]:
     return _NOTHING  # one for all: a file may have a hundred thousand tensors
 
 
-@dataclass(frozen=True, eq=False)
-class Storage:
+class _Referable:
+    __slots__ = ("__weakref__",)  # what is known of a storage's checksum is kept beside it for as long as it lives
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Storage(_Referable):
     """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
 
     ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
@@ -84,7 +87,7 @@ class Quantizer:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Geometry):
     """A tensor without its values.
 
     ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``ckptfix.dtypes``). A strided tensor
@@ -104,26 +107,8 @@ class TensorSpec:
     is_parameter: bool = False
     is_coalesced: bool | None = None
     math_bits: Mapping[str, bool] = field(default_factory=_nothing, hash=False)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements (1 for a 0-d tensor)."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def per_byte(self) -> int:
-        """Elements that share a byte, 1 but for the quantised dtypes of 2 and 4 bits."""
-        return DTYPES[self.dtype].per_byte
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
-        return -(-self.numel * self.itemsize // self.per_byte)
+    _numel: int | None = field(default=None, init=False, repr=False, compare=False)
+    _is_contiguous: bool | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def has_data(self) -> bool:
@@ -131,30 +116,9 @@ class TensorSpec:
         return self.storage is not None or bool(self.parts)
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another in row-major order."""
-        expected = contiguous_strides(self.shape)
-        if self.strides == expected:  # as of nearly all tensors
-            return True
-        return self.numel == 0 or all(
-            size == 1 or stride == step for size, stride, step in zip(self.shape, self.strides, expected, strict=True)
-        )
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The first and one past the last byte of the storage that the tensor touches."""
-        dtype, last = DTYPES[self.dtype], self.offset
-        first = last * dtype.itemsize // dtype.per_byte
-        if 0 in self.shape:
-            return first, first
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            last += (size - 1) * stride
-        return first, -(-(last + 1) * dtype.itemsize // dtype.per_byte)
-
-    @property
     def view(self) -> tuple[object, ...]:
         """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
-        bits = tuple(name for name, is_set in sorted(self.math_bits.items()) if is_set)
+        bits = tuple(name for name in sorted(self.math_bits) if self.math_bits[name]) if self.math_bits else ()
         return (
             id(self.storage),
             self.offset,
@@ -170,8 +134,13 @@ class TensorSpec:
         """The storages that hold this tensor's bytes, in order."""
         return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
 
-    def strided_parts(self) -> Iterator[TensorSpec]:
+    def strided_parts(self) -> Iterable[TensorSpec]:
         """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
+        if not self.parts and self.quantizer is None:  # as of nearly all tensors
+            return (self,) if self.storage is not None else ()
+        return self._several_parts()
+
+    def _several_parts(self) -> Iterator[TensorSpec]:
         if self.parts:
             for part in self.parts.values():
                 yield from part.strided_parts()

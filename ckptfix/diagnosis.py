@@ -69,9 +69,12 @@ def diagnose(
     plan, view, supplies = Plan(), checkpoint, None
     context = Context(view, target, _statistics(view, settings), settings, donor)
     for rule in RULES:
-        if not settings.selects(rule.code):
+        is_told = settings.selects(rule.code)
+        if not is_told and not (settings.salvage and rule.code == "FIL201"):
             continue
         found = tuple(_propose(rule, context))
+        if not is_told:  # who ignores the loss of what --salvage leaves out does not want it back
+            found = tuple(finding for finding in found if finding.fix is not None)
         findings += found
         cured = [finding for finding in found if finding.fix is not None and is_enabled(finding.fix, settings)]
         edits: tuple[Edit, ...] = tuple(

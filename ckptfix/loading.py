@@ -12,6 +12,7 @@ from ckptfix.finding import counted
 from ckptfix.formats.mapping import kept_mapped
 from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
+from ckptfix.transfer import transfer
 
 if TYPE_CHECKING:
     import torch
@@ -110,12 +111,17 @@ def load_strictly(
     """
     from ckptfix.tensors import build_state_dict
 
-    state_dict = build_state_dict(checkpoint, checkpoint.specs if assign else _only_copied(model, checkpoint.specs))
+    mapped = list(checkpoint.specs) if assign else _only_copied(model, checkpoint.specs)
+    state_dict = build_state_dict(checkpoint, mapped)
     # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
     if str(map_location) not in ("None", "" if assign else "cpu"):
         for key, value in state_dict.items():
             state_dict[key] = value.to(map_location) if hasattr(value, "to") else value
-    remarks = prepare(model, state_dict, checkpoint.path) if assign else ()
+    remarks: tuple[str, ...] = ()
+    if assign:
+        remarks = prepare(model, state_dict, checkpoint.path)
+    else:
+        transfer(model, state_dict, mapped, checkpoint.path)
     try:
         model.load_state_dict(state_dict, strict=True, assign=assign)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:

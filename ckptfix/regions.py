@@ -50,8 +50,10 @@ class Regions:
 
     def of(self, spec: TensorSpec) -> tuple[Region, int]:
         """The region that holds a tensor, and the tensor's offset in it, in elements."""
-        start, _ = spec.extent
         regions = self._regions[id(spec.storage)]
+        if len(regions) == 1 and not regions[0].start:
+            return regions[0], spec.offset
+        start, _ = spec.extent
         region = regions[_last_at(regions, start)] if len(regions) > 1 else regions[0]
         # An offset that is no whole number of bytes keeps its remainder.
         return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
@@ -68,6 +70,9 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     """The unions of overlapping extents, in order. Each begins where every dtype in it is aligned."""
     storage = views[0].storage
     assert storage is not None
+    if len(views) == 1:
+        (start, stop), align = views[0].extent, views[0].itemsize
+        return [Region(storage, start // align * align, stop, align)]
     regions: list[Region] = []
     start, stop, align = -1, -1, 1
     for (begin, end), itemsize in sorted((view.extent, view.itemsize) for view in views):

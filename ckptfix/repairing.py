@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ from ckptfix.diagnosis import Diagnosis, diagnose
 from ckptfix.errors import UsageError
 from ckptfix.formats import open_file
 from ckptfix.report import Coverage, Report
-from ckptfix.rules import RULES
 from ckptfix.settings import Settings
+from ckptfix.validation import checked_settings
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from ckptfix.plan import Plan
     from ckptfix.supplies import Measure, Supplies
     from ckptfix.target import Target
-
-LONGEST_TIMEOUT = 10**6
-"""Seconds, eleven days: what every clock of the system can wait for."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A checkpoint file, or a state_dict in memory."""
@@ -162,42 +159,6 @@ def repair_state_dict(
     """Repair a state_dict in memory. Tensors that no edit touches are not copied; the argument is not changed."""
     repaired = repair(state_dict, model, **settings)
     return repaired.state_dict(), repaired.report
-
-
-def checked_settings(given: Mapping[str, Any]) -> Settings:
-    """The settings of a repair. Raises ``UsageError`` where one is unknown, has no meaning, or needs another."""
-    try:
-        settings = Settings(**given)
-    except TypeError as error:
-        raise UsageError(f"a setting is not known ({error}); see ckptfix.settings.Settings") from error
-    settings = replace(settings, select=_codes(settings.select), ignore=_codes(settings.ignore))
-    names: object = settings.replace
-    settings = replace(settings, replace=(names,) if isinstance(names, str) else tuple(settings.replace))
-    if settings.replace and settings.fill is None:
-        raise UsageError("--replace says which values to replace, and --fill by which: add --fill twin, target or FILE")
-    if settings.cast_dtype and not settings.values:
-        raise UsageError("--dtype looks at the values before it casts them; leave --no-values out")
-    if settings.fill is not None:
-        settings = replace(settings, fill=os.fspath(settings.fill))
-    if settings.format not in (None, "pth", "safetensors"):
-        raise UsageError(f"format {settings.format!r} is not known; give pth or safetensors")
-    timeout = settings.smoke_settings.timeout
-    if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise UsageError(f"a timeout of {timeout:g} s has no meaning; give seconds above 0 and up to {LONGEST_TIMEOUT}")
-    settings.is_for_torch_before("0")  # says in one line that a version is none
-    _ = settings.shard_bytes  # and that a size is none
-    return settings
-
-
-def _codes(given: Any) -> tuple[str, ...]:
-    """Rule codes or their beginnings; one that begins no code would silently check nothing."""
-    if not isinstance(given, Iterable):
-        raise UsageError(f"the codes of rules are {given!r:.60}; give one such as 'KEY101', or a list of them")
-    codes = (given,) if isinstance(given, str) else tuple(given)
-    for code in codes:
-        if not isinstance(code, str) or not any(rule.code.startswith(code) for rule in RULES):
-            raise UsageError(f"no rule has a code that begins with {code!r}; see `ckptfix rule --all`")
-    return codes
 
 
 def _open(source: Source, settings: Settings) -> Checkpoint:

@@ -16,19 +16,20 @@ import ckptfix
 PACKAGE = Path(ckptfix.__file__).parent
 
 LAYERS = (
-    "errors dtypes buffers progress",
+    "errors dtypes buffers progress shell",
+    "geometry",
     "checkpoint config settings finding metadata",
     "target",
     "regions factory recalibration",
     "live",
     "formats tensors",
     "values",
-    "supplies assigning",
+    "supplies assigning transfer",
     "rules applying",
     "plan",
     "diagnosis",
     "smoke",
-    "report coverage",
+    "report coverage validation",
     "delivery comparison explain measuring arguments",
     "repairing",
     "loading",

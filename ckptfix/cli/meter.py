@@ -15,6 +15,8 @@ QUIET = 2.0
 """Seconds of work before anything is shown: most of it is done by then."""
 
 _EVERY = 0.2
+_TELLING = 1.0
+"""Seconds of a task after which its rate says how long the rest takes."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Meter:
             return
         self._shown = now
         text = f"{task.name}: {bytes_text(task.done)} of {bytes_text(task.total)}"
-        if now - began > _EVERY and task.done > before:
+        if now - began >= _TELLING and task.done > before:
             rate = (task.done - before) / (now - began)
             text += f", {bytes_text(rate)}/s, {time_text((task.total - task.done) / rate)} left"
         self.show(text)
@@ -64,5 +66,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """``4 s``, ``2 min``."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    """``4 s``, ``2 min``, ``30 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.0f} h"

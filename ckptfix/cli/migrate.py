@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +13,7 @@ from ckptfix.cli.console import Console, begin
 from ckptfix.cli.zoo_table import draft, given_here, table_name, tables
 from ckptfix.errors import UsageError
 from ckptfix.settings import parse_size
+from ckptfix.shell import no_option, typed
 
 if TYPE_CHECKING:
     from ckptfix.zoo.migrating import MakeEngine
@@ -175,10 +175,10 @@ def _migrate(
 ) -> int:
     from ckptfix.arguments import repair_command
     from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
-    from ckptfix.zoo.job import Others
-    from ckptfix.zoo.listing import read_list
+    from ckptfix.zoo.items.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
     from ckptfix.zoo.places.opening import split_source
+    from ckptfix.zoo.work.job import Others
 
     place, pattern = split_source(source)
     table, decided = tables(console, choices, given)
@@ -194,8 +194,8 @@ def _migrate(
     again = [
         "ckptfix",
         "migrate",
-        place,
-        destination,
+        no_option(place),
+        no_option(destination),
         *(("--table", str(choices["table"])) if "table" in choices else ()),
         *(repair_command(place, given)[3:] if decided is None else ()),
     ]
@@ -222,7 +222,7 @@ def _migrate(
             for remark in migration.remarks if migration.chosen is None else ():
                 console.note(remark)
             if page is not None:
-                page.save(migration, shlex.join(again))
+                page.save(migration, typed(again))
             if choices.get("output_format") == "json":
                 write_json(migration)
             else:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.meter import bytes_text, time_text
+from ckptfix.finding import counted
 from ckptfix.report.style import Line, Span
-from ckptfix.zoo.duplicates import Duplicates, find_duplicates
-from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.books.duplicates import Duplicates, find_duplicates
+from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.summary import Summary
 
 if TYPE_CHECKING:
@@ -75,9 +76,8 @@ def progress_text(summary: Summary) -> str:
         f"{summary.done_files} of {summary.files} files",
         f"{bytes_text(summary.done_bytes)} of {bytes_text(summary.bytes)}",
     ]
-    left = summary.seconds_left
-    if left is not None:
-        parts += [f"{bytes_text(summary.rate)}/s", f"{time_text(left)} left"]
+    if (pace := summary.pace()) is not None:
+        parts += [f"{bytes_text(pace.rate)}/s", f"{time_text(pace.seconds_left)} left"]
     counts = [f"{summary.outcomes[outcome]} {_SHORT[outcome]}" for outcome in Outcome if summary.outcomes[outcome]]
     return ", ".join(parts) + (f": {', '.join(counts)}" if counts else "")
 
@@ -95,9 +95,12 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     new = summary.done_files - summary.earlier_files
     earlier = f", {summary.earlier_files} by an earlier run" if summary.earlier_files else ""
     rate = (summary.done_bytes - summary.earlier_bytes) / max(summary.seconds, 1e-9)
-    speed = f" ({bytes_text(rate)}/s)" if new else ""
-    yield f"{'looked at' if dry_run else 'done'}: {new} files in {time_text(summary.seconds)}{speed}{earlier}"
-    if not dry_run:
+    speed = f" ({bytes_text(rate)}/s)" if rate >= 1 else ""
+    verb = "looked at" if dry_run else "done"
+    yield f"{verb}: {counted(new, 'file')} in {time_text(summary.seconds)}{speed}{earlier}"
+    if dry_run:
+        yield "written: nothing; the same command without --dry-run writes it"
+    else:
         yield f"written: {bytes_text(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
     if new and (found := find_duplicates(migration.weights())).repeated:
         saved = f"{_saved(found)} would be saved by keeping each once"
@@ -127,6 +130,8 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
             yield from lines
             if limit is not None and counts[outcome] > limit:
                 yield f"  … and {counts[outcome] - limit} more: -v lists them, --report FILE shows them"
+            if outcome is Outcome.UNREADABLE:
+                yield "  the same command again takes what was mended meanwhile; exclude in zoo.toml leaves files out"
 
 
 def _entry(record: dict[str, Any], outcome: Outcome) -> Iterator[Line]:

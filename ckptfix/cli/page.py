@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import IO, Any
 from ckptfix.errors import UsageError
 from ckptfix.report import Report
 from ckptfix.report.telling import Telling
+from ckptfix.shell import typed
 
 
 class PageWriter:
@@ -85,7 +85,7 @@ def facts_of_run() -> dict[str, str]:
 
     return {
         "Made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "Command": shlex.join(["ckptfix", *sys.argv[1:]]),
+        "Command": typed(["ckptfix", *sys.argv[1:]]),
         "ckptfix": __version__,
         "torch": version("torch"),
         "Python": platform.python_version(),

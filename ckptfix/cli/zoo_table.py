@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import typer
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.errors import UsageError
+from ckptfix.settings import parse_size
+from ckptfix.shell import no_option, typed
 
 if TYPE_CHECKING:
     from ckptfix.zoo.table import Table
@@ -73,7 +74,7 @@ def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any
 def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
     """Look at a zoo and write the table that says what belongs to what, as far as its files tell."""
     from ckptfix.zoo.drafting import draft_table
-    from ckptfix.zoo.listing import list_zoo
+    from ckptfix.zoo.items.listing import list_zoo
     from ckptfix.zoo.places import open_place
     from ckptfix.zoo.places.opening import split_source
 
@@ -82,12 +83,14 @@ def draft(console: Console, source: str, destination: str | None, goal: Path, ch
     place_name, pattern = split_source(source)
     console.progress(f"looking at {place_name}")
     place = open_place(place_name)
-    text = draft_table(place, list_zoo(place, () if pattern is None else (pattern,), choices.get("only")))
+    items = list_zoo(place, () if pattern is None else (pattern,), choices.get("only"))
+    room = parse_size("--temp-space", choices["temporary"]) if "temporary" in choices else None
+    text = draft_table(place, items, room)
     with goal.open("x", encoding="utf-8") as file:
         file.write(text)
     console.end_progress()
     write_output(f"written: {goal}\n")
     named = () if goal == Path(table_name()) else ("--table", str(goal))
-    again = shlex.join((source, destination or "NEW_ZOO", *named))
+    again = typed((no_option(source), no_option(destination or "NEW_ZOO"), *named))
     console.note(f"read it, correct it, and run: ckptfix migrate {again}")
     return 0

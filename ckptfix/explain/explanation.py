@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from ckptfix.errors import one_line
 from ckptfix.explain.record import Advice, Record
 from ckptfix.explain.records import RECORDS
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
+from ckptfix.shell import no_option, quoted, typed
 
 FILE, MODEL = "FILE", "PKG.MOD:FACTORY"
 """What stands in a command for a file or a model that is not known."""
@@ -140,19 +140,14 @@ def _explanation(
 
 def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: Subject) -> Iterator[Advice]:
     words = {
-        "FILE": shlex.quote(_no_option(subject.file)) if subject.file else FILE,
+        "FILE": quoted(no_option(subject.file)) if subject.file else FILE,
         "MODEL": MODEL,
     }
     for each in advice:
         command = each.command
         if subject.model:
-            command = command.replace("--model {MODEL}", shlex.join(subject.model))
+            command = command.replace("--model {MODEL}", typed(subject.model))
         yield Advice(_filled(each.text, values), _filled(command, words), _filled(each.code, values))
-
-
-def _no_option(file: str) -> str:
-    """The name of a file so that a command does not take it for an option."""
-    return f"./{file}" if file.startswith("-") else file
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

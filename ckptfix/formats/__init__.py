@@ -35,6 +35,7 @@ class Format:
 
 FORMATS = (
     Format("torchscript", sniffing.is_torchscript_zip),
+    Format("torch-package", sniffing.is_torch_package_zip),
     Format("torch-zip", sniffing.is_zip),
     Format("safetensors", sniffing.is_safetensors),
     Format("torch-tar", sniffing.is_torch_tar),
@@ -50,20 +51,20 @@ def open_file(path: str, weights: str | None = None, *, salvage: bool = False, m
     archive. ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises
     ``UnreadableError`` with the true cause where there is nothing."""
     if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
-        from ckptfix.formats.folders import read_folder
+        from ckptfix.formats.folders import read_folder, weights_file
 
-        return open_document(read_folder(path, salvage), weights, salvage=salvage)
+        file = weights_file(path)
+        if file is None:
+            return open_document(read_folder(path, salvage), weights, salvage=salvage)
+        path = file
     content = Content.of_file(path)
     if member is not None or sniffing.may_be_wrapped(content):
         from ckptfix.formats.wrappers.wrapped import unwrap
 
         content = unwrap(content, member)
-    try:
-        document = _read_index(content, salvage) or read_unwrapped(content, salvage)
-        checkpoint = open_document(document, weights, salvage=salvage)
-        return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
-    finally:
-        content.close()
+    document = _read_index(content, salvage) or read_unwrapped(content, salvage)
+    checkpoint = open_document(document, weights, salvage=salvage)
+    return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
 
 
 def _read_index(content: Content, salvage: bool) -> Document | None:
@@ -106,7 +107,9 @@ def _read_or_mend(content: Content) -> Document:
     except HostileError:
         raise
     except UnreadableError as error:
-        if (mended := _read_mended(content)) is not None:
+        mended = _read_mended(content)
+        # In a plain pickle that is damaged, each tensor is a file of torch, which has no name for it.
+        if mended is not None and (_tensors(mended) or not sniffing.is_pickle(content)):
             return mended
         from ckptfix.formats.foreign.strangers import name_stranger
 

@@ -15,7 +15,7 @@ again). Nothing here depends on what the objects mean.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from sys import getsizeof
 from typing import Any
@@ -65,6 +65,9 @@ COLLISIONS = 64
 
 _PLACES = 1 << 16
 """Counts of hashes that are kept, whatever the number of keys: those of many keys share one."""
+
+_SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, OrderedDict, set))
+"""What a pickle can fill with any number of things, by its exact type: it makes no others."""
 
 _PLAIN_HASH = (1 << 61) - 1  # a smaller int is its own hash
 
@@ -147,7 +150,7 @@ class Bounds:
     def hand(self, *values: Any) -> None:
         """Count what a call is handed and may copy. Short arguments are shared by honest pickles too."""
         for value in values:
-            if isinstance(value, (str, bytes, bytearray, list, tuple, dict, set)) and len(value) > 64:
+            if type(value) in _SIZED and len(value) > 64:
                 self._handed -= len(value)
         if self._handed < 0:
             raise HostileError(

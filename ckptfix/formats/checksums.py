@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from ckptfix.checkpoint import ByteSource, Checkpoint, Storage
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError, one_line
+from ckptfix.formats.batches import batched, side_by_side
 from ckptfix.formats.compiled import MemoryGone, can_sum, crc32_of_mapped
 from ckptfix.formats.copying import background
 from ckptfix.formats.crc32 import crc32
@@ -67,27 +68,19 @@ def _crc32_of_range(source: ByteSource, start: int, stop: int, crc: int) -> int:
 
 def prove_ahead(storages: Iterable[Storage]) -> None:
     """Work out at once, in two threads, what ``is_sound`` will be asked of many storages."""
-    with background(threads=2) as pool:
-        for _ in pool.map(lambda batch: list(map(is_sound, batch)), _batches(storages)):
-            pass
-
-
-def _batches(storages: Iterable[Storage]) -> Iterator[list[Storage]]:
-    """Small storages together, since a turn of a thread takes longer than the proof of one."""
-    batch: list[Storage] = []
-    nbytes = 0
-    for storage in storages:
-        batch.append(storage)
-        nbytes += storage.nbytes
-        if nbytes >= _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
+    batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
+    for _ in side_by_side(lambda batch: list(map(is_sound, batch)), batches):
+        pass
 
 
 def is_open(storage: Storage) -> bool:
     """Whether nobody knows yet if the storage itself has the checksum that its file gives."""
     return storage.crc32 is not None and storage not in _SOUND
+
+
+def is_unproved(storage: Storage) -> bool:
+    """Whether nobody knows yet if the storage, or one that it is made of, has its checksum."""
+    return is_open(storage) or any(map(is_unproved, storage.parts))
 
 
 def note_checksum(storage: Storage, crc: int) -> None:
@@ -162,8 +155,12 @@ def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
 @contextmanager
 def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[None]:
     """Prove the storages while the body writes; at its end the same error as that of ``prove``."""
+    wanted = list(storages)
+    if not wanted:  # as of most repairs: what is copied whole keeps its checksum
+        yield
+        return
     with background() as pool:
-        proof = pool.submit(prove, checkpoint, list(storages))
+        proof = pool.submit(prove, checkpoint, wanted)
         yield
         proof.result()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "values" / "_kernel.so"
 
-INTERFACE = 2
+INTERFACE = 3
 """As in ``kernel.c``. A library of another interface was built from other sources, and is not used."""
 
 
@@ -30,6 +30,7 @@ def library() -> ctypes.CDLL | None:
         return None
     if found.ckptfix_interface() != INTERFACE or not found.ckptfix_guard():
         return None
+    found.ckptfix_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     found.ckptfix_crc32.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint32))
     return found
 
@@ -48,3 +49,12 @@ def crc32_of_mapped(block: memoryview, crc: int = 0) -> int:
     if found.ckptfix_crc32((ctypes.c_char * block.nbytes).from_buffer(block), block.nbytes, result):
         raise MemoryGone
     return result.value
+
+
+def copy(goal: int, source: int, nbytes: int) -> None:
+    """Copy bytes from one address to another, past the processor's caches, where ``library()`` is there. They share
+    none. Raises ``MemoryGone`` with a part of them copied."""
+    found = library()
+    assert found is not None, "there is no library"
+    if found.ckptfix_copy(goal, source, nbytes):
+        raise MemoryGone

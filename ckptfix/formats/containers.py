@@ -17,7 +17,7 @@ from ckptfix.formats.modules import is_module, is_uninitialized, module_state_di
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.pickles.payload import refusing_payload
-from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, is_packed
+from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
 
@@ -192,7 +192,7 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
 def _is_tensor(value: Any) -> bool:
     if isinstance(value, dict) and value.get("class") == SCRIPT_OBJECT:
         return True  # packed weights as FIL102 writes them
-    return isinstance(value, (TensorSpec, NumpyArray)) or is_packed(value)
+    return isinstance(value, (TensorSpec, NumpyArray)) or is_packed(value) or bool(composed_class(value))
 
 
 def _count_tensors(mapping: Mapping[Any, Any]) -> int:

@@ -37,17 +37,19 @@ class OpenFile:
 
     def read(self, start: int, count: int) -> bytes:
         """``count`` bytes from ``start`` on, fewer at the end of the file."""
-        parts = []
+        parts: list[bytes] = []
         while count > 0:
             try:
                 part = os.pread(self.descriptor, min(count, 1 << 30), start)
             except OSError as error:
                 raise UnreadableError(f"{self.path}: cannot be read at offset {start}: {error.strerror}") from error
+            if len(part) == count and not parts:
+                return part
             if not part:
                 break
             parts.append(part)
             start, count = start + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     def fill(self, buffer: memoryview, start: int) -> None:
         """Read from ``start`` on as much as the buffer holds. Raises ``UnreadableError`` where the file ends before."""

@@ -33,7 +33,27 @@ FOLDER_FORMATS = (
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
 """How names of checkpoints end; looked at only to say which file of a folder may be meant."""
 
+WEIGHTS = frozenset(
+    "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
+    "adapter_model.safetensors adapter_model.bin".split()
+)
+"""Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder."""
+
 _LISTED = 6
+
+
+def weights_file(path: str) -> str | None:
+    """The one file of weights in a folder that a library wrote, beside its configuration and the state of a training.
+
+    None where there is none or several, and where the folder itself is a checkpoint."""
+    folder = Path(path)
+    try:
+        names = [child.name for child in folder.iterdir() if child.name in WEIGHTS and child.is_file()]
+        if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
+            return None
+    except OSError:
+        return None  # whoever reads the folder says why
+    return str(folder / names[0])
 
 
 def read_folder(path: str, salvage: bool) -> Document:

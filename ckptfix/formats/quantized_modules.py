@@ -44,6 +44,17 @@ def is_packed(value: Any) -> bool:
     return isinstance(value, Opaque) and str(value.cls) == SCRIPT_OBJECT
 
 
+def composed_class(value: Any) -> str:
+    """The class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all else.
+
+    Only that class puts its parts together (``_rebuild_wrapper_subclass``)."""
+    if not isinstance(value, Opaque) or value.cls.name != "_rebuild_from_type_v2" or len(value.args) < 2:
+        return ""
+    function, cls = value.args[:2]
+    is_composed = isinstance(function, Global) and function.name == "_rebuild_wrapper_subclass"
+    return str(cls) if is_composed and isinstance(cls, Global) else ""
+
+
 def quantized_version(module: Opaque) -> int | None:
     """The version of a quantised module's class, None where it is not one that ever left version 1."""
     name = str(module.cls)

@@ -5,7 +5,7 @@ This is asked of every file, so it imports no reader before the first bytes spea
 from __future__ import annotations
 
 from ckptfix.formats.sources import Content
-from ckptfix.formats.wrappers.zip_directory import is_torch_save, is_torchscript, member_names
+from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 
 SAFETENSORS_HEADER_LIMIT = 100_000_000
 """Bytes of the longest header that the library of safetensors reads."""
@@ -44,6 +44,11 @@ def is_torchscript_zip(content: Content) -> bool:
     return names_code(content)
 
 
+def is_torch_package_zip(content: Content) -> bool:
+    """Whether the content is a zip archive with the members of torch.package."""
+    return is_zip(content) and is_torch_package(member_names(content))
+
+
 def is_safetensors(content: Content) -> bool:
     """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
     length. White space in front of it is against the specification, and the library reads it all the same.
@@ -79,7 +84,7 @@ def may_be_wrapped(content: Content) -> bool:
     """Whether something may lie around the checkpoint: an archive, or a compressed stream."""
     if is_zip(content):
         names = member_names(content)
-        return not is_torch_save(names) and not is_torchscript(names)
+        return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
     return may_be_tar(content) or bytes(content.buffer[:8]).startswith(_PACKED)
 
 

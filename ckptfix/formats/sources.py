@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.buffers import Buffer, FileBuffer
 from ckptfix.formats.files import OpenFile
 from ckptfix.formats.wrappers.decoders import FAULTS, Decoder, deflate
 
@@ -174,7 +174,7 @@ _BUFFERS: deque[memoryview] = deque(maxlen=4)
 
 @dataclass(eq=False)
 class Content:
-    """The bytes of one input, whole: a file that is mapped while it is parsed, or a buffer in memory.
+    """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
     ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
@@ -182,12 +182,16 @@ class Content:
     reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
 
     path: str
-    buffer: mmap.mmap | bytes
+    buffer: Buffer
     file: OpenFile | None = None
     member: str = ""
     salvage: bool = False
     damage: list[str] = field(default_factory=list)
     account: Bounds | None = None
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.buffer)  # asked for with every storage
 
     @classmethod
     def of_file(cls, path: str) -> Content:
@@ -202,10 +206,10 @@ class Content:
     @classmethod
     def of_open_file(cls, file: OpenFile, member: str = "") -> Content:
         """The content of a file that is open and not empty."""
-        return cls(file.path, mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_READ), file, member)
+        return cls(file.path, FileBuffer(file), file, member)
 
     def __len__(self) -> int:
-        return len(self.buffer)
+        return self.size
 
     @property
     def bounds(self) -> Bounds:
@@ -215,12 +219,7 @@ class Content:
         return self.account
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        """A range of the content, which outlives the mapping."""
+        """A range of the content, which outlives it."""
         if self.file is not None:
             return FileBytes(self.file, offset, nbytes)
-        return MemoryBytes(memoryview(self.buffer)[offset : offset + nbytes])
-
-    def close(self) -> None:
-        """End the mapping; sources stay valid."""
-        if isinstance(self.buffer, mmap.mmap):
-            self.buffer.close()
+        return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])

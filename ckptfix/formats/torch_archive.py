@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage
 from ckptfix.errors import HostileError, UnreadableError
@@ -97,17 +97,17 @@ class Reading:
         """The members that can be read, in the order of the archive."""
         return [name for name in self.archive.members if self.archive.is_whole(name)]
 
-    def pickle(self, *folders: str, nesting: int = 0) -> StoragePickle:
-        """What runs the pickles whose storages lie in one of the folders."""
+    def pickle(self, *folders: str, nesting: int = 0, suffix: str = "") -> StoragePickle:
+        """What runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
 
         def find(key: str, nbytes: int, device: str) -> Storage:
             members = self.archive.members
             for folder in folders:
-                if (name := f"{folder}/{key}") in members:
+                if (name := f"{folder}/{key}{suffix}") in members:
                     return self.storage(key, name, name, nbytes, device)
-            return self.storage(key, None, f"{folders[0]}/{key}", nbytes, device)
+            return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
 
-        return StoragePickle(self.archive.path, find, nesting, is_big_endian(self.archive), self.archive.bounds)
+        return StoragePickle(self.archive.path, find, self.archive.bounds, nesting, is_big_endian(self.archive))
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
         """The storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not there."""
@@ -151,7 +151,7 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
     pickles = reading.pickle("data", "tensors", nesting=nesting)
     data = reading.member("data.pkl")
-    root, end = pickles.run(data)
+    root, end = _run(reading, pickles, data)
     remarks = payload_remarks(pickles.names)
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
     remarks += [
@@ -165,6 +165,22 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     remarks += reading.doubts
     producer = _producer(archive.members)
     return Document(archive.path, form, root, None, pickles.names, remarks, reading.damage, producer=producer)
+
+
+def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
+    """What ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
+    try:
+        return pickles.run(data)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        if not reading.faults:
+            raise
+        path = reading.archive.path
+        cause = str(error).removeprefix(f"{path}: ").partition(";")[0]
+        raise UnreadableError(
+            f"{path}: {'; '.join(reading.faults)}, and cannot be read ({cause}); fetch it again"
+        ) from error
 
 
 def _producer(members: Collection[str]) -> str:

@@ -39,7 +39,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
         return Storage(key, LateBytes(nbytes), device)
 
-    pickles = StoragePickle(content.path, find_storage, nesting, bounds=content.bounds)
+    pickles = StoragePickle(content.path, find_storage, content.bounds, nesting)
     try:
         root, position = pickles.run(content.buffer)
     except PickleEndError as end:
@@ -122,6 +122,7 @@ class _Storages:
                 f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
             )
         needed = self.position
+        behind: list[tuple[str, Storage]] = []
         for key in map(str, keys):
             if key not in self.pickles.storages:
                 raise UnreadableError(
@@ -131,6 +132,10 @@ class _Storages:
             needed += 8 + storage.nbytes
             if not self.damage:
                 self._place(key, storage)
+            if self.damage:
+                behind.append((key, storage))
+        if behind and needed <= len(self.content):
+            self._resume(behind, is_end=needed == len(self.content))
         if self.position > len(self.content):
             self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {needed}"]
         late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
@@ -143,7 +148,7 @@ class _Storages:
     def _place(self, key: str, storage: Storage) -> None:
         content, start = self.content, self.position + 8
         head = bytes(content.buffer[self.position : start])
-        stored = int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
+        stored = self._stored(key, head)
         late = storage.source
         if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
             self._tear(key, storage.nbytes, stored)
@@ -159,8 +164,29 @@ class _Storages:
         if self.position > len(content):
             self.damage.append("is cut short")
 
+    def _stored(self, key: str, head: bytes) -> int:
+        """The bytes of a storage by the count in front of it."""
+        return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
+
+    def _resume(self, behind: list[tuple[str, Storage]], *, is_end: bool) -> None:
+        """Place the storages behind a wrong count where later counts are right: bytes were overwritten there, as by a
+        sector that a disk lost, and none is missing. One is whole where the next count is right too; ``is_end`` says
+        that the last one ends where the file does."""
+        position, places = self.position, []
+        for _, storage in behind:
+            places.append(position + 8)
+            position += 8 + storage.nbytes
+        is_proved = is_end
+        for (key, storage), start in zip(reversed(behind), reversed(places), strict=True):
+            late = storage.source
+            is_right = self._stored(key, bytes(self.content.buffer[start - 8 : start])) == storage.nbytes
+            if is_right and is_proved and isinstance(late, LateBytes) and late.inner is None:
+                late.inner = self.content.source(start, late.nbytes)
+            if storage.nbytes:  # zeros are the count of an empty storage, and prove nothing
+                is_proved = is_right
+
     def _tear(self, key: str, declared: int, stored: int) -> None:
-        """A count that is not what the pickle says: the chain of storages ends here.
+        """A count that is not what the pickle says: the chain of storages ends here, unless it is found again.
 
         Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
         never proved to end where it should, so that it is lost too."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfix.checkpoint import ByteSource, Remark, TensorSpec
@@ -36,6 +36,8 @@ class Archive:
     root: str
     members: dict[str, zipfile.ZipInfo]
     listing: Listing
+    gone: list[str] = field(default_factory=list)
+    """Storages of which neither the header nor the bytes are where the directory says."""
 
     @property
     def found(self) -> FoundMembers | None:
@@ -59,9 +61,8 @@ class Archive:
 
     def source(self, name: str) -> ByteSource:
         """The bytes of a member; its place is the local header's word, checked against the file."""
-        info = self.members[name]
-        content = self.content
-        if self.found is not None and info.filename in self.found.open_at:
+        info, content, found = self.members[name], self.content, self.listing.found
+        if found is not None and info.filename in found.open_at:
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
         start = self.listing.data_start(content, info)
         if start is None:
@@ -69,7 +70,7 @@ class Archive:
                 f"{content.path}: member {info.filename} is not where the archive's directory says; fetch the file "
                 "again"
             )
-        if start + info.compress_size > len(content):
+        if start + info.compress_size > content.size:
             raise UnreadableError(
                 f"{content.path}: member {info.filename} ends behind the end of the file: it is cut short; fetch it "
                 "again"
@@ -95,15 +96,22 @@ class Archive:
         return DeflatedBytes(packed, content.path, info.file_size, decoder)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
-        """What is left of a storage in an archive that has lost its directory; None where the storage is whole."""
+        """What is left of a storage in a damaged archive; None where the storage is whole."""
         if self.found is None:
-            return None
+            if name is None or self._is_there(self.members[name]):
+                return None
+            self.gone.append(self.members[name].filename)
+            return TornBytes(self.path, nbytes)
         if name is None:
             return TornBytes(self.path, nbytes)
         info = self.members[name]
         if info.filename in self.found.open_at:
             return self.found.left_of(info.filename, nbytes)
         return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
+
+    def _is_there(self, info: zipfile.ZipInfo) -> bool:
+        start = self.listing.data_start(self.content, info)
+        return start is not None and start + info.compress_size <= self.content.size
 
     def is_whole(self, name: str) -> bool:
         """Whether all of a member is there, as far as the archive itself says."""
@@ -123,20 +131,35 @@ class Archive:
             return f"the member {stray} beside the folder {folder}"
         if any(name.startswith("tensors/") for name in self.members):
             return "storages under tensors/, as in the preview of torch 1.4"
+        if not {"version", ".data/version"} & set(self.members):
+            return "no member that says the version"
         return None
 
     def damage(self, root: Any) -> list[str]:
         """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
+        told = [*self.listing.damage, *self._gone_damage()]
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
         if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
-            further = f"has its zip directory {self.listing.displaced} bytes further on than that says"
-            return [f"{further}: something stands in front of the archive, or was put into it", *self.listing.damage]
-        if self.listing.damage or self.found is None:
-            return [*self.listing.damage]
+            return [self._displacement(), *told]
+        if told or self.found is None:
+            return told
         size = self.nbytes
         zeros = size - self.found.zeros
         reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else ""
         return [f"is cut short: {NO_DIRECTORY}, it has {size} bytes{reserved}{missing_bytes(root)}"]
+
+    def _displacement(self) -> str:
+        displaced = self.listing.displaced
+        if displaced < 0:
+            return f"lacks {-displaced} bytes in front of its zip directory"
+        further = f"has its zip directory {displaced} bytes further on than that says"
+        return f"{further}: something stands in front of the archive, or was put into it"
+
+    def _gone_damage(self) -> list[str]:
+        if not self.gone:
+            return []
+        more = f", nor those of {len(self.gone) - 1} more" if self.gone[1:] else ""
+        return [f"has neither the header nor the bytes of its member {self.gone[0]} where its directory says{more}"]
 
     def crc32(self, name: str) -> int | None:
         """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
@@ -163,7 +186,9 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             "not use this file"
         )
     packed = sum(info.compress_size for info in infos)
-    if found is None and packed > len(content):
+    # Where bytes were lost in front of the directory, the members are larger than what is left.
+    lacking = min(max(0, -listing.displaced), len(content))
+    if found is None and packed > len(content) + lacking:
         raise HostileError(
             f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
             "lie over "

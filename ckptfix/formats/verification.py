@@ -167,6 +167,8 @@ def _ranges(key: str, before: TensorSpec, after: TensorSpec) -> list[_Range] | N
     left, right = _place(before), _place(after)
     if left is None or right is None or left.nbytes != right.nbytes or not _is_same_view(before, after):
         return None
+    if 0 < left.nbytes <= BATCH:
+        return [_Range(key, left, right)]
     return [_Range(key, _part(left, start), _part(right, start)) for start in range(0, left.nbytes, BATCH)]
 
 

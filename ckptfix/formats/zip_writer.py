@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -35,6 +34,22 @@ class _Member:
     offset: int
 
 
+class _Body:
+    """The context in which the bytes of a member are written, as many as were declared."""
+
+    def __init__(self, file: BinaryIO, member: _Member, start: int) -> None:
+        self._file, self._member, self._start = file, member, start
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        written = self._file.tell() - self._start
+        if raised is None and written != self._member.size:
+            declared = f"member {self._member.name.decode()} was declared with {self._member.size} bytes"
+            raise ValueError(f"{declared} and got {written}")
+
+
 class ZipWriter:
     """Appends members to a seekable file; ``close`` writes the directory."""
 
@@ -48,9 +63,9 @@ class ZipWriter:
         with self.member(name, len(data), zlib.crc32(data)):
             self._file.write(data)
 
-    @contextmanager
-    def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> Iterator[None]:
-        """Append a member of ``size`` bytes, which the body writes to the file. No other look is taken at them.
+    def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> _Body:
+        """Append a member of ``size`` bytes, which the body of the context writes to the file. No other look is taken
+        at them.
 
         ``place`` is where they lie in another file: large ones keep their place in a page, if that is an aligned one.
         """
@@ -59,13 +74,10 @@ class ZipWriter:
         is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
         header = _local_header(member, place if is_aligned else None)
         self._file.write(header)
-        yield
-        written = self._file.tell() - offset - len(header)
-        if written != size:
-            raise ValueError(f"member {name} was declared with {size} bytes and got {written}")
         self._members.append(member)
         if not isinstance(crc, int):
             self._pending.append((member, crc))
+        return _Body(self._file, member, offset + len(header))
 
     def close(self) -> None:
         """Fill in the checksums that were not known, and write the directory at the end."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 from ckptfix.finding import Finding, Fix, Level, Rename, RenameModule
 from ckptfix.report.model import Report
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
+from ckptfix.shell import no_option, typed
 
 _WITH_VALUE = ("--fill", "--weights", "--for-torch", "--replace", "--dtype")
 
@@ -30,7 +30,12 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
 
 def next_command(report: Report, telling: Telling) -> str:
     """The repair that cures what remains, as far as one can; empty where there is none."""
-    given = telling.command or ("ckptfix", "repair", report.source)
+    return typed(next_words(report, telling))
+
+
+def next_words(report: Report, telling: Telling) -> tuple[str, ...]:
+    """The same, word by word."""
+    given = telling.command or ("ckptfix", "repair", no_option(report.source))
     remaining = _remaining(report)
     flags: dict[str, list[str]] = {}
     for finding in remaining:
@@ -41,8 +46,8 @@ def next_command(report: Report, telling: Telling) -> str:
     added = [word for flag, values in flags.items() if flag not in given for word in (flag, *values)]
     # The same command again would do the same again, except that a check has not done it yet.
     if not added and not (telling.mode is Mode.CHECK and any(map(is_fixable, remaining))):
-        return ""
-    return shlex.join((*given, *added))
+        return ()
+    return (*given, *added)
 
 
 def remedy_flags(remedy: str) -> dict[str, list[str]]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ckptfix.smoke.result import SmokeResult
 
 
-def report_to_json(report: Report) -> dict[str, Any]:
-    """The report as a JSON object of plain data."""
+def report_to_json(report: Report, *, fixes: bool = True) -> dict[str, Any]:
+    """The report as a JSON object of plain data. Without ``fixes`` the findings are told without theirs."""
     fixed = set(map(id, report.fixed))
     return {
         "version": REPORT_VERSION,
@@ -31,7 +31,9 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "numel": report.numel,
         "target": report.target,
         "exit_code": report.exit_code,
-        "findings": [_finding(finding, id(finding) in fixed or finding in report.fixed) for finding in report.findings],
+        "findings": [
+            _finding(finding, id(finding) in fixed or finding in report.fixed, fixes) for finding in report.findings
+        ],
         "edits": _edits(report.edits),
         "coverage": None if report.coverage is None else _coverage(report.coverage),
         "obstacles": list(report.obstacles),
@@ -51,7 +53,8 @@ def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, An
     return {"version": REPORT_VERSION, "source": source, "exit_code": exit_code, "error": message}
 
 
-def _finding(finding: Finding, fixed: bool) -> dict[str, Any]:
+def _finding(finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
+    fix = {"fix": None if finding.fix is None else _fix(finding.fix)} if fixes else {}
     return {
         "code": finding.code,
         "name": finding.name,
@@ -59,7 +62,7 @@ def _finding(finding: Finding, fixed: bool) -> dict[str, Any]:
         "message": finding.message,
         "keys": list(finding.keys),
         "evidence": plain(finding.evidence),
-        "fix": None if finding.fix is None else _fix(finding.fix),
+        **fix,
         "fixed": fixed,
         "remedy": finding.remedy,
     }
@@ -101,9 +104,13 @@ def _smoke(smoke: SmokeResult) -> dict[str, Any]:
     }
 
 
+_PLAIN = (str, bool)
+_LISTS = (list, tuple, set, frozenset, Sequence)  # the first without a look at what is registered for the last
+
+
 def plain(value: object) -> Any:
     """The value as data that any JSON parser reads; what JSON has no form for becomes text."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):
         return int(value)  # an IntEnum too
@@ -113,6 +120,6 @@ def plain(value: object) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, _LISTS) and not isinstance(value, bytes | bytearray | memoryview):
         return [plain(item) for item in value]
     return str(value)

@@ -80,8 +80,10 @@ class Report:
         failed = self.smoke is not None and self.smoke.passed is False
         return int(failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining))
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON data, the same that ``--output-format json`` prints."""
+    def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
+        """The report as plain JSON data, the same that ``--output-format json`` prints.
+
+        Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
         from ckptfix.report.json import report_to_json
 
-        return report_to_json(self)
+        return report_to_json(self, fixes=fixes)

@@ -3,8 +3,10 @@
 ## What it finds
 Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
 initialisation nor, without a model, the name says that they start at zero by design. Two more kinds may start there: a
-last layer by name, and matrices that are zero in every block (`conv4.weight` of all blocks, none of them alive). They
-are a note unless the file says that it was trained, by its optimizer, its step count or the batches of its norms.
+last layer by name, and matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks, none of
+them alive). They are a note unless the file says that it was trained, by its optimizer, its step count or the batches
+of its norms. Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note
+always: buffers look like that.
 
 Biases, norm weights and other vectors are never reported alone; those that are zero beside a zero matrix are listed
 with it. It is an error where most matrices of the file are zero. A LoRA adapter in which every B matrix is zero
@@ -39,7 +41,7 @@ from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, r
 from ckptfix.rules.replacing import Replacements
 from ckptfix.values import Statistics, TensorStatistics
 from ckptfix.values.optimizer import was_stepped
-from ckptfix.values.roles import is_embedding, is_head, is_matrix, is_zero_by_design, norm_after
+from ckptfix.values.roles import is_embedding, is_head, is_layers_own, is_matrix, is_zero_by_design, norm_after
 
 MOST = 0.5
 """Share of the matrices beyond which not a layer but the file is empty."""
@@ -57,14 +59,14 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     zero = [key for key in matrices if statistics[key].all_zero]
     empty_file = len(zero) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
     suspects = _not_by_design(zero, context, use_names=not empty_file)
-    excused = [] if empty_file or _is_trained(context) else _excused(suspects, matrices, context)
+    excused = [] if empty_file else _excused(suspects, matrices, context)
     excused = [key for key in excused if not context.settings.replaces(rule.code, key)]
     reported = [key for key in suspects if key not in set(excused)]
     if excused:
         yield rule.finding(
             Level.NOTE,
             f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: "
-            "their start, or layers that were never trained",
+            "their start, layers that were never trained, or buffers",
             keys=tuple(excused),
             evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
         )
@@ -118,20 +120,34 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
-    """Those that may be zero because nothing was trained yet. A model that knows its own start has told already."""
+    """Those that may be buffers, or zero because nothing was trained yet. A model that knows both has told already."""
     if context.target and context.target.initial:
         return []
-    members: dict[str, list[str]] = defaultdict(list)
+    excused = {key for key in suspects if not is_layers_own(key)}
+    if not _is_trained(context):
+        excused |= {key for key in suspects if _may_start_at_zero(key)}
+        excused |= _in_every_block(set(suspects), matrices)
+    return [key for key in suspects if key in excused]
+
+
+def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
+    """The zero matrices that are zero in each of the blocks, of which there are two at least."""
+    members: dict[str, set[str]] = defaultdict(set)
     for key in matrices:
-        members[_role(key)].append(key)
-    zero = set(suspects)
-    repeated = {role for role, keys in members.items() if len(keys) > 1 and zero.issuperset(keys)}
-    return [key for key in suspects if _role(key) in repeated or _may_start_at_zero(key)]
+        for name in (_role(key), _role(key, 3), _place(key)):
+            members[name].add(key)
+    return {key for keys in members.values() if len(keys) > 1 and keys <= zero for key in keys}
 
 
-def _role(key: str) -> str:
-    """What a matrix is in each of the blocks that have one: the last two names, without numbers."""
-    return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-2:])
+def _role(key: str, names: int = 2) -> str:
+    """What a matrix is in each of the blocks that have one: its last names, without numbers."""
+    return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-names:])
+
+
+def _place(key: str) -> str:
+    """The same by the whole path without numbers, but for that of the layer itself: one of a Sequential."""
+    *blocks, layer, leaf = ["", *key.split(".")]
+    return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
 
 
 def _may_start_at_zero(key: str) -> bool:

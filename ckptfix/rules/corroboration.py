@@ -92,6 +92,8 @@ class Witness:
 
     @cached_property
     def _trainings(self) -> Mapping[str, Training]:
+        if strongest_decay(self.context.checkpoint.root) is None:
+            return {}  # no optimizer knows any parameter, and there may be very many
         return trainings(self.context.checkpoint, self.context.target)
 
     @cached_property

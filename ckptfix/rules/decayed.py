@@ -9,11 +9,13 @@ smaller.
 Vectors that shrank in step (the norm after it, its bias) are listed too. Exact zeros are the business of VAL202.
 
 A kernel before a batch norm is scale-invariant: it is left in peace while the `running_var` of that norm is above its
-eps, for then the norm makes up for the scale. The matrices of weight_norm and spectral_norm are left in peace always,
+eps, for then the norm makes up for the scale, and not so large that only inputs beyond all measure could have given it
+through this kernel. The matrices of weight_norm and spectral_norm are left in peace always,
 and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left. Decay keeps
 the shape of the start, whose largest value is 2 to 6 times the RMS; a matrix in which it is more than 50 times has
 weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are eight
-matrices or more with one power of ten as their RMS: that is how they were initialised.
+matrices or more with one power of ten as their RMS, or one that is uniform within a power of ten: that is how they were
+initialised.
 
 The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (Adam's
 second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
@@ -60,6 +62,8 @@ from ckptfix.values.roles import Norm, is_head, is_matrix, is_scale_free, is_zer
 if TYPE_CHECKING:
     import torch
 
+    from ckptfix.checkpoint import TensorSpec
+
 SMALLEST = 64
 """Elements below which an RMS says little."""
 
@@ -80,6 +84,16 @@ PEAK = 50.0
 
 FEW, ALIKE = 8, 1.05
 """From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser."""
+
+LARGEST_INPUT = 1e10
+"""The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4, and where all
+inputs of a large kernel go together, the variance is some thousand times what its RMS lets expect.
+"""
+
+ROUND, TINIEST = 0.999, 1e-6
+"""A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
+smaller than what anybody starts with.
+"""
 
 BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"
 """Where the start's RMS comes from."""
@@ -181,6 +195,7 @@ def _decayed_matrices(
         key
         for key, figures in matrices.items()
         if figures.rms < OF_START * usual_rms(specs[key]) and _is_shrunk(figures) and not is_scale_free(key)
+        if not _is_drawn_tiny(figures)
     }
     suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
     initial = context.target.initial() if suspects and context.target and context.target.initial else {}
@@ -194,7 +209,7 @@ def _decayed_matrices(
         if key in initial:
             start, reference = _rms(initial[key]), BY_MODEL
         matrix = _Matrix(key, matrices[key], start, reference, peers, norm_after(context.checkpoint, key))
-        if _is_decayed(matrix) and not _norm_carries_scale(matrix.norm, statistics):
+        if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], statistics):
             yield matrix
 
 
@@ -219,6 +234,13 @@ def _is_shrunk(figures: TensorStatistics) -> bool:
     )
 
 
+def _is_drawn_tiny(figures: TensorStatistics) -> bool:
+    """Whether the largest value is a power of ten: hash tables of radiance fields start within 1e-4 of zero."""
+    power = 10.0 ** round(math.log10(figures.absmax))
+    is_round = power >= TINIEST and ROUND * power < figures.absmax <= power * (1 + 1e-6)
+    return is_round and figures.absmax < 2 * figures.rms
+
+
 def _is_decayed(matrix: _Matrix) -> bool:
     """Whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by design."""
     may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
@@ -234,11 +256,13 @@ def _is_decayed(matrix: _Matrix) -> bool:
     return matrix.figures.rms < OF_KIND * matrix.peers and not lives_on
 
 
-def _norm_carries_scale(norm: Norm | None, statistics: Statistics) -> bool:
-    """Whether the norm after the matrix was updated and divides by something that is not just its eps."""
-    variance = norm.figures("running_var", statistics) if norm else None
-    batches = norm.figures("num_batches_tracked", statistics) if norm else None
+def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistics) -> bool:
+    """Whether the norm after the matrix was updated and divides by what the matrix gives, and not just by its eps."""
+    variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
+    batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
     if variance is None or (batches is not None and batches.maximum == 0):
         return False
     fresh = variance.minimum == variance.maximum == 1.0
-    return not fresh and variance.rms > EPS
+    # The matrix may have shrunk since, or be another: such statistics are not of what it gives.
+    is_its_own = variance.rms < LARGEST_INPUT * matrix.figures.rms**2 * math.prod(spec.shape[1:])
+    return not fresh and variance.rms > EPS and is_its_own

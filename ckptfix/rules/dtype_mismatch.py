@@ -3,19 +3,21 @@
 ## What it finds
 
 Tensors whose dtype differs from the target's in kind (a float where the target has integers), or floats of another
-width, such as a file in float16 for a model in float32. Integers of another width are not worth a word.
+width, such as a file in float16 for a model in float32. Integers of another width are not worth a word; integers in the
+place of a model's float parameters are a warning.
 
 ## Why it matters
 
 `load_state_dict` converts silently, so that the load works; but the precision is the file's, or the model's,
 whichever is lower. Into a narrower dtype, values overflow: above 65504 float16 has infinity, and casting back does
-not restore it. A quantised tensor cannot be copied into any other.
+not restore it. A quantised tensor cannot be copied into any other. Parameters that are integers were rounded, most of
+them to zero, or are quantised by a scheme that the model does not know.
 
 ## Fix safety
 
 Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. Nothing is offered where a value
 would overflow, which is looked up in the figures of the values, where a fraction or an imaginary part would be lost,
-or where the tensor is quantised.
+or where the tensor is quantised or was rounded.
 
 ## Example
 
@@ -37,7 +39,7 @@ from math import inf
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.dtypes import DTYPES
 from ckptfix.finding import Applicability, Cast, Context, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.target import Target
+from ckptfix.target import PARAMETER, Target
 
 LARGEST = {
     "float64": 1.7976931348623157e308,
@@ -55,8 +57,16 @@ _SORTS = (
     ("overflow", Level.ERROR, "values would overflow"),
     ("quantized", Level.ERROR, "a load cannot copy out of a quantised tensor"),
     ("lossy", Level.WARNING, "a load drops a part of each value"),
+    ("rounded", Level.WARNING, "parameters in integers were rounded, or are quantised"),
     ("plain", Level.NOTE, "a load converts"),
 )
+
+_AS_STORED = "build the model in the dtype of the file"
+
+_REMEDIES = {
+    "plain": "--unsafe-fixes casts",
+    "rounded": "take these tensors from another copy, or turn them into floats with what quantised them",
+}
 
 
 @rule("FIT104", "dtype-mismatch")
@@ -66,7 +76,7 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     casts = list(_casts(context.checkpoint, context.target))
     for sort, level, what in _SORTS:
-        alike = tuple(cast for cast in casts if _sort(cast, context) == sort)
+        alike = tuple(cast for cast in casts if _sort(cast, context, context.target) == sort)
         if not alike:
             continue
         dtypes = Counter(f"{cast.before} → {cast.dtype}" for cast in alike)
@@ -79,7 +89,7 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"dtypes": dict(dtypes), **_largest(alike, sort, context)},
             # A dtype that the user asked for is not to be cast away again.
             fix=Fix(alike, Applicability.UNSAFE) if is_plain and context.settings.dtype is None else None,
-            remedy="--unsafe-fixes casts" if is_plain else "build the model in the dtype of the file",
+            remedy=_REMEDIES.get(sort, _AS_STORED),
         )
 
 
@@ -98,9 +108,12 @@ def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, 
     return {"absmax": {cast.key: context.statistics[cast.key].absmax for cast in casts}}
 
 
-def _sort(cast: Cast, context: Context) -> str:
+def _sort(cast: Cast, context: Context, target: Target) -> str:
     if DTYPES[cast.before].is_quantized:
         return "quantized"
+    # Of a file as the target, a parameter is but a guess.
+    if _rank(cast.before) == 0 and target.modules is not None and target.slots[cast.key].kind == PARAMETER:
+        return "rounded"
     if _rank(cast.before) > _rank(cast.dtype):
         return "lossy"
     limit = LARGEST.get(cast.dtype, inf)

@@ -5,7 +5,9 @@ A prefix of whole segments (`model.`, `net.`, `backbone.`, `encoder.` or any oth
 of the file equal to keys of the target with the same shapes. Prefixes are found by counting the evidence, not from a
 list: one key alone proves nothing, unless there is no other. Keys of another shape (another head) and entries that are
 no tensors follow the prefix that the rest confirms. Where one prefix would have to be replaced by another, and at least
-four keys of two segments or more agree on it, that is proposed too.
+four keys of two segments or more agree on it, that is proposed too, and so is a module that got another name (`head`
+in place of `fc`), if it alone has no place, and the missing one alone has its tensors' names and shapes. A number is
+not replaced by another beside neighbours that are in their places.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that
@@ -27,11 +29,11 @@ detectron2's `align_and_update_state_dicts` does this by longest common suffix a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
-from ckptfix.checkpoint import TensorSpec
+from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, counted, rule
 from ckptfix.rules.wrappers import renames, two_sets
 from ckptfix.target import Target
@@ -70,6 +72,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 (prefixes, matches)
                 for prefixes, matches in _ranked(free, known - placed, target, pure)
                 if len(matches) >= _enough(prefixes, chosen, pure, is_single)
+                and not _is_another_layer(prefixes, placed)
             )
             best = next((one for one in ranked if not _is_another_set(*one, free, placed)), None)
             if best is None:
@@ -90,9 +93,54 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 placed |= set(chosen[prefixes].values())
         if chosen:
             yield _under_another_prefix(rule, chosen, is_safe=pure and sum(map(len, chosen.values())) >= in_place)
-        if rivals:
+        if rivals and not (pure and _is_outdone(matches, _ranked(free, known - placed, target, pure=False))):
             yield _ambiguous(rule, matches, [prefixes, *rivals])
             return
+    if renamed := dict(_renamed_modules(checkpoint, free, placed, target, is_known=bool(chosen))):
+        yield _under_another_prefix(rule, renamed, is_safe=False)
+
+
+def _is_outdone(matches: Mapping[str, str], ranked: list[tuple[Prefixes, dict[str, str]]]) -> bool:
+    """Whether some prefix replaced by another explains far more keys: `layer1.` instead of `4.`, as a Sequential of a
+    model's children has it, where norms of one width in different blocks are what agrees by chance.
+    """
+    return bool(ranked) and len(ranked[0][1]) > 2 * len(matches)
+
+
+def _renamed_modules(
+    checkpoint: Checkpoint, free: Iterable[str], placed: AbstractSet[str], target: Target, is_known: bool
+) -> Iterator[tuple[Prefixes, dict[str, str]]]:
+    """The modules without a place whose tensors' names and shapes are those of one missing module, and of no other on
+    either side. Two tensors at least, one of them a matrix, as vectors of one length are many, unless it ``is_known``
+    that modules have other names here.
+    """
+    shapes = {key: entry.shape if isinstance(entry, TensorSpec) else None for key, entry in checkpoint.entries.items()}
+    wanted = {key: slot.shape for key, slot in target.slots.items()}
+    lonely, missing = _alone(shapes, free), _alone(wanted, wanted.keys() - placed)
+    for tensors, module in lonely.items():
+        is_telling = is_known or (len(tensors) > 1 and any(shape and len(shape) > 1 for _, shape in tensors))
+        place = missing.get(tensors)
+        if not is_telling or place is None or place.split(".")[-2] == module.split(".")[-2]:
+            continue  # of the same name, the prefix in front has been judged already
+        if not _is_another_layer((module, place), placed):
+            yield (module, place), {module + name: place + name for name, _ in tensors}
+
+
+def _alone(
+    shapes: Mapping[str, tuple[int, ...] | None], open_keys: Iterable[str]
+) -> dict[frozenset[tuple[str, tuple[int, ...] | None]], str]:
+    """The modules all of whose keys are open, by the names and shapes of their tensors; each the only one of these."""
+    is_open = set(open_keys)
+    modules: dict[str, list[str]] = defaultdict(list)
+    for key in shapes:
+        modules[key[: key.rfind(".") + 1]].append(key)
+    whole = {
+        module: frozenset((key[len(module) :], shapes[key]) for key in keys)
+        for module, keys in modules.items()
+        if module and is_open.issuperset(keys)
+    }
+    counts = Counter(whole.values())
+    return {tensors: module for module, tensors in whole.items() if counts[tensors] == 1}
 
 
 def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str]], is_safe: bool) -> Finding:
@@ -164,10 +212,26 @@ def _is_another_set(
     return 4 * conflicts > len(matches)
 
 
+def _is_another_layer(prefixes: Prefixes, placed: AbstractSet[str]) -> bool:
+    """Whether only numbers would be exchanged, beside others that stand already: `h.12.` is no `h.0.` where `h.1.` is
+    in its place.
+    """
+    taken, put = (prefix.split(".") for prefix in prefixes)
+    different = [at for at, (one, other) in enumerate(zip(taken, put, strict=False)) if one != other]
+    if len(taken) != len(put) or not all(taken[at].isdigit() and put[at].isdigit() for at in different):
+        return False
+    beside = "".join(f"{segment}." for segment in taken[: different[0]])
+    return any(key.startswith(beside) and key[len(beside) :].partition(".")[0].isdigit() for key in placed)
+
+
 def _is_rival(
     matches: Mapping[str, str], names: AbstractSet[str], theirs: Mapping[str, str], is_complete: bool
 ) -> bool:
-    """Whether another change claims the same keys, or the same places (``names``), about as well."""
+    """Whether another change claims the same keys, or the same places (``names``), about as well. One that would give
+    them the same names is a part of this one: `4.0.` and `layer1.0.` of `4.` and `layer1.`.
+    """
+    if theirs.items() <= matches.items():
+        return False
     overlap = max(sum(key in matches for key in theirs), sum(name in names for name in theirs.values()))
     return bool(overlap) and (len(theirs) == len(matches) or (not is_complete and 2 * overlap > len(matches)))
 
@@ -205,5 +269,12 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes]) 
         f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
         keys=tuple(matches),
         evidence={"choices": [list(prefixes) for prefixes in choices]},
-        remedy="keep one of the sets of weights in the file and repair that",
+        remedy=f"keep one of the sets and repair that{_selecting(choices[0][0])}",
     )
+
+
+def _selecting(taken: str) -> str:
+    """How to keep the set under one prefix, in a line of Python."""
+    if not taken:
+        return ""
+    return f": {{key: value for key, value in state_dict.items() if key.startswith({taken!r})}}"

@@ -5,7 +5,8 @@
 Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
 target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
 norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
-statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight.
+statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight. Where such a
+file is in safetensors, or has a counter elsewhere, it is not that old: the norms are frozen ones, as in DETR.
 
 ## Why it matters
 
@@ -38,6 +39,9 @@ from collections.abc import Iterator
 from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Fill, Finding, Fix, Level, Rule, counted, rule
+
+SAFETENSORS = "safetensors"
+"""A format that came years after the counter, and has no room for ``_metadata``."""
 
 _COUNTING_VERSION = 2
 """The version of BatchNorm in ``_metadata`` that has the counter."""
@@ -87,6 +91,10 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
     """The uncounted modules that are a BatchNorm by what the file alone says."""
     uncounted = list(_uncounted(checkpoint))
     if not checkpoint.metadata:
+        if checkpoint.format == SAFETENSORS or any(
+            split_key(key)[1] == NUM_BATCHES_TRACKED for key in checkpoint.specs
+        ):
+            return []
         norms = (module for module, leaf in map(split_key, checkpoint.specs) if leaf == "running_mean")
         has_weights = any(module + "weight" in checkpoint.specs for module in norms)
         return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]

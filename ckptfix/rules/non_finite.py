@@ -2,9 +2,10 @@
 
 ## What it finds
 Every tensor with a NaN, and every parameter or running statistic with +Inf or -Inf, with the counts, the place of the
-first such value, and the channels (places along the first dimension) that have any. One is enough. -Inf alone is left
-in peace where it belongs: in attention masks, and in quantization observers that have seen no data. With a model, that
-is any buffer but the running statistics; without one, the name decides.
+first such value, and the channels (places along the first dimension) that have any. One is enough. Infinities are left
+in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best result so
+far, as a bound that is none. With a model, that is any buffer but the running statistics; without one, the name
+decides. A buffer that is NaN throughout, in the file and in a fresh model, was never set, and is left in peace too.
 
 ## Why it matters
 The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
@@ -80,12 +81,22 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
     if not figures.nonfinite:
         return None
     if figures.nan:
-        return Level.ERROR
+        return None if _is_unset(key, figures, context) else Level.ERROR
     spec = context.checkpoint.specs[key]
     if may_be_infinite(key, spec, context.target):
         return None
     is_other_buffer = is_buffer(key, spec, context.target) and not is_running_statistic(key)
     return Level.WARNING if is_other_buffer else Level.ERROR
+
+
+def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
+    """Whether a buffer is NaN throughout, as the model itself begins with it."""
+    if figures.nan != figures.numel or is_running_statistic(key) or not (context.target and context.target.initial):
+        return False
+    if not is_buffer(key, context.checkpoint.specs[key], context.target):
+        return False
+    initial = context.target.initial().get(key)
+    return initial is not None and initial.is_floating_point() and bool(initial.isnan().all())
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:

@@ -2,8 +2,9 @@
 
 ## What it finds
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
-modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text,
-TorchScript archives, the tar format of torch 0.1, zip archives that were packed again in another layout.
+modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text, text
+of Python 2 that is not UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
+were packed again in another layout or without their version.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -16,9 +17,9 @@ numpy scalar → number, numpy array → tensor, module or TorchScript → state
 a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
 afterwards.
 
-Two things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers (`torch.ScriptObject`
-in the state_dict), which are kept as data that no module loads, and the parameters of lazy modules that never ran,
-which hold nothing.
+Three things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
+(`torch.ScriptObject` in the state_dict) and tensors that a class makes of others (torchao's quantised weights), which
+are kept as data that no module loads, and the parameters of lazy modules that never ran, which hold nothing.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -34,17 +35,19 @@ from collections.abc import Iterator
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
 from ckptfix.formats.plain import plain_root
-from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, is_packed
+from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 
 _BEFORE = {
     "protocol": ("pickle protocol {}", "protocol 2"),
     "plain-pickle": ("{}", "torch.save"),
     "torchscript": ("{}", "state_dict"),
+    "torch-package": ("{}", "torch.save"),
     "torch-tar": ("{}", "torch.save"),
     "numpy-weights": ("{}", "torch tensors"),
     "tensor-subclass": ("{}", "torch.Tensor"),
     "odd-metadata": ("{} in _metadata", "text"),
     "odd-layout": ("{}", "the layout of torch.save"),
+    "python2-text": ("{} that is not UTF-8", "text, read as Latin-1"),
     "non-string-key": ("the key {} as a number", "text"),
 }
 
@@ -60,6 +63,17 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             "model",
             keys=packed,
             remedy="quantise the float model again after loading its weights; the tensors stay in the file as data",
+        )
+    composed = {key: name for key, entry in checkpoint.entries.items() if (name := composed_class(entry))}
+    if composed:
+        classes = ", ".join(dict.fromkeys(composed.values()))
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(composed), 'weight')} of {classes}, which that class alone makes of several tensors: as "
+            "plain data they do not load into the model",
+            keys=tuple(composed),
+            remedy=f"import {classes.partition('.')[0]} before torch.load, which reads the file as it is then; or "
+            "dequantise the model there and save it again",
         )
     empty = tuple(remark.where for remark in checkpoint.remarks if remark.kind == "uninitialized")
     if empty:

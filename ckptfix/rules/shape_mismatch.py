@@ -14,8 +14,9 @@ another number of classes, vocabulary, resolution or number of input channels.
 
 None by itself: a head of another size, an expanded input convolution or a resized embedding is never invented.
 `--drop-mismatched` takes these keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
-report lists with their numel. Only one element stored as `[1]` in place of `[]`, or the reverse, is reshaped
-safely.
+report lists with their numel. Only axes of one element at the end or in front are put on or taken off, safely, as no
+value changes its place: a 1x1 convolution `[64, 16, 1, 1]` in place of a linear layer `[64, 16]`, `[1]` in place of
+`[]`, and the reverse. Where both shapes are those of a matrix and its transpose, the message says so.
 
 ## Example
 
@@ -48,24 +49,48 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             continue
         if not isinstance(entry, TensorSpec):
             evidence[key] = {"file": None, "target": list(slot.shape)}
-        elif {entry.shape, slot.shape} == {(), (1,)}:
+        elif _differ_by_ones(entry.shape, slot.shape) and _is_plain(entry):
             reshapes.append(Reshape(key, entry.shape, slot.shape))
         elif entry.shape != slot.shape:
             evidence[key] = {"file": list(entry.shape), "target": list(slot.shape)}
     if reshapes:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(reshapes), 'key')} of one element stored as [1] in place of [], or the reverse",
+            f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
             keys=tuple(reshape.key for reshape in reshapes),
+            evidence={
+                "shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in reshapes}
+            },
             fix=Fix(tuple(reshapes), Applicability.SAFE),
         )
     if evidence:
         drops = tuple(Drop(key) for key in evidence)
+        turned = sum(_is_transposed(shapes["file"], shapes["target"]) for shapes in evidence.values())
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(evidence), 'key')} of another shape than the target's",
+            f"{counted(len(evidence), 'key')} of another shape than the target's"
+            f"{f', {turned} of them transposed' if turned else ''}",
             keys=tuple(evidence),
             evidence={"shapes": evidence},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
             remedy="--drop-mismatched --fill target|FILE takes other values; or name the model that the file is of",
         )
+
+
+def _is_plain(spec: TensorSpec) -> bool:
+    """Whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
+    return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
+
+
+def _differ_by_ones(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the longer shape is the shorter one with axes of one element behind it, or before it."""
+    short, long = sorted((one, other), key=len)
+    ones = (1,) * (len(long) - len(short))
+    return bool(ones) and long in (short + ones, ones + short)
+
+
+def _is_transposed(file: list[int] | None, target: list[int] | None) -> bool:
+    """Whether one is the shape of the other's transpose, and of a matrix."""
+    if file is None or target is None:
+        return False
+    return len(file) == 2 and file == target[::-1] and 1 not in file

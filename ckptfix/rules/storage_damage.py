@@ -12,7 +12,8 @@ its first read: a state_dict with damage in it is loaded into no model, and a si
 
 ## Fix safety
 Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
-an earlier checkpoint in their place. Fetching the file again is better.
+an earlier checkpoint in their place. Fetching the file again is better. `--ignore FIL201` beside `--salvage` accepts
+the loss; alone it accepts the bytes as they are.
 
 ## Example
 `fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.
@@ -41,8 +42,8 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     keys_of = list(storages_of(context.checkpoint))
     context.statistics.compute()  # the scan proves most checksums on its way
     soundness = integrity.soundness([storage for storage, _ in keys_of])
-    bad = [keys for (_, keys), is_sound in zip(keys_of, soundness, strict=True) if not is_sound]
-    damaged = [key for key in context.checkpoint.entries if any(key in keys for keys in bad)]
+    bad = {key for (_, keys), is_sound in zip(keys_of, soundness, strict=True) if not is_sound for key in keys}
+    damaged = [key for key in context.checkpoint.entries if key in bad]
     specs = context.checkpoint.specs
     fills = {key: fill for key in damaged if key in specs and (fill := donor_fill(key, specs[key], context))}
     if not context.settings.salvage:

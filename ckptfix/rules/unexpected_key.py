@@ -11,7 +11,8 @@ decoder or an auxiliary head, or the file is of another model.
 
 ## Fix safety
 
-Unsafe: `--unsafe-fixes` drops learned values. Nothing is offered where no key of the file fits the target: then it
+Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
+it has to be merged first. Nothing is offered where no key of the file fits the target: then it
 is the wrong model, or the wrong state_dict of the file.
 
 ## Example
@@ -26,9 +27,13 @@ is the wrong model, or the wrong state_dict of the file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+
+_ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
+"""In the keys of low-rank adapters, beside or around the layers that they change."""
 
 
 @rule("FIT102", "unexpected-key")
@@ -57,5 +62,7 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
         keys=tuple(unexpected),
         evidence=evidence,
         fix=Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE),
-        remedy="--unsafe-fixes drops them",
+        remedy="merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
+        if any(_ADAPTER.search(key) for key in unexpected)
+        else "--unsafe-fixes drops them",
     )

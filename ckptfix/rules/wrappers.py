@@ -39,6 +39,8 @@ def bare(key: str) -> str:
     """The key without reserved segments and without ``module`` anywhere before its last segment: the same for every
     wrapping.
     """
+    if MODULE not in key and not _may_have_segment(key):
+        return key
     *path, name = strip_segments(key).split(".")
     return ".".join((*(part for part in path if part != MODULE), name))
 

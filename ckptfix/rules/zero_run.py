@@ -48,20 +48,20 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
             unproved.append((storage, matrices))
     # Asked for together, since they are computed side by side.
     figures = dict(context.statistics.items()) if unproved else {}
-    found: dict[str, Hole] = {}
+    suspects: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, matrices in unproved:
-        suspects = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
-        if suspects:
-            hole = context.statistics.integrity.hole(storage)
-            found.update(
-                {
-                    key: hole
-                    for key, spec in suspects.items()
-                    if hole.stop - hole.start >= SECTOR
-                    and _lies_across_rows(spec, hole)
-                    and _is_dense_elsewhere(spec, figures[key].zeros, hole)
-                }
-            )
+        some = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
+        if some:
+            suspects.append((storage, some))
+    holes = context.statistics.integrity.holes([storage for storage, _ in suspects])
+    found = {
+        key: hole
+        for (_, some), hole in zip(suspects, holes, strict=True)
+        for key, spec in some.items()
+        if hole.stop - hole.start >= SECTOR
+        and _lies_across_rows(spec, hole)
+        and _is_dense_elsewhere(spec, figures[key].zeros, hole)
+    }
     if found:
         yield rule.finding(
             Level.NOTE,

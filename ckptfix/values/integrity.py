@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfix.checkpoint import Checkpoint, Storage
-from ckptfix.formats.checksums import is_sound
-from ckptfix.formats.copying import background
+from ckptfix.formats.batches import side_by_side
+from ckptfix.formats.checksums import is_sound, is_unproved
 from ckptfix.formats.sources import stream
 from ckptfix.formats.torn import SECTOR
 from ckptfix.formats.tree import tensors_in
@@ -44,19 +44,18 @@ class Integrity:
 
     def soundness(self, storages: Sequence[Storage]) -> list[bool]:
         """The same for many storages, two at a time: a checksum takes longer than the reading."""
-        task = Task("proving checksums", sum(storage.nbytes for storage in storages))
-        found = []
-        with background(threads=2) as pool:
-            for storage, sound in zip(storages, pool.map(is_sound, storages), strict=True):
-                found.append(sound)
-                task.advance(storage.nbytes)
-        return found
+        unproved = list(filter(is_unproved, storages))
+        task = Task("proving checksums", sum(storage.nbytes for storage in unproved))
+        for storage, _ in zip(unproved, side_by_side(is_sound, unproved), strict=True):
+            task.advance(storage.nbytes)
+        return list(map(is_sound, storages))
 
-    def hole(self, storage: Storage) -> Hole:
-        """The longest run of zeros in a storage. Raises ``UnreadableError`` where the bytes are not in the file."""
-        if id(storage) not in self._holes:
-            self._holes[id(storage)] = (storage, _longest_hole(storage))
-        return self._holes[id(storage)][1]
+    def holes(self, storages: Sequence[Storage]) -> list[Hole]:
+        """The longest run of zeros in each storage. Raises ``UnreadableError`` where bytes are not in the file."""
+        unknown = [storage for storage in storages if id(storage) not in self._holes]
+        for storage, hole in zip(unknown, side_by_side(_longest_hole, unknown), strict=True):
+            self._holes[id(storage)] = (storage, hole)
+        return [self._holes[id(storage)][1] for storage in storages]
 
 
 def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:

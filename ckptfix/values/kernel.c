@@ -1,4 +1,4 @@
-/* The figures of a block of numbers, for processors with AVX2.
+/* The figures of a block of numbers, for processors with AVX2 (and, faster, AVX-512).
 
    What portable.py does in some eight passes of numpy is done here in one, at about the rate at which memory is read.
    Neither includes Python nor needs it: kernel.py calls it by ctypes, and without it numpy does the work.
@@ -9,7 +9,7 @@
    have one sign). What they tell to be rare is counted apart. Sums are those of float64, in which the square of a
    float32 is exact.
 
-   Whatever has a checksum is proved by the same library: see checksum.h.
+   Whatever has a checksum is proved by the same library while it is in the cache: see checksum.h.
 
    A mapped file that shrinks while it is read raises SIGBUS. That ends the call with an error, and not the process. */
 
@@ -23,25 +23,48 @@
 #include <string.h>
 
 #include "checksum.h"
+#include "copy.h"
 #include "sums.h"
+#include "wide.h"
 
-#define INTERFACE 2 /* as in kernel.py: raise both with every change of what they share */
+#define INTERFACE 3 /* as in compiled.py: raise both with every change of what they share */
 #define CHUNK 4096 /* numbers that stay in the first-level cache; 16-bit counters must hold so many */
+#define PIECE (1 << 18) /* bytes that stay in the second-level cache, for those who look at them twice */
 
 typedef struct {
     double vanishing, largest; /* of a cast, as in narrowing.py */
     int wanted;
 } Cast;
 
-/* NAME_scan(numbers, count, cast, figures): UNSIGNED and SIGNED are the integers of the size, NORMAL and INFINITE the
-   bits of the least normal number and of infinity. Where the largest magnitude is below SMALL or from LARGE on, float32
-   might not hold a square. */
-#define SCAN(NAME, UNSIGNED, SIGNED, NORMAL, INFINITE, SMALL, LARGE)                                                   \
+/* NAME_look(numbers, count, chunk): all of a chunk but the sums, which NAME_sum works out. */
+#define LOOK(NAME, UNSIGNED, SIGNED)                                                                                   \
+    FAST static void NAME##_look(const UNSIGNED *p, size_t count, Chunk *chunk)                                        \
+    {                                                                                                                  \
+        const UNSIGNED sign = (UNSIGNED)((uint64_t)1 << (8 * sizeof(UNSIGNED) - 1));                                   \
+        UNSIGNED least = (UNSIGNED)~sign, top = 0;                                                                     \
+        SIGNED above = (SIGNED)sign;                                                                                   \
+        for (size_t i = 0; i < count; i++) {                                                                           \
+            UNSIGNED magnitude = p[i] & (UNSIGNED)~sign;                                                               \
+            least = magnitude < least ? magnitude : least;                                                             \
+            top = p[i] > top ? p[i] : top;                                                                             \
+            above = (SIGNED)p[i] > above ? (SIGNED)p[i] : above;                                                       \
+        }                                                                                                              \
+        chunk->least = least, chunk->top = top, chunk->above = above;                                                  \
+    }
+
+LOOK(float32, uint32_t, int32_t)
+LOOK(float16, uint16_t, int16_t)
+LOOK(bfloat16, uint16_t, int16_t)
+
+/* NAME_scan(numbers, start, stop, cast, figures): UNSIGNED and SIGNED are the integers of the size, NORMAL and INFINITE
+   the bits of the least normal number and of infinity. Where the largest magnitude is below SMALL or from LARGE on,
+   float32 might not hold a square. */
+#define SCAN(NAME, TARGET, UNSIGNED, SIGNED, NORMAL, INFINITE, SMALL, LARGE)                                           \
     enum { NAME##_SIGN = 8 * sizeof(UNSIGNED) - 1 };                                                                   \
     static const UNSIGNED NAME##_magnitude = (UNSIGNED)(((uint64_t)1 << NAME##_SIGN) - 1);                             \
                                                                                                                        \
-    /* One number after the other, where some of them are out of bounds. */                                           \
-    FAST static void NAME##_sort_out(const UNSIGNED *p, size_t count, int64_t position, Figures *f)                    \
+    /* One number after the other, where some of them are out of bounds. */                                            \
+    TARGET static void NAME##_sort_out(const UNSIGNED *p, size_t count, int64_t position, Figures *f)                  \
     {                                                                                                                  \
         for (size_t i = 0; i < count; i++) {                                                                           \
             UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                              \
@@ -57,7 +80,7 @@ typedef struct {
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    FAST static void NAME##_count_losses(const UNSIGNED *p, size_t count, const Cast *cast, Figures *f)                \
+    TARGET static void NAME##_count_losses(const UNSIGNED *p, size_t count, const Cast *cast, Figures *f)              \
     {                                                                                                                  \
         for (size_t i = 0; i < count; i++) {                                                                           \
             UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                              \
@@ -67,19 +90,15 @@ typedef struct {
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    FAST static void NAME##_scan(const void *numbers, size_t length, const Cast *cast, Figures *f)                     \
+    TARGET static void NAME##_scan(const void *numbers, size_t start, size_t stop, const Cast *cast, Figures *f)       \
     {                                                                                                                  \
-        for (size_t position = 0; position < length; position += CHUNK) {                                              \
+        for (size_t position = start; position < stop; position += CHUNK) {                                            \
             const UNSIGNED *p = (const UNSIGNED *)numbers + position;                                                  \
-            size_t count = length - position < CHUNK ? length - position : CHUNK;                                      \
-            UNSIGNED least = NAME##_magnitude, top = 0;                                                                \
-            SIGNED above = (SIGNED) ~NAME##_magnitude;                                                                 \
-            for (size_t i = 0; i < count; i++) {                                                                       \
-                UNSIGNED magnitude = p[i] & NAME##_magnitude;                                                          \
-                least = magnitude < least ? magnitude : least;                                                         \
-                top = p[i] > top ? p[i] : top;                                                                         \
-                above = (SIGNED)p[i] > above ? (SIGNED)p[i] : above;                                                   \
-            }                                                                                                          \
+            size_t count = stop - position < CHUNK ? stop - position : CHUNK;                                          \
+            Chunk chunk;                                                                                               \
+            NAME##_look(p, count, &chunk);                                                                             \
+            UNSIGNED least = (UNSIGNED)chunk.least, top = (UNSIGNED)chunk.top;                                         \
+            SIGNED above = (SIGNED)chunk.above;                                                                        \
             UNSIGNED high = above < 0 ? 0 : (UNSIGNED)above, low = top >> NAME##_SIGN ? top & NAME##_magnitude : 0;    \
             UNSIGNED largest = high > low ? high : low;                                                                \
             if (least < NORMAL) {                                                                                      \
@@ -103,18 +122,21 @@ typedef struct {
             f->minimum = minimum < f->minimum ? minimum : f->minimum;                                                  \
             f->maximum = maximum > f->maximum ? maximum : f->maximum;                                                  \
             f->finite += count;                                                                                        \
-            NAME##_sum(p, count, f);                                                                                   \
+            NAME##_sum(p, count, &chunk);                                                                              \
+            f->sum += chunk.sum, f->squares += chunk.squares;                                                          \
         }                                                                                                              \
     }
 
-SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u)
-SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, 0, 0x7c00u)
-SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, 0x2400u, 0x5d80u)
+static inline double wide_float32_value(uint32_t bits) { return float32_value(bits); }
 
-/* How often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
+SCAN(float32, FAST, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u)
+SCAN(wide_float32, WIDE, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u)
+SCAN(float16, FAST, uint16_t, int16_t, 0x0400u, 0x7c00u, 0, 0x7c00u)
+SCAN(bfloat16, FAST, uint16_t, int16_t, 0x0080u, 0x7f80u, 0x2400u, 0x5d80u)
+
+/* Adds up how often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
 static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
 {
-    memset(counts, 0, 256 * sizeof *counts);
     while (length) {
         uint32_t tables[4][256] = {{0}};
         size_t count = length < (1u << 31) ? length : (1u << 31), i = 0;
@@ -165,11 +187,12 @@ static void on_bus_error(int number, siginfo_t *info, void *context)
     }
 }
 
-/* The number of the interface, or 0 where the processor is too old. */
+/* Called first. The number of the interface, or 0 where the processor is too old. */
 int ckptfix_interface(void)
 {
     __builtin_cpu_init();
     int able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    ckptfix_is_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
     return able ? INTERFACE : 0;
 }
 
@@ -185,37 +208,55 @@ int ckptfix_guard(void)
     return sigaction(SIGBUS, &ours, &before) == 0;
 }
 
-/* `kind`: 0 float32, 1 float16, 2 bfloat16 into `figures`. Numbers lie at a multiple of their size. Or 3: bytes into
-   `counts`, and of the figures `first`, which is the first byte that is marked as `strange`. Returns 0, or 1 where the
-   memory was gone. */
-int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast, Figures *figures, uint64_t *counts,
-                 const uint8_t *strange)
+/* From here on a call ends at `here` when its memory is gone: nothing is read before that holds. */
+static inline void guard_with(sigjmp_buf *here)
 {
-    static void (*const scans[])(const void *, size_t, const Cast *, Figures *) = {
-        float32_scan, float16_scan, bfloat16_scan};
+    guard = here;
+    __asm__ volatile("" ::: "memory");
+}
+
+static inline void unguard(void)
+{
+    __asm__ volatile("" ::: "memory");
+    guard = NULL;
+}
+
+/* `kind`: 0 float32, 1 float16, 2 bfloat16 into `figures`. Numbers lie at a multiple of their size. Or 3: bytes into
+   `counts`, and of the figures `first`, which is the first byte that is marked as `strange`. Goes on with the CRC-32 of
+   the bytes too, unless `crc` is NULL. Returns 0, or 1 where the memory was gone. */
+int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast, Figures *figures, uint64_t *counts,
+                 const uint8_t *strange, uint32_t *crc)
+{
+    void (*const scans[])(const void *, size_t, size_t, const Cast *, Figures *) = {
+        ckptfix_is_wide ? wide_float32_scan : float32_scan, float16_scan, bfloat16_scan};
+    const size_t size = kind == 0 ? 4 : kind == 3 ? 1 : 2;
     sigjmp_buf here;
     unsigned mode = _mm_getcsr();
     int gone = sigsetjmp(here, 0);
     if (!gone) {
-        guard = &here;
-        __asm__ volatile("" ::: "memory"); /* nothing is read before it stands */
+        guard_with(&here);
         _mm_setcsr(0x1f80); /* the processor's default: subnormals are not flushed */
-        if (kind == 3) {
-            count_bytes(numbers, length, counts);
-            figures->first = first_of(numbers, length, counts, strange);
-        } else {
-            Figures found = {.first = -1, .minimum = INFINITY, .maximum = -INFINITY};
-            scans[kind](numbers, length, cast, &found);
-            *figures = found;
+        Figures found = {.first = -1, .minimum = INFINITY, .maximum = -INFINITY};
+        for (size_t start = 0; start < length; start += PIECE / size) {
+            size_t stop = length - start < PIECE / size ? length : start + PIECE / size;
+            const uint8_t *bytes = (const uint8_t *)numbers + start * size;
+            if (kind == 3)
+                count_bytes(bytes, stop - start, counts);
+            else
+                scans[kind](numbers, start, stop, cast, &found);
+            if (crc)
+                *crc = checksum(*crc, bytes, (stop - start) * size);
         }
+        if (kind == 3)
+            found.first = first_of(numbers, length, counts, strange);
+        *figures = found;
     }
-    __asm__ volatile("" ::: "memory");
-    guard = NULL;
+    unguard();
     _mm_setcsr(mode);
     return gone;
 }
 
-/* Whether the processor is able to do the following. */
+/* Whether the processor is able to work out checksums. */
 int ckptfix_is_summing(void)
 {
     __builtin_cpu_init();
@@ -228,11 +269,22 @@ int ckptfix_crc32(const void *bytes, size_t length, uint32_t *crc)
     sigjmp_buf here;
     int gone = sigsetjmp(here, 0);
     if (!gone) {
-        guard = &here;
-        __asm__ volatile("" ::: "memory"); /* nothing is read before it stands */
+        guard_with(&here);
         *crc = checksum(*crc, bytes, length);
     }
-    __asm__ volatile("" ::: "memory");
-    guard = NULL;
+    unguard();
+    return gone;
+}
+
+/* Copies bytes. Returns 0, or 1 where the memory was gone: then a part of them is there. */
+int ckptfix_copy(void *goal, const void *bytes, size_t length)
+{
+    sigjmp_buf here;
+    int gone = sigsetjmp(here, 0);
+    if (!gone) {
+        guard_with(&here);
+        copy(goal, bytes, length);
+    }
+    unguard();
     return gone;
 }

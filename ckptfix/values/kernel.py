@@ -43,7 +43,7 @@ class Kernel:
         self._scan = library.ckptfix_scan
         pointer = ctypes.c_void_p
         self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *(ctypes.POINTER(t) for t in (_Cast, _Figures)))
-        self._scan.argtypes += (pointer, pointer)
+        self._scan.argtypes += (pointer, pointer, ctypes.POINTER(ctypes.c_uint32))
 
     def takes(self, encoding: Encoding) -> bool:
         """Whether it knows the numbers."""
@@ -53,42 +53,45 @@ class Kernel:
         """The figures of a 1-d array of the encoding's unit, aligned; ``first`` counts units.
 
         Raises ``MemoryGone`` where they are in a mapped file that can no longer be read."""
-        figures = _Figures()
+        return self.look(units, encoding, narrowing)[0]
+
+    def look(
+        self, units: Array, encoding: Encoding, narrowing: Narrowing | None, is_summed: bool = False
+    ) -> tuple[Tally, int]:
+        """The same with the CRC-32 of the bytes, where that is asked for and ``can_sum()`` holds; else 0."""
+        figures, crc = _Figures(), ctypes.c_uint32()
         kind, address = KINDS.get(encoding.part, BYTES), units.__array_interface__["data"][0]
-        if kind == BYTES:
-            return self._tally_bytes(address, len(units), encoding, narrowing, figures)
         cast = _Cast() if narrowing is None else _Cast(*narrowing.bounds, 1)
-        if self._scan(kind, address, len(units), cast, figures, None, None):
-            raise MemoryGone
-        finite: int = figures.finite
-        return Tally(
-            len(units),
-            figures.nan,
-            figures.pos_inf,
-            figures.neg_inf,
-            figures.zeros,
-            figures.subnormals,
-            figures.overflowing,
-            figures.vanishing,
-            figures.minimum,
-            figures.maximum,
-            figures.sum / finite if finite else 0.0,
-            math.sqrt(figures.squares / finite) if finite else 0.0,
-            None if figures.first < 0 else figures.first,
-        )
+        counts = strange = None
+        if kind == BYTES:
+            import numpy as np
 
-    def _tally_bytes(
-        self, address: int, length: int, encoding: Encoding, narrowing: Narrowing | None, figures: _Figures
-    ) -> Tally:
-        import numpy as np
-
-        counts = np.empty(256, np.uint64)
-        strange = encoding.strange_codes.ctypes.data
-        if self._scan(BYTES, address, length, _Cast(), figures, counts.ctypes.data, strange):
+            counts = np.zeros(256, np.uint64)
+            strange = encoding.strange_codes.ctypes.data
+        places = (None if counts is None else counts.ctypes.data, strange)
+        if self._scan(kind, address, len(units), cast, figures, *places, crc if is_summed else None):
             raise MemoryGone
-        found = tally_codes(counts, encoding, narrowing)
+        found = _tally(figures, len(units)) if counts is None else tally_codes(counts, encoding, narrowing)
         found.first = None if figures.first < 0 else figures.first
-        return found
+        return found, crc.value
+
+
+def _tally(figures: _Figures, numel: int) -> Tally:
+    finite: int = figures.finite
+    return Tally(
+        numel,
+        figures.nan,
+        figures.pos_inf,
+        figures.neg_inf,
+        figures.zeros,
+        figures.subnormals,
+        figures.overflowing,
+        figures.vanishing,
+        figures.minimum,
+        figures.maximum,
+        figures.sum / finite if finite else 0.0,
+        math.sqrt(figures.squares / finite) if finite else 0.0,
+    )
 
 
 @cache

@@ -88,7 +88,7 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
     """
     parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
     flat = [key for key, spec in parameters.items() if len(spec.shape) < 2]
-    deep = [key for key in parameters if key not in set(flat)]
+    deep = [key for key, spec in parameters.items() if len(spec.shape) >= 2]
     for optimizer in _optimizers(checkpoint.root):
         state, groups = optimizer.get("state"), list(_groups(optimizer))
         numbers = [number for group in groups for number in _numbers(group)]

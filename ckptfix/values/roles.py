@@ -21,8 +21,13 @@ _SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_intege
 
 _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
 
-_RANGE = re.compile(r"(^|\.)(min_vals?|max_vals?|min_value|max_value|value)$")
-"""Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric."""
+_RANGE = re.compile(r"(^|[._])((min|max)(_vals?|_values?)?|value|best(_[^.]*)?|(lower|upper)_bound)$")
+"""Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric, and the best
+result so far. The constraints of GPyTorch have bounds that are infinite for good.
+"""
+
+_SCHEDULE = re.compile(r"(^|[._])(alphas|snr)(_|$)")
+"""Tables of diffusion models; 1 / alpha is +Inf at the last step of a schedule that ends in pure noise."""
 
 _EMBEDDING = re.compile(
     r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)", re.IGNORECASE
@@ -38,7 +43,8 @@ _ZERO_BY_DESIGN = re.compile(
     | re_?zero | skip_init | fixup | alpha | gat(e|ing)s?(?!_proj) | layer_?scale   # closed residual branches
     | adapters? | prompts? | prefix
     | pos(ition)?(al)?_?emb\w* | rel(ative)?_?pos\w* | \w*_token       # learned positions and tokens
-    | \w*offsets?\w* | attention_weights | bbox_embed | fc_loc | theta | flow   # deformable ops, spatial transformers
+    | \w*offsets?\w* | attention_weights | \w*bbox_(embed|head|predictor)  # deformable ops, boxes of DETR
+    | fc_loc | theta | flow                                           # spatial transformers
     | mup?_?readout
     )(?![a-z])""",
     re.IGNORECASE | re.VERBOSE,
@@ -51,6 +57,12 @@ _HEAD = re.compile(r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])", 
 
 _SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")
 """The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use."""
+
+_LAYERS_OWN = re.compile(r"(^|_)(weights?|kernel)(_(ih|hh|hr|v|orig|raw))?(_l\d+)?(_reverse)?$|^original\d?$")
+"""The last segment of a matrix that torch's own layers, or such as are written like them, have as a parameter."""
+
+_NOISE = re.compile(r"(^|_)(eps|epsilon|noise|prior)(_|$)")
+"""In such a segment: what is drawn for each pass, or the prior of a Bayesian layer."""
 
 _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
@@ -75,7 +87,8 @@ def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
         return target.slots[key].kind == BUFFER
     # The bias of a Linear or a convolution is a vector; one of more dimensions is added to attention scores.
     bias_matrix = split_key(key)[1] == "bias" and len(spec.shape) > 1
-    return bias_matrix or bool(_MASK.search(key) or _RANGE.search(key))
+    is_table = len(spec.shape) == 1 and bool(_SCHEDULE.search(split_key(key)[1]))
+    return bias_matrix or is_table or bool(_MASK.search(key) or _RANGE.search(key))
 
 
 def is_zero_by_design(key: str) -> bool:
@@ -98,6 +111,12 @@ def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
     floating = spec.dtype in {"float64", "float32", "float16", "bfloat16"} and spec.layout == "strided"
     is_vector = sum(size > 1 for size in spec.shape) < 2 or "bias" in split_key(key)[1]
     return floating and not is_vector and not is_buffer(key, spec, target)
+
+
+def is_layers_own(key: str) -> bool:
+    """Whether the name is that of a layer's weight; any other may be a buffer as well as a parameter."""
+    leaf = split_key(key)[1]
+    return bool(_LAYERS_OWN.search(leaf)) and not _NOISE.search(leaf)
 
 
 def is_embedding(key: str) -> bool:

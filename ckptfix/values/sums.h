@@ -1,5 +1,7 @@
 /* The figures of numbers, and those of them that are sums. */
 
+#pragma once
+
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,6 +14,14 @@ typedef struct {
     int64_t first; /* the index of the first number that is not finite, or -1 */
     double minimum, maximum, sum, squares; /* of the finite numbers */
 } Figures;
+
+/* What is found in few numbers: `least` is the least magnitude, `top` the greatest number as unsigned, `above` as
+   signed. The sums have a meaning where all numbers are within bounds. */
+typedef struct {
+    uint32_t least, top;
+    int32_t above;
+    double sum, squares;
+} Chunk;
 
 FAST static inline __m256d four_float32(const uint32_t *p) { return _mm256_cvtps_pd(_mm_loadu_ps((const float *)p)); }
 
@@ -48,7 +58,7 @@ FAST static inline double total(__m256d a, __m256d b)
     return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
-FAST __attribute__((always_inline)) static inline void float32_sum(const uint32_t *p, size_t count, Figures *f)
+FAST __attribute__((always_inline)) static inline void float32_sum(const uint32_t *p, size_t count, Chunk *chunk)
 {
     __m256d s0 = _mm256_setzero_pd(), s1 = s0, s2 = s0, s3 = s0, q0 = s0, q1 = s0, q2 = s0, q3 = s0;
     size_t i = 0;
@@ -66,14 +76,14 @@ FAST __attribute__((always_inline)) static inline void float32_sum(const uint32_
         double value = float32_value(p[i]);
         sum += value, squares += value * value;
     }
-    f->sum += sum, f->squares += squares;
+    chunk->sum = sum, chunk->squares = squares;
 }
 
 /* Of numbers of 16 bits, the square of one is exact as a float32. Eight at a time are added as such, and what comes out
    as float64. That rounds by three parts in ten millions at most, and by nothing where the numbers are of about one
    size. */
 #define SUM_OF_HALVES(NAME)                                                                                            \
-    FAST static void NAME##_sum(const uint16_t *p, size_t count, Figures *f)                                           \
+    FAST static void NAME##_sum(const uint16_t *p, size_t count, Chunk *chunk)                                         \
     {                                                                                                                  \
         __m256d s0 = _mm256_setzero_pd(), s1 = s0, q0 = s0, q1 = s0;                                                   \
         size_t i = 0;                                                                                                  \
@@ -94,7 +104,7 @@ FAST __attribute__((always_inline)) static inline void float32_sum(const uint32_
             double value = NAME##_value(p[i]);                                                                         \
             sum += value, squares += value * value;                                                                    \
         }                                                                                                              \
-        f->sum += sum, f->squares += squares;                                                                          \
+        chunk->sum = sum, chunk->squares = squares;                                                                    \
     }
 
 SUM_OF_HALVES(float16)

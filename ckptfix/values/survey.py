@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.dtypes import DTYPES
+from ckptfix.formats.batches import batched, side_by_side
 from ckptfix.formats.checksums import is_open
-from ckptfix.formats.compiled import MemoryGone, can_sum, crc32_of_mapped
-from ckptfix.formats.copying import background
+from ckptfix.formats.compiled import MemoryGone, can_sum
 from ckptfix.formats.crc32 import crc32
 from ckptfix.formats.mapping import WORTH_MAPPING, map_file
 from ckptfix.values.decode import Encoding, encoding
@@ -25,14 +25,14 @@ from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
 
 PART = 1 << 23
-"""Bytes of a part: some hundred microseconds of work, beside which handing it to a thread is nothing."""
+"""Bytes of a part, which is mapped at a time: some hundred microseconds of work, of which Python's are few."""
+
+BATCH = 1 << 25
+"""Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
 
 WORTH_A_THREAD = 1 << 16
 """Bytes of the average part from which on threads help: smaller ones are work for Python, which does one thing at a
 time."""
-
-THREADS = 2
-"""Two read nearly as fast as a machine with few cores can; the batch migration runs jobs of its own beside them."""
 
 
 class Found(NamedTuple):
@@ -61,22 +61,28 @@ class Part:
     def look(self) -> Found:
         """What is to be known of it. Raises ``UnreadableError`` where the bytes are not in the file."""
         if (block := self._mapped()) is not None:
-            scanner = self._scanner()
             try:
-                scanner.feed(block)
-                # The bytes are in the processor's cache now.
-                return Found(scanner.tally, crc32_of_mapped(block) if self.is_summed else 0)
+                return self._look_at(block)
             except MemoryGone:  # reading the file in the plain way tells what is wrong with it
                 pass
-        scanner, crc = self._scanner(), 0
+        order = None if self.walk.is_row_major else self.walk.logical_order
+        scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
         for block in self.walk.blocks(self.start, self.stop):
             scanner.feed(block)
             crc = crc32(block, crc) if self.is_summed else 0
         return Found(scanner.tally, crc)
 
-    def _scanner(self) -> Scanner:
-        order = None if self.walk.is_row_major else self.walk.logical_order
-        return Scanner(self.stored, order, self.narrowing, self.start)
+    def _look_at(self, block: memoryview) -> Found:
+        """What the kernel finds in all the bytes: they pass through the processor's cache once."""
+        import numpy as np
+
+        compiled = kernel()
+        assert compiled is not None, "nothing is mapped without it"
+        units = np.frombuffer(block, dtype=self.stored.unit)
+        tally, crc = compiled.look(units, self.stored, self.narrowing, self.is_summed)
+        if tally.first is not None:
+            tally.first = self.start + tally.first // self.stored.units
+        return Found(tally, crc)
 
     def _mapped(self) -> memoryview | None:
         """The bytes, mapped, where the kernel alone looks at them: whatever else does dies if the file shrinks."""
@@ -106,28 +112,11 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
 
 def looks(parts: Sequence[Part]) -> Iterator[Found]:
     """What is found in parts, of one or of many tensors, in their order."""
-    batches = list(_batches(parts))
-    if len(batches) < 2 or sum(part.nbytes for part in parts) < WORTH_A_THREAD * len(parts):
-        yield from map(Part.look, parts)
-        return
-    with background(THREADS) as pool:
-        yield from chain.from_iterable(pool.map(_look_at_all, batches))
+    if sum(part.nbytes for part in parts) < WORTH_A_THREAD * len(parts):
+        return map(Part.look, parts)
+    batches = list(batched(parts, lambda part: part.nbytes, BATCH))
+    return chain.from_iterable(side_by_side(_look_at_all, batches))
 
 
 def _look_at_all(parts: Sequence[Part]) -> list[Found]:
     return [part.look() for part in parts]
-
-
-def _batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Neighbours together until they are as large as the largest part: handing over each small one would take longer
-    than looking at it."""
-    batch: list[Part] = []
-    size = 0
-    for part in parts:
-        if batch and size + part.nbytes > PART:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += part.nbytes
-    if batch:
-        yield batch

@@ -38,6 +38,9 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Join the figures of another run; indices count from one place."""
+        if not self.numel:
+            vars(self).update(vars(other))
+            return
         before, here = self.finite, other.finite
         if not before:
             self.mean, self.rms = other.mean, other.rms

@@ -1,9 +1,11 @@
 """Batch migration of old model zoos: ``ckptfix migrate``. The story is in ``migrating``.
 
-where       places (folders, URLs), workspace, workplace, staging
-what        listing, sniffing, grouping; naming and renames for the outputs
-how         table and patterns (``zoo.toml``), treatment; drafting writes the first table
-one file    job, performing, fetching, treating, mirroring, hashing, fingerprint
-all         planning, engines with worker and frames, budget, memory, summary
-the books   record, journal, manifest, committing, proving, adopting, deciding, duplicates, versions
+places      where a zoo lies: folders and URLs
+items       what lies in it: listed, told by bytes, grouped; and the names of the outputs
+table       what is to be done with what (``zoo.toml``): patterns and treatments; ``drafting`` writes the first table
+planning    the jobs of a run
+work        one job, from the source to the staged output
+engines     all jobs: processes of this machine or Ray, within a budget of memory
+books       what is written down: manifest, journals, renames, and the workspace that they are in
+summary     how far it is, and how long the rest takes (``effort``)
 """

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.budget import Budget
-from ckptfix.zoo.committing import Committer
+from ckptfix.zoo.books.committing import Committer
+from ckptfix.zoo.books.manifest import Known, read_manifest, sizes_at
+from ckptfix.zoo.books.workspace import Workspace, opened
 from ckptfix.zoo.engines import Engine
-from ckptfix.zoo.job import Done, Others
-from ckptfix.zoo.listing import ABSENT, Item, list_zoo
-from ckptfix.zoo.manifest import Known, read_manifest, sizes_at
-from ckptfix.zoo.memory import memory_at_hand, room_at
+from ckptfix.zoo.engines.budget import Budget
+from ckptfix.zoo.engines.memory import memory_at_hand, room_at
+from ckptfix.zoo.items.listing import ABSENT, Item, list_zoo
 from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.planning import Plan, largest_first
 from ckptfix.zoo.summary import Summary
 from ckptfix.zoo.table import Table
-from ckptfix.zoo.workspace import Workspace, opened
+from ckptfix.zoo.work.job import Done, Others
 
 MakeEngine = Callable[[Path], Engine]
 """Makes the engine of a migration, with a folder for temporary files."""
@@ -98,7 +98,8 @@ def migrate(
     found = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
     if patterns and not found:
         raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
-    if decided is not None and (absent := [item.name for item in found if item.fault == ABSENT]):
+    absent = [item.name for item in found if item.fault == ABSENT]
+    if absent and (decided is not None or len(absent) == len(found)):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
     summary = Summary(files=len(found), bytes=sum(item.size for item in found))
     with opened(new, dry_run) as workspace:
@@ -139,7 +140,7 @@ def _run(
 
     def written(done: Done) -> None:
         record = done.record
-        summary.count(record.outcome, record.size, record.output_size, earlier=done.is_known)
+        summary.count(record.outcome, record.size, record.output_size, record.seconds, earlier=done.is_known)
         workspace.publish()
 
     def waiting(running: int) -> None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from sys import intern
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.job import Job, Others
-from ckptfix.zoo.journal import Journal
-from ckptfix.zoo.listing import Item, Kind
-from ckptfix.zoo.manifest import OWN_NAMES, Known, Standing, standing
-from ckptfix.zoo.record import Record
+from ckptfix.zoo.books.journal import Journal
+from ckptfix.zoo.books.manifest import OWN_NAMES, Known, Standing, free_name, standing
+from ckptfix.zoo.books.record import Record
+from ckptfix.zoo.books.versions import version
+from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.table import Table, with_decision
 from ckptfix.zoo.treatment import Treatment
-from ckptfix.zoo.versions import version
+from ckptfix.zoo.work.job import Job, Others
 
 _NOTHING = object()
 
@@ -49,7 +49,7 @@ class Plan:
             if source not in own:  # a run for some of the files must not write over what the others came to
                 self._claimed.update(before.parts or ((before.output,) if before.output is not None else ()))
         for item in self.items:
-            if item.kind is Kind.OTHER and (self.others is Others.SKIP or item.name in OWN_NAMES):
+            if item.kind is Kind.OTHER and self.others is Others.SKIP:
                 continue
             for name in self._names(item):
                 (self._contested if name in self._claimed else self._claimed).add(name)
@@ -136,7 +136,7 @@ class Plan:
 
     def _output(self, item: Item, treatment: Treatment) -> str:
         if item.kind is not Kind.FILE:
-            return item.name
+            return free_name(item.name)
         name = treatment.output_name(item.name)
         return item.name if name == item.name else name  # one text for both: there may be a million
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptfix.config import FLAG, KEYS, TEXT, TEXTS, Kind, checked, parse_toml
 from ckptfix.errors import UsageError
-from ckptfix.zoo.naming import check_template
+from ckptfix.zoo.items.naming import check_template
 from ckptfix.zoo.patterns import compile_patterns
 from ckptfix.zoo.treatment import Treatment, treatment_of_choices
 
@@ -46,6 +46,9 @@ DEFAULT_KEYS: Mapping[str, Kind] = {
 
 FILE_KEYS: Mapping[str, Kind] = {"match": PATTERNS, **DEFAULT_KEYS, "member": TEXT, "salvage": FLAG, "disarm": FLAG}
 """The keys of a table ``[[files]]``. What gives something of a file up is decided for files by name alone."""
+
+_SHOWN = 80
+"""Characters of its patterns by which a table is known in messages."""
 
 TOP_KEYS = ("exclude", "defaults", "files")
 
@@ -125,8 +128,8 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
     treatments = []
     for number, table in enumerate(tables, 1):
         patterns = table.get("match")
-        shown = f" ({patterns if isinstance(patterns, str) else ', '.join(map(str, patterns))})" if patterns else ""
-        place = f"[[files]] {number}{shown:.80}"
+        shown = ", ".join(map(str, patterns)) if isinstance(patterns, list) else str(patterns or "")
+        place = f"[[files]] {number}" + (f" ({shown[:_SHOWN]}{'…' * (len(shown) > _SHOWN)})" if shown else "")
         where = f"{path}: {place}"
         if patterns is None:
             raise UsageError(f'{where} says for no file what it says; add match = "…"')

@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.errors import UsageError
 from ckptfix.settings import Settings
-from ckptfix.zoo.naming import MIRRORED, output_name
+from ckptfix.zoo.items.naming import MIRRORED, output_name
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
     """The treatment of flags by name. Raises ``UsageError`` where one has no meaning."""
-    from ckptfix.repairing import checked_settings  # the rules and formats come with it
+    from ckptfix.validation import checked_settings  # the rules and formats come with it
 
     arguments = library_arguments(choices)
     model, like = arguments.pop("model", None), arguments.pop("like", None)

@@ -725,11 +725,12 @@ def test_a_pickle_that_nobody_reads_is_noticed(hidden, place):
     behind = PROTO + SYSTEM + STOP
     path = place / "hidden.pth"
     in_capitals = hidden == "under a name in capitals"
-    members = {"data/0": STORAGE, **({"DATA.PKL": behind} if in_capitals else {})}
+    whole = {"data/0": STORAGE, "version": b"3\n"}
+    members = {**whole, **({"DATA.PKL": behind} if in_capitals else {})}
     path.write_bytes(torch_zip(state_dict() + (b"" if in_capitals else behind), members))
     (finding,) = ckptfix.check(path).findings
     assert (finding.code, finding.level) == ("FIL901", Level.WARNING)
-    path.write_bytes(torch_zip(state_dict() + bytes(64)))
+    path.write_bytes(torch_zip(state_dict() + bytes(64), whole))
     assert ckptfix.check(path).findings == ()
 
 

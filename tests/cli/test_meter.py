@@ -27,6 +27,21 @@ def test_longer_work_shows_bytes_rate_and_time_left():
     assert 20 < len(shown) <= 41
 
 
+def test_the_first_bytes_of_a_task_foretell_nothing():
+    now, shown = 0.0, list[str]()
+    with watched_by(Meter(shown.append, lambda: now)):
+        now = 10.0
+        task = Task("writing a.pth", 10**9)
+        task.advance(10**6)
+        for now in (10.5, 11.0):  # noqa: B007 - the clock reads it
+            task.advance(5 * 10**7)
+    assert shown == [
+        "writing a.pth: 1.0 MB of 1.0 GB",
+        "writing a.pth: 51.0 MB of 1.0 GB",
+        "writing a.pth: 101 MB of 1.0 GB, 100 MB/s, 9 s left",
+    ]
+
+
 def test_nobody_has_to_watch():
     task = Task("writing", 2)
     task.advance(1)
@@ -54,6 +69,6 @@ def test_bytes(nbytes, text):
     assert bytes_text(nbytes) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min")])
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min"), (7200 * 12, "24 h")])
 def test_times(seconds, text):
     assert time_text(seconds) == text

@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tests.zoo import zoos
 
 STOPPED = """
 import os, signal
-from ckptfix.zoo.journal import Journal
+from ckptfix.zoo.books.journal import Journal
 append, calls = Journal.append, []
 def stopping(*args):
     append(*args)
@@ -61,6 +63,7 @@ def test_json_has_every_record(healthy, tmp_path):
 def test_a_dry_run_writes_nothing(healthy, tmp_path):
     done = zoos.migrate(healthy, tmp_path / "new", "--dry-run")
     assert re.search(r"to be repaired +1 ", done.stdout)
+    assert "written: nothing; the same command without --dry-run" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
 
 
@@ -78,6 +81,20 @@ def test_the_command_of_a_decision_carries_it_out(tmp_path):
     assert zoos.migrate(*words[2:]).returncode == 0
     assert zoos.migrate(old, new).returncode == 0
     assert zoos.outcomes(new) == {"nan weights.pth": "already fine"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["-x.pth", "two\nlines.pth", "--only", "it's \\ odd.pth"])
+def test_a_printed_command_can_be_pasted_whatever_the_names_are(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-old").mkdir()
+    torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "-old" / name)
+    done = zoos.migrate("--", "-old", "-new")
+    assert done.returncode == 1, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
+    pasted = line.replace("ckptfix migrate", f"{sys.executable} -m ckptfix migrate")
+    assert subprocess.run(["bash", "-c", pasted], check=False).returncode == 0
+    assert zoos.outcomes(tmp_path / "-new") == {name: "already fine"}
 
 
 def test_the_flags_of_the_migration_are_in_the_command_of_a_decision(tmp_path):

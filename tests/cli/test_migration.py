@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.cli.console import Console
 from ckptfix.cli.migration import MigrationMeter, progress_text
-from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.summary import Summary
 
 
@@ -20,9 +20,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_line_tells_files_bytes_rate_time_and_outcomes(clock):
     summary = Summary(files=4, bytes=4_000_000, began=0.0)
     assert progress_text(summary) == "0 of 4 files, 0 bytes of 4.0 MB"
-    summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000)
+    summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000, 2.0)
     clock[0] = 2.0
-    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB, 500 kB/s, 6 s left: 1 repaired"
+    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB: 1 repaired"
+    clock[0] = 10.0
+    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB, 100 kB/s, 30 s left: 1 repaired"
 
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):

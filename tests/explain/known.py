@@ -212,6 +212,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "missing-record": (
         "RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found",
         "RuntimeError: [enforce fail at inline_container.cc:222] . file not found: model/version",
+        'RuntimeError: Expected hasRecord("version") to be true, but got false.  (Could this error message be improved?'
+        "  If so, please report an enhancement request to PyTorch.)",
     ),
     "distributed-missing-key": (),
     "sharded-checkpoint": (

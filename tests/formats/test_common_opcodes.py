@@ -15,6 +15,7 @@ from ckptfix.formats.pickles.common_opcodes import COMMON
 from ckptfix.formats.pickles.inert import InertTable
 from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.opcodes import OPCODES
+from ckptfix.formats.pickles.stream import Bytes
 
 ROWS = {f"layer{index}.weight": [index, -index, 70000 * index, (index,), (1, 2), (1, 2, 3)] for index in range(300)}
 PICKLES = {
@@ -31,7 +32,7 @@ PICKLES = {
 }
 
 
-def run(data: bytes, limit: int | None = None) -> tuple[str, int, int, str]:
+def run(data: Bytes, limit: int | None = None) -> tuple[str, int, int, str]:
     """What the machine makes of a pickle: the value, where it stands, what is left of the account, and the error."""
     bounds = Bounds("f.pth", len(data))
     if limit is not None:

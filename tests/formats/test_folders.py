@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptfix
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.folders import FOLDER_FORMATS
+from ckptfix.formats.folders import FOLDER_FORMATS, WEIGHTS
 
 
 def test_formats_have_names_of_their_own() -> None:
@@ -38,7 +39,7 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        pytest.param(["pytorch_model.bin", "saved_model.pb"], "name one of the files in it: pyt", id="torch-beside-tf"),
+        pytest.param(["model.pth", "saved_model.pb"], "name one of the files in it: model.pth", id="torch-beside-tf"),
         pytest.param(["mp_rank_00/model_optim_rng.pt"], "name one of the files in it: mp_rank_00", id="megatron-alone"),
         pytest.param(
             ["saved_model.pb", "variables/variables.index"], "a SavedModel of TensorFlow; load it", id="saved-model"
@@ -73,3 +74,26 @@ def test_shards_of_the_corpus(corpus: Path) -> None:
     same = ckptfix.open_checkpoint(corpus / "modern" / "dcp_dir", weights="model")
     assert (whole.format, same.format) == ("sharded", "dcp")
     assert all(torch.equal(whole.read(key), same.read(key)) for key in whole.specs)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+def test_the_one_file_of_weights_that_a_library_wrote_is_taken(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run-1.5"
+    folder.mkdir()
+    for other in ("config.json", "tf_model.h5"):
+        (folder / other).write_text("{}")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    weights = {"module.a": torch.ones(2)}
+    (save_file if name.endswith(".safetensors") else torch.save)(weights, folder / name)
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert (checkpoint.path, checkpoint.keys()) == (str(folder / name), ["module.a"])
+    assert ckptfix.repair(folder, beside=True).report.output == str(
+        folder / f"{Path(name).stem}.fixed{Path(name).suffix}"
+    )
+
+
+def test_several_files_of_weights_are_not_chosen_from(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        torch.save({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(UnreadableError, match=r"files in it: model\.safetensors, pytorch_model\.bin$"):
+        ckptfix.open_checkpoint(tmp_path)

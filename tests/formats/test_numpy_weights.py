@@ -87,3 +87,33 @@ def test_arrays_of_objects_and_text_stay_closed_and_are_no_weights(tmp_path: Pat
     opened = ckptfix.open_checkpoint(path)
     assert opened.keys() == ["w", "b"]
     assert list(opened.entries) == list(arrays)
+
+
+class OfAccelerator:
+    """A tensor as torch pickles one of XLA: an array of float32 where its dtype is bfloat16."""
+
+    def __init__(self, array: Any, dtype: torch.dtype) -> None:
+        self.array, self.dtype = array, dtype
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return torch._utils._rebuild_device_tensor_from_numpy, (self.array, self.dtype, "xla:0", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.int64])
+def test_a_tensor_of_an_accelerator_keeps_its_dtype_and_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1.5, -0.0, 3e4], [2.0, 7.0, 0.0]]).to(dtype)
+    array = (tensor.float() if dtype == torch.bfloat16 else tensor).numpy()
+    torch.save({"w": OfAccelerator(array, dtype), "b": torch.ones(2)}, tmp_path / "xla.pth")
+    got = ckptfix.open_checkpoint(tmp_path / "xla.pth").read("w")
+    assert (got.dtype, bytes_of(got)) == (dtype, bytes_of(tensor))
+    assert ckptfix.repair(tmp_path / "xla.pth", output=tmp_path / "out.pth").report.exit_code == 0
+    assert bytes_of(torch.load(tmp_path / "out.pth")["w"]) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(1.0000001, torch.bfloat16), (1.0, torch.float16)])
+def test_an_array_that_holds_more_than_the_tensor_is_refused(tmp_path: Path, number: float, dtype: torch.dtype) -> None:
+    torch.save({"w": OfAccelerator(np.array([number], dtype="f4"), dtype)}, tmp_path / "xla.pth")
+    with pytest.raises(
+        ckptfix.UnreadableError, match=r"saved as an array of float32 that holds other values.*the CPU$"
+    ):
+        ckptfix.open_checkpoint(tmp_path / "xla.pth")

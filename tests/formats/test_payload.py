@@ -9,6 +9,7 @@ HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.Ord
     __builtin__.set builtins.slice _codecs.encode copyreg._reconstructor torch.nn.modules.conv.Conv2d
     omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter codecs.encode functools.partial
     types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net
+    joblib.numpy_pickle.NumpyArrayWrapper torch._dynamo.decorators._DimRange
     sympy.core.symbol.Symbol sympy.core.function._rebuild_undef sympy.functions.elementary.trigonometric.sin""".split()
 
 PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __builtin__.execfile builtins.exec

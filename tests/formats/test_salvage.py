@@ -271,15 +271,46 @@ def test_a_lost_part_beside_the_weights_is_left_out_and_said(tmp_path: Path) -> 
     assert torch.load(tmp_path / "out.pth").keys() == {"state_dict", "epoch"}
 
 
-def test_a_damaged_count_ends_the_chain_of_a_legacy_file(tmp_path: Path) -> None:
+def test_a_damaged_count_of_a_legacy_file_costs_the_storages_on_both_sides(tmp_path: Path) -> None:
     state_dict = _tensors()
     data = bytearray(_legacy(state_dict))
     places = sorted(_places(bytes(data), state_dict).items(), key=lambda item: item[1])
-    third = places[2][1][0]
-    data[third - 8] ^= 0x55
+    data[places[2][1][0] - 8] ^= 0x55
     checkpoint = _salvaged(tmp_path / "count.pth", bytes(data))
     assert checkpoint is not None
+    _assert_whole(checkpoint, state_dict, "count")
+    assert set(checkpoint.keys()) == {places[0][0], places[3][0]}
+
+
+def test_a_damaged_count_ends_the_chain_of_a_legacy_file_that_lost_bytes(tmp_path: Path) -> None:
+    state_dict = _tensors()
+    data = _legacy(state_dict)
+    places = sorted(_places(data, state_dict).items(), key=lambda item: item[1])
+    start = places[1][1][0]
+    checkpoint = _salvaged(tmp_path / "count.pth", data[:start] + data[start + 4 :])
+    assert checkpoint is not None
     assert checkpoint.keys() == [places[0][0]], "the storage before the count may have lost or gained bytes"
+
+
+@pytest.mark.parametrize("filler", [b"\0", b"\xff"])
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_a_lost_sector_costs_the_tensors_in_it_alone(form: str, filler: bytes, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    state_dict = {f"layers.{index}": torch.rand(100 + index, generator=generator) + 1 for index in range(40)}
+    data = {"zip": _native_zip, "legacy": _legacy}[form](state_dict)
+    start, stop = 10_000, 12_000
+    touched = {
+        key for key, place in _places(data, state_dict).items() if place[0] < stop + 200 and place[1] > start - 200
+    }
+    checkpoint = _salvaged(tmp_path / "page.pth", data[:start] + filler * (stop - start) + data[stop:])
+    assert checkpoint is not None
+    sound = {key: tensor for key, tensor in state_dict.items() if key not in touched}
+    assert len(sound) > 30
+    assert sound.keys() <= set(checkpoint.keys())
+    assert checkpoint.lost.keys() <= touched
+    for key, tensor in sound.items():
+        assert bytes_of(checkpoint.read(key)) == bytes_of(tensor), key
+    assert checkpoint.damage
 
 
 @settings(max_examples=60, deadline=None)

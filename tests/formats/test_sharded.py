@@ -267,6 +267,17 @@ def test_many_missing_shards_are_one_clause(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", '{"weight_map": {"a": "mod'], ids=["empty", "cut"])
+def test_the_numbers_of_the_shards_stand_in_for_a_broken_index(tmp_path: Path, text: str) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(
+        UnreadableError, match=r"has an index that cannot be read \(.*take all \d tensors with --salvage"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    assert set(ckptfix.open_checkpoint(tmp_path, salvage=True).keys()) == set(STATE)
+
+
 def test_two_indexes(tmp_path: Path) -> None:
     write(tmp_path, SAFETENSORS)
     write(tmp_path, BIN, {key: value + 1 for key, value in STATE.items()})

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from ckptfix.formats.sources import Content
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
 from tests.formats.files import opened
+
+JOBLIB = (
+    b"\x80\x04\x95\xe3\0\0\0\0\0\0\0}\x94\x8c\x01w\x94\x8c\x13joblib.numpy_pickle\x94\x8c\x11NumpyArrayWrapper"
+    b"\x94\x93\x94)\x81\x94}\x94b\x0c" + b"\xff" * 12 + bytes(64)
+)
+"""What joblib.dump writes of an array: a record, padding of 0xFF, the bytes."""
 
 NOISE = random.Random(3).randbytes(1 << 16)
 
@@ -71,6 +78,12 @@ def test_signatures_lead_to_one_answer_each() -> None:
         (b"HTTP/1.1 403 Forbidden\r\nA: b\r\nC: d\r\n\r\n<html>\r\n", '"403 Forbidden"'),
         (b"I am a text\n", '"I am a text"'),
         (b"class Net:\n    pass\n", "source code"),
+        (b"\xff\xfe" + torch_zip(state_dict()).decode("cp437").encode("utf-16-le"), "as text in UTF-16"),
+        (b"\xfe\xff" + torch_zip(state_dict()).decode("latin-1").encode("utf-16-be"), "as text in UTF-16"),
+        (bytes(600) + b"\1" * 100, "begins with 600 zeros"),
+        (JOBLIB, "a file of joblib with NumPy arrays"),
+        (zlib.compress(JOBLIB), "a stream of zlib, as joblib"),
+        (gzip.compress(JOBLIB, mtime=0), "a file of joblib with NumPy arrays"),
         (NOISE, "look random"),
     ],
     ids=str,

@@ -42,6 +42,12 @@ def test_an_optimizer_alone_is_said_to_be_one(value, tmp_path):
         opened(saved(value, tmp_path))
 
 
+def test_a_scheduler_alone_is_said_to_be_one(tmp_path):
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 3)
+    with pytest.raises(UnreadableError, match="the state of a learning-rate scheduler and no model weights; look for"):
+        opened(saved(scheduler.state_dict(), tmp_path))
+
+
 @pytest.mark.parametrize(
     ("value", "held"),
     [
@@ -57,6 +63,19 @@ def test_an_optimizer_alone_is_said_to_be_one(value, tmp_path):
 )
 def test_anything_else_is_described(value, held, tmp_path):
     with pytest.raises(UnreadableError, match=f"no weights found in it: the file holds {held}"):
+        opened(saved(value, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        ([torch.ones(2), torch.ones(3)], "2 tensors in lists; save them"),
+        ({"decay": 0.9, "shadow_params": [torch.ones(2)]}, "1 tensor in lists under 'decay', 'shadow_params'; save"),
+    ],
+    ids=["parameters", "average"],
+)
+def test_tensors_without_names_are_counted(value, held, tmp_path):
+    with pytest.raises(UnreadableError, match=f"no weights under names: the file holds {held}"):
         opened(saved(value, tmp_path))
 
 

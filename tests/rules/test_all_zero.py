@@ -45,6 +45,16 @@ def test_healthy_models_are_quiet(name):
         pytest.param(net(fc_loc__2__weight=(6, 8)), id="spatial-transformer"),
         pytest.param(net(cls_token=(1, 1, 8)), id="vector"),
         pytest.param(net(k_cache=(4, 8)), id="buffer"),
+        pytest.param(net(latent_avg=(14, 8)), id="buffer-of-an-unknown-name"),
+        pytest.param(net(noisy__weight_epsilon=(8, 8)), id="noise-of-a-noisy-layer"),
+        pytest.param(net(layer__eps_weight=(8, 8)), id="noise-of-a-bayesian-layer"),
+        pytest.param(net(dec_bbox_head__layers__2__weight=(4, 8)), id="boxes-of-rt-detr"),
+        pytest.param(net(flows__0__s__2__weight=(8, 8), flows__1__s__2__weight=(8, 8)), id="last-of-each-block"),
+        pytest.param(
+            net(down__0__conv2__conv__weight=(8, 8), mid_1__conv2__conv__weight=(8, 8))
+            | {"down.0.conv1.conv.weight": torch.ones(8, 8), "mid_1.conv1.conv.weight": torch.ones(8, 8)},
+            id="second-of-each-block",
+        ),
         pytest.param(net(empty=(0, 8)), id="empty"),
     ],
 )
@@ -73,6 +83,18 @@ def test_a_zero_matrix_is_a_warning(key):
     assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, (key.replace("__", "."),), None)
     assert finding.message == "1 of 6 weight matrices holds nothing but zeros"
     assert finding.evidence["tensors"][finding.keys[0]] == {"zeros": 128, "numel": 128}
+
+
+def test_a_layer_of_every_block_is_a_warning_where_one_of_them_lives():
+    blocks = net(flows__0__s__2__weight=(8, 8), flows__1__s__2__weight=(8, 8))
+    (finding,) = propose(all_zero, blocks | {"flows.2.s.2.weight": torch.ones(8, 8)})
+    assert (finding.level, len(finding.keys)) == (Level.WARNING, 2)
+
+
+def test_what_may_be_a_buffer_is_a_note_in_a_trained_file_too():
+    state = net(latent_avg=(14, 8), bn__num_batches_tracked=()) | {"bn.num_batches_tracked": torch.tensor(7)}
+    (finding,) = propose(all_zero, state)
+    assert (finding.level, finding.keys) == (Level.NOTE, ("latent_avg",))
 
 
 def test_the_norm_that_is_zero_as_well_is_listed():

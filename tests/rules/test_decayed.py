@@ -103,6 +103,19 @@ def test_a_kernel_is_scale_invariant_before_a_norm_that_was_updated():
     assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "eps is all that is left"
 
 
+def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance():
+    state = scaled(1e-30)
+    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
+    (finding,) = propose(decayed, state)
+    assert (finding.level, finding.keys) == (Level.ERROR, ("conv3.weight",))
+
+
+@pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])
+def test_a_matrix_that_was_drawn_from_within_a_power_of_ten(bound, is_quiet):
+    state = Net().state_dict() | {"spare.weight": torch.empty(1024, 2).uniform_(-bound, bound)}
+    assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
+
+
 def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():
     state = scaled(1e-9)
     state["bn3.weight"], state["bn3.bias"] = torch.full((8,), 1e-9), torch.zeros(8)

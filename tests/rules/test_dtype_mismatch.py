@@ -66,6 +66,13 @@ def test_nothing_is_offered_for_a_loss(stored, wanted):
     assert (finding.level, finding.fix) == (Level.WARNING, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
+def test_integers_are_no_parameters(dtype):
+    stored = nn.Linear(2, 3).state_dict() | {"weight": torch.ones(3, 2, dtype=dtype)}
+    (finding,) = propose(dtype_mismatch, stored, nn.Linear(2, 3))
+    assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("weight",), None)
+
+
 def test_the_result_is_that_of_a_load():
     model, stored = module(torch.float16), state(torch.float32, 0.1, 1e-8)
     after = repaired(dtype_mismatch, stored, model)

@@ -6,8 +6,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+import ckptfix
 from ckptfix.errors import UsageError
 from ckptfix.finding import Applicability, Level
 from ckptfix.rules.missing_num_batches_tracked import missing_num_batches_tracked
@@ -51,6 +53,7 @@ STATISTICS = {"obs.running_mean": torch.zeros(3), "obs.running_var": torch.ones(
         pytest.param(without_counters(net(), 1), None, {}, id="version 1: torchvision's frozen BatchNorm, or supplied"),
         pytest.param(frozen(net()), None, {}, id="a frozen BatchNorm of version 1 beside a head that counts"),
         pytest.param(frozen(net(), None), None, {}, id="the same where its row has no version"),
+        pytest.param(dict(frozen(net())), None, {}, id="a frozen BatchNorm beside one that counts, without metadata"),
         pytest.param(STATISTICS, None, {}, id="statistics of observations, and no norm with a weight"),
         pytest.param(
             {**STATISTICS, "obs.weight": torch.ones(3), "obs.count": torch.tensor(9.0)},
@@ -101,7 +104,15 @@ def test_a_stored_count_is_kept():
     assert repaired(missing_num_batches_tracked, state, model)["1.num_batches_tracked"].item() == 7
 
 
-@pytest.mark.parametrize("version", [None, 1, 2], ids=["no metadata", "version 1", "version 2"])
+def test_a_file_of_a_younger_format_has_frozen_norms(tmp_path):
+    file = tmp_path / "detr.safetensors"
+    save_file(dict(without_counters(net())), file)
+    assert ckptfix.check(file, select=("BUF",)).findings == ()
+    (finding,) = ckptfix.check(file, net(), select=("BUF",)).findings
+    assert finding.code == "BUF101", "the target wants them"
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["version 1", "version 2"])
 def test_one_of_several_of_a_version_without_its_counter(version):
     state = without_counters(net(), version)
     state["2.num_batches_tracked"] = torch.tensor(7)

@@ -32,6 +32,9 @@ def test_healthy_models_are_quiet(name):
         pytest.param("encoder.alibi", torch.full((4, 4), -INF), id="alibi"),
         pytest.param("act.observer.min_val", torch.tensor(INF), id="observer-that-saw-no-data"),
         pytest.param("val_acc_best.value", torch.tensor(-INF), id="best-metric-so-far"),
+        pytest.param("early_stop.best_score", torch.tensor(INF), id="best-score-so-far"),
+        pytest.param("noise_covar.raw_noise_constraint.upper_bound", torch.tensor(INF), id="constraint-of-gpytorch"),
+        pytest.param("sqrt_recip_alphas_cumprod", torch.tensor([1.0, 2.0, INF]), id="schedule-that-ends-in-noise"),
         pytest.param("w", torch.tensor([65504.0, -0.0, 1e-45]), id="large-zero-and-subnormal"),
         pytest.param("w", torch.zeros(0, 4), id="empty"),
         pytest.param("count", torch.tensor(3), id="integer"),
@@ -45,6 +48,22 @@ def test_a_buffer_of_the_model_may_be_infinite():
     model = nn.Linear(4, 4)
     model.register_buffer("scores", torch.full((4,), -INF))
     assert propose(non_finite, model.state_dict(), model) == []
+
+
+def test_a_buffer_that_was_never_set_is_quiet():
+    model = nn.Linear(4, 4)
+    model.register_buffer("history", torch.full((4,), NAN))
+    assert propose(non_finite, model.state_dict(), model) == []
+    state = model.state_dict() | {"history": torch.tensor([1.0, NAN, 2.0, 3.0])}
+    assert [finding.keys for finding in propose(non_finite, state, model)] == [("history",)]
+    assert [finding.keys for finding in propose(non_finite, model.state_dict())] == [("history",)], "no model says so"
+
+
+@pytest.mark.parametrize("name", ["weight", "running_var"])
+def test_what_is_learned_is_never_unset(name):
+    model = nn.BatchNorm1d(4)
+    model.get_parameter("weight").data.fill_(NAN) if name == "weight" else model.get_buffer(name).fill_(NAN)
+    assert [finding.keys for finding in propose(non_finite, model.state_dict(), model)] == [(name,)]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,34 @@ def test_noop(tmp_path, content):
     assert ckptfix.check(file, select=("FIL102",)).findings == ()
 
 
+def as_python2_wrote(folder: Path, raw: bytes, **how: Any) -> Path:
+    """A file whose ``note`` is a string of Python 2."""
+    file = saved(folder, {"state_dict": weights(), "note": "NOTE"}, **how)
+    text = b"X\x04\0\0\0NOTE"
+    content = file.read_bytes()
+    assert content.count(text) == 1
+    file.write_bytes(content.replace(text, b"U" + bytes([len(raw)]) + raw))
+    return file
+
+
+@pytest.mark.parametrize("raw", [b"plain", "größe".encode()], ids=["ASCII", "UTF-8"])
+def test_noop_a_string_of_python_2_that_is_utf_8(tmp_path, raw):
+    file = as_python2_wrote(tmp_path, raw, _use_new_zipfile_serialization=False)
+    assert torch.load(file)["note"] == raw.decode()
+    assert ckptfix.check(file, select=("FIL102",)).findings == ()
+
+
+def test_a_string_of_python_2_that_is_not(tmp_path):
+    file = as_python2_wrote(tmp_path, "größe".encode("latin-1"), _use_new_zipfile_serialization=False)
+    for weights_only in (True, False):
+        with pytest.raises(UnicodeDecodeError):
+            torch.load(file, weights_only=weights_only)
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    assert [finding.code for finding in report.findings] == ["FIL102"]
+    assert report.exit_code == 0
+    assert torch.load(tmp_path / "out.pth")["note"] == "größe"
+
+
 @pytest.mark.parametrize(
     ("value", "becomes"),
     [
@@ -168,6 +196,7 @@ def test_a_layout_that_torch_reads_is_no_defect(tmp_path, rename):
         pytest.param(lambda name: [f"outer/{name}"], "members in outer/", id="two folders"),
         pytest.param(lambda name: [name, f"__MACOSX/._{name}"], "beside the folder", id="packed by the Finder"),
         pytest.param(lambda name: [name.replace("/data/", "/tensors/")], "under tensors/", id="the preview of 1.4"),
+        pytest.param(lambda name: [name] * (not name.endswith("/version")), "says the version", id="no version"),
     ],
 )
 def test_a_zip_in_another_layout_is_written_anew(tmp_path, rename, said):
@@ -180,3 +209,15 @@ def test_a_zip_in_another_layout_is_written_anew(tmp_path, rename, said):
     assert said in report.fixed[0].message
     loaded = torch.load(tmp_path / "fixed.pth")
     assert torch.equal(loaded["weight"], weights()["weight"])
+
+
+def test_a_tensor_that_its_class_makes_of_others_is_said_not_to_load(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    file = saved(tmp_path, {"w": TwoTensor(torch.ones(3), torch.zeros(3)), "b": torch.ones(2)})
+    stays = [finding for finding in ckptfix.check(file).findings if finding.fix is None]
+    assert [(finding.code, finding.level, finding.keys) for finding in stays] == [("FIL102", Level.WARNING, ("w",))]
+    assert "1 weight of torch.testing._internal.two_tensor.TwoTensor" in stays[0].message
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    assert report.exit_code == 1
+    assert torch.load(tmp_path / "out.pth")["b"].tolist() == [1, 1]

@@ -62,3 +62,46 @@ def test_one_element_is_reshaped(stored, wanted):
     after = repaired(shape_mismatch, scalar(stored).state_dict(), model)
     model.load_state_dict(after, strict=True)
     assert after["scale"].item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        pytest.param((4, 3, 1, 1), (4, 3), id="a 1x1 convolution for a linear layer"),
+        pytest.param((4, 3), (4, 3, 1, 1), id="a linear layer for a 1x1 convolution"),
+        pytest.param((4, 3, 1), (4, 3, 1, 1), id="a convolution over one axis for one over two"),
+        pytest.param((3, 4), (1, 3, 4), id="positions without their batch"),
+        pytest.param((4,), (4, 1, 1), id="a layer scale"),
+    ],
+)
+def test_axes_of_one_element_are_put_on_and_taken_off(stored, wanted):
+    state = {"scale": torch.rand(stored)}
+    (finding,) = propose(shape_mismatch, state, scalar(wanted))
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
+    assert torch.equal(repaired(shape_mismatch, state, scalar(wanted))["scale"], state["scale"].reshape(wanted))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        pytest.param((4, 1, 3), (4, 3), id="an axis in the middle: which of the others was it"),
+        pytest.param((4, 1, 1, 3), (4, 1, 3, 1), id="a kernel that lies for one that stands"),
+        pytest.param((4, 1), (1, 4), id="a column for a row"),
+        pytest.param((2, 6), (12,), id="the same number of elements"),
+    ],
+)
+def test_other_axes_are_left_alone(stored, wanted):
+    (finding,) = propose(shape_mismatch, {"scale": torch.rand(stored)}, scalar(wanted))
+    assert (finding.level, finding.fix) == (Level.ERROR, None)
+
+
+def test_strides_that_no_shape_would_keep_are_left_alone():
+    (finding,) = propose(shape_mismatch, {"scale": torch.rand(3, 4).t()}, scalar((4, 3, 1, 1)))
+    assert (finding.level, finding.fix) == (Level.ERROR, None)
+
+
+def test_a_transpose_is_called_so():
+    state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
+    (finding,) = propose(shape_mismatch, state, nn.Linear(2, 3))
+    assert finding.message == "1 key of another shape than the target's, 1 of them transposed"

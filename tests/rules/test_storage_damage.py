@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,23 @@ def test_salvage_leaves_them_out_and_says_that_they_are_gone(tmp_path: Path) -> 
     assert list(repaired.state_dict()) == ["b.head", "b.tail"]
     assert [finding.keys for finding in repaired.report.remaining if finding.code == "FIL201"] == [("a.weight",)]
     assert repaired.report.exit_code == 1
+
+
+@pytest.mark.parametrize(("option", "code"), [("ignore", "FIL201"), ("ignore", "FIL"), ("select", "KEY")])
+def test_what_salvage_leaves_out_stays_out_where_nobody_wants_to_hear_of_it(
+    tmp_path: Path, option: str, code: str
+) -> None:
+    whole, state_dict = _saved(tmp_path)
+    damaged = _flipped(whole, state_dict["a.weight"])
+    settings: dict[str, Any] = {option: (code,)}
+    report = ckptfix.repair(damaged, salvage=True, output=tmp_path / "out.pth", **settings).report
+    assert list(torch.load(tmp_path / "out.pth")) == ["b.head", "b.tail"]
+    assert report.exit_code == 0
+    assert [finding.message for finding in report.fixed] == ["1 damaged tensor left out"]
+
+
+def test_noop_to_ignore_it_in_a_file_that_is_whole(tmp_path: Path) -> None:
+    assert _codes(ckptfix.check(_saved(tmp_path)[0], salvage=True, ignore=("FIL201",))) == []
 
 
 def test_salvage_and_a_donor_replace_them(tmp_path: Path) -> None:

@@ -56,3 +56,9 @@ def test_nothing_is_offered_for_the_wrong_model():
     assert finding.fix is None
     assert finding.evidence == {"numel": 3, "of": 3}
     assert "--weights" in finding.remedy
+
+
+def test_an_adapter_is_to_be_merged_first():
+    state = {**nn.Linear(2, 2).state_dict(), "lora_A.default.weight": torch.ones(1, 2)}
+    (finding,) = propose(unexpected_key, state, nn.Linear(2, 2))
+    assert finding.remedy.startswith("merge the adapter first")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.dtypes import DTYPES
-from ckptfix.formats.compiled import LIBRARY
+from ckptfix.formats.compiled import LIBRARY, can_sum, library
 from ckptfix.values.decode import encoding
 from ckptfix.values.kernel import KINDS, kernel
 from ckptfix.values.narrowing import Narrowing, narrowing_to
@@ -26,10 +29,25 @@ from tests.values.exact import HALVES, assert_same_tally
 compiled = kernel()
 pytestmark = pytest.mark.skipif(compiled is None, reason="no kernel was built for this machine")
 
-CHUNK = 4096
+CHUNK, PIECE = 4096, 1 << 18
 """As in kernel.c."""
 
 BYTE_DTYPES = sorted(name for name in DTYPES if (form := encoding(name)) is not None and form.unit.itemsize == 1)
+
+
+@pytest.fixture(params=["as wide as it goes", "with AVX2 alone"], autouse=True, scope="module")
+def width(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once more without the wider instructions of this processor."""
+    found = library()
+    assert found is not None
+    is_wide = ctypes.c_int.in_dll(found, "ckptfix_is_wide")
+    before = is_wide.value
+    if request.param == "with AVX2 alone":
+        if not before:
+            pytest.skip("so it was before")
+        is_wide.value = 0
+    yield
+    is_wide.value = before
 
 
 def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
@@ -107,6 +125,25 @@ def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
     units = units_of(np.ascontiguousarray(codes), dtype)
     share = HALVES if bits.itemsize == 2 and kind != "constant" else 1e-12
     assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing), share)
+
+
+@pytest.mark.skipif(not can_sum(), reason="this machine cannot do that")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+@pytest.mark.parametrize("excess", [-1, 0, 1, PIECE + 77])
+def test_a_look_proves_the_bytes_too_piece_by_piece(dtype, excess):
+    form = encoding(dtype)
+    assert form is not None
+    assert compiled is not None
+    count = PIECE // form.unit.itemsize + excess
+    numbers = (np.random.default_rng(0).standard_normal(count) * 40 + 90).clip(0, 200).astype(dtype)
+    if dtype != "uint8":
+        numbers[-1] = math.nan
+    units = numbers.view(form.unit)
+    tally, crc = compiled.look(units, form, None, is_summed=True)
+    assert crc == zlib.crc32(units.tobytes())
+    assert_same_tally(tally, by_numpy(units, dtype), HALVES)
+    assert tally.first == (None if dtype == "uint8" else count - 1)
+    assert compiled.look(units, form, None) == (tally, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from safetensors.torch import save_file
 import ckptfix
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.formats import batches
 from ckptfix.formats.checksums import is_open, is_sound
 from ckptfix.formats.mapping import WORTH_MAPPING, map_file
 from ckptfix.formats.sources import located
@@ -57,7 +61,9 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
     several = all_figures(file)
     assert several["nan"].first_nonfinite == PART // 4 + 12_345
     assert (several["nan"].nan, several["nan"].pos_inf) == (1, 1)
-    monkeypatch.setattr(survey, "THREADS", 1)
+    monkeypatch.setattr(batches, "THREADS", 1)
+    assert all_figures(file) == several
+    monkeypatch.setattr(batches, "_processors", lambda: 1)
     assert all_figures(file) == several
     checkpoint = ckptfix.open_checkpoint(file)
     assert {key: tensor_statistics(spec_in(checkpoint, key)) for key in several} == several
@@ -111,6 +117,53 @@ def test_a_file_that_shrinks_under_its_mapping_is_said_too(file, monkeypatch):
     monkeypatch.setattr(survey, "map_file", mapped_then_cut)
     with pytest.raises(UnreadableError, match="the file ends inside a storage"):
         Statistics(checkpoint)["nan"]
+    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
+        Statistics(checkpoint).compute()
+
+
+@needs_kernel
+def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypatch):
+    true_map, asked = map_file, count()
+
+    def cut_later(*where):
+        block = true_map(*where)
+        if next(asked) == 3:
+            os.truncate(file, 1000)
+        return block
+
+    monkeypatch.setattr(survey, "map_file", cut_later)
+    with pytest.raises(UnreadableError, match="the file ends inside a storage") as caught:
+        Statistics(ckptfix.open_checkpoint(file)).compute()
+    assert "\n" not in str(caught.value)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from itertools import count
+import ckptfix
+from ckptfix.values import Statistics, survey
+look, looks = survey.Part.look, count()
+def interrupted(part):
+    if next(looks) == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return look(part)
+survey.Part.look = interrupted
+survey.PART = 1 << 12
+statistics = Statistics(ckptfix.open_checkpoint(sys.argv[1]))
+try:
+    statistics.compute()
+except KeyboardInterrupt:
+    survey.Part.look, parts = look, next(looks)
+    statistics.compute()
+    print("heard", parts < 1000, len(dict(statistics.items())))
+"""
+
+
+def test_a_signal_is_heard_and_the_rest_left_while_threads_look(tmp_path):
+    save_file({"large": numbers(1 << 21)}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", INTERRUPTED, tmp_path / "model.safetensors"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr) == (["heard", "True", "1"], "")
 
 
 def test_parts_cover_a_tensor_once():

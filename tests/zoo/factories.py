@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import torch
 from torch import nn
 
 
@@ -28,6 +29,13 @@ def crash_once(marker: str) -> nn.Module:
     """As if the memory of its neighbours were missing the first time."""
     if not Path(marker).exists():
         Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return linear()
+
+
+def starved(marker: str) -> nn.Module:
+    """As if there were too little memory for the model until the marker is there. On the meta device it takes none."""
+    if not torch.empty(0).is_meta and not Path(marker).exists():
         os.kill(os.getpid(), signal.SIGKILL)
     return linear()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckptfix.zoo.listing import Item, Kind, list_zoo
+from ckptfix.zoo.items.listing import Item, Kind, list_zoo
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.places.local import LocalPlace
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.job import Done, Job, Others
+from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
-from ckptfix.zoo.performing import perform
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.record import Outcome
 from ckptfix.zoo.table import plain_table
+from ckptfix.zoo.work.job import Done, Job, Others
+from ckptfix.zoo.work.performing import perform
 from tests.zoo import zoos
 
 
@@ -84,6 +84,7 @@ def test_what_is_fine_is_copied_and_what_is_repaired_loads(zoo, whole):
 def test_names_follow_the_content(whole):
     renames = json.loads((whole / "renames.json").read_text())
     assert renames["old/packed.pth.gz"] == "old/packed.pth"
+    assert renames["manifest.jsonl"] == "manifest.old.jsonl"  # the migration has a file of that name itself
     for old, new in renames.items():
         assert (whole / new).is_file(), old
         if "-" in old:
@@ -114,15 +115,15 @@ def test_a_second_run_does_nothing(zoo, whole, tmp_path):
 
 POINTS = {
     "in the listing": ("ckptfix.zoo.migrating", "largest_first", 1),
-    "before the first line": ("ckptfix.zoo.journal.Journal", "append", 1),
-    "between weights and manifest": ("ckptfix.zoo.journal.Journal", "append", 4),
-    "later": ("ckptfix.zoo.journal.Journal", "append", 9),
-    "at the first rename": ("ckptfix.zoo.committing", "put_in_place", 1),
-    "at a later rename": ("ckptfix.zoo.committing", "put_in_place", 14),
-    "at a flush": ("ckptfix.zoo.committing", "flush_file_system", 2),
-    "when the manifest is sorted": ("ckptfix.zoo.journal.Journal", "tidy", 1),
-    "between the books": ("ckptfix.zoo.journal.Journal", "tidy", 2),
-    "at the renames": ("ckptfix.zoo.workspace", "_write_renames", 1),
+    "before the first line": ("ckptfix.zoo.books.journal.Journal", "append", 1),
+    "between weights and manifest": ("ckptfix.zoo.books.journal.Journal", "append", 4),
+    "later": ("ckptfix.zoo.books.journal.Journal", "append", 9),
+    "at the first rename": ("ckptfix.zoo.books.committing", "put_in_place", 1),
+    "at a later rename": ("ckptfix.zoo.books.committing", "put_in_place", 14),
+    "at a flush": ("ckptfix.zoo.books.committing", "flush_file_system", 2),
+    "when the manifest is sorted": ("ckptfix.zoo.books.journal.Journal", "tidy", 1),
+    "between the books": ("ckptfix.zoo.books.journal.Journal", "tidy", 2),
+    "at the renames": ("ckptfix.zoo.books.workspace", "_write_renames", 1),
 }
 
 KILLED = """
@@ -186,6 +187,15 @@ def test_verify_finds_what_size_and_time_do_not_tell(zoo, whole, tmp_path):
     verified = run(zoo, goal, verify=True)
     assert verified.summary.earlier_files == verified.summary.files - 1
     assert _same_place(zoos.tree(goal), goal) == _same_place(zoos.tree(whole), whole)
+
+
+def test_verify_leaves_in_peace_what_cannot_be_read(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/nowhere.pth").symlink_to("gone.pth")
+    (tmp_path / "old/empty.pth").touch()
+    assert run(tmp_path / "old", tmp_path / "new").summary.outcomes == {Outcome.UNREADABLE: 2}
+    again = run(tmp_path / "old", tmp_path / "new", verify=True).summary
+    assert (again.outcomes, again.earlier_files) == ({Outcome.UNREADABLE: 2}, 2)
 
 
 def test_other_settings_and_other_sources_are_done_again(zoo, tmp_path):
@@ -290,7 +300,7 @@ def test_from_memory_to_memory(memory, zoo, whole, tmp_path):
     """Without a local folder, the books are sent to the destination, and fetched from it again."""
     old, new, back = open_place(f"{memory}/old"), open_place(f"{memory}/new"), tmp_path / "back"
     for path in sorted(zoo.rglob("*")):
-        if path.is_file() and not path.name.startswith("manifest"):
+        if path.is_file():
             old.put(path, path.relative_to(zoo).as_posix())
     with migrate(old.name, new.name, engine=Alone) as migration:
         assert migration.summary.earlier_files == 0
@@ -303,8 +313,7 @@ def test_from_memory_to_memory(memory, zoo, whole, tmp_path):
     assert mine == local
     with migrate(old.name, new.name, engine=Alone) as migration:
         assert migration.summary.earlier_files == migration.summary.files
-    found = zoos.outcomes(back)
-    assert found == {name: outcome for name, outcome in zoos.outcomes(whole).items() if name != "manifest.jsonl"}
+    assert zoos.outcomes(back) == zoos.outcomes(whole)
 
 
 @pytest.mark.slow
@@ -321,3 +330,9 @@ def test_from_s3_to_s3_in_processes(bucket, zoo, whole, tmp_path):
     written = {name: content for name, content in zoos.tree(back).items() if name.endswith(".pth")}
     assert written == {name: content for name, content in zoos.tree(whole).items() if name in written}
     assert len(written) > 15
+
+
+def test_a_name_that_is_not_there_is_refused_and_makes_nothing(zoo, tmp_path):
+    with pytest.raises(UsageError, match=r"has no gone\.pth"):
+        run(zoo, tmp_path / "new", listed=["gone.pth"])
+    assert not (tmp_path / "new").exists()

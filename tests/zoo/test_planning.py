@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ckptfix.zoo.job import Job
-from ckptfix.zoo.listing import Item, Kind
-from ckptfix.zoo.manifest import Known
+from ckptfix.zoo.books.manifest import Known
+from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Entry
 from ckptfix.zoo.planning import Plan, largest_first
-from ckptfix.zoo.record import Outcome
 from ckptfix.zoo.table import plain_table
+from ckptfix.zoo.work.job import Job
 
 
 def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...] = ()) -> Item:
@@ -45,6 +45,12 @@ CLASHES = {
         [item("run", kind=Kind.FOLDER, parts=("run/.metadata", "run/0.distcp")), item("run.pth")],
         {},
         {"run"},
+    ),
+    "a name that the books have": ([item("manifest.jsonl", kind=Kind.OTHER)], {}, set()),
+    "and the name that it gets": (
+        [item("manifest.jsonl", kind=Kind.OTHER), item("manifest.old.jsonl", kind=Kind.OTHER)],
+        {},
+        {"manifest.jsonl", "manifest.old.jsonl"},
     ),
     "another file beside a checkpoint": ([item("a.bin", kind=Kind.OTHER), item("a.bin.gz")], {}, {"a.bin", "a.bin.gz"}),
 }

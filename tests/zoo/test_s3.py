@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ckptfix.zoo.job import Done, Job
-from ckptfix.zoo.manifest import OWN_NAMES
+from ckptfix.zoo.books.manifest import OWN_NAMES
 from ckptfix.zoo.migrating import migrate
-from ckptfix.zoo.performing import perform
 from ckptfix.zoo.places import Place, open_place
+from ckptfix.zoo.work.job import Done, Job
+from ckptfix.zoo.work.performing import perform
 from tests.zoo import zoos
 from tests.zoo.bucket import Bucket, Trouble
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfix.zoo.record import Outcome
+from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.summary import Summary
 
 
@@ -26,13 +26,77 @@ def test_the_worst_outcome_is_the_exit_code(outcomes, code):
     assert summary.done_files == len(outcomes)
 
 
-def test_time_left_is_judged_by_this_run(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("ckptfix.zoo.summary.time.monotonic", lambda: clock[0])
-    summary = Summary(files=10, bytes=1000, began=100.0)
-    assert summary.seconds_left is None
-    summary.count(Outcome.FINE, 500, 500, earlier=True)
-    summary.count(Outcome.FINE, 100, 100)
-    clock[0] = 110.0
-    assert summary.rate == 10.0
-    assert str(summary.seconds_left) == "80.0"  # 8 files of 10 s each
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("ckptfix.zoo.summary.time.monotonic", lambda: now[0])
+    return now
+
+
+MB = 1 << 20
+
+
+def run(summary: Summary, clock: list[float], sizes: list[int], seconds: float) -> list[float | None]:
+    """The times that are foretold behind each of these files, which take so many seconds each."""
+    told = []
+    for size in sizes:
+        clock[0] += seconds
+        summary.count(Outcome.FINE, size, size, seconds)
+        pace = summary.pace()
+        told.append(None if pace is None else pace.seconds_left)
+    return told
+
+
+def test_noop_nothing_is_foretold_before_something_is_done(clock):
+    summary = Summary(files=10, bytes=10 * MB, began=0.0)
+    clock[0] = 100.0
+    assert summary.pace() is None
+    summary.count(Outcome.FINE, MB, MB, earlier=True)  # by another run, in no time
+    assert summary.pace() is None
+
+
+def test_the_first_seconds_foretell_nothing(clock):
+    summary = Summary(files=100, bytes=100 * MB, began=0.0)
+    assert run(summary, clock, [MB] * 9, 0.5) == [None] * 9
+    assert run(summary, clock, [MB], 0.5) == pytest.approx([45.0])
+
+
+def test_a_small_share_foretells_nothing_but_for_a_very_long_run(clock):
+    summary = Summary(files=1000, bytes=1000 * MB, began=0.0)
+    assert run(summary, clock, [MB] * 5, 10.0) == [None] * 5
+    assert run(summary, clock, [MB], 10.0) == pytest.approx([9940.0])
+
+
+def test_what_an_earlier_run_has_done_counts_for_nothing(clock):
+    summary = Summary(files=10, bytes=10 * MB, began=0.0)
+    for _ in range(5):
+        summary.count(Outcome.FINE, MB, MB, earlier=True)
+    assert run(summary, clock, [MB], 10.0) == pytest.approx([40.0])
+
+
+def test_the_largest_first_do_not_foretell_hours(clock):
+    """Ten large files and a thousand small ones: the large ones take ten seconds each, the small ones a tenth."""
+    summary = Summary(files=1010, bytes=10 * 100 * MB, began=0.0)
+    first = run(summary, clock, [100 * MB] * 10, 10.0)
+    assert all(10 <= left <= 200 for left in first if left is not None)
+    *_, soon = run(summary, clock, [0] * 50, 0.1)
+    assert soon == pytest.approx(95, rel=0.5)
+    *_, last = run(summary, clock, [0] * 450, 0.1)
+    assert last == pytest.approx(50, rel=0.1)  # half of them are left
+
+
+def test_another_pace_shows_within_a_minute_or_two(clock):
+    summary = Summary(files=1000, bytes=1000 * MB, began=0.0)
+    run(summary, clock, [MB] * 200, 1.0)
+    *_, last = run(summary, clock, [MB] * 30, 4.0)
+    assert last == pytest.approx(770 * 4.0, rel=0.05)
+
+
+def test_while_all_are_at_large_files_the_whole_run_tells(clock):
+    summary = Summary(files=10, bytes=10 * MB, began=0.0)
+    run(summary, clock, [MB], 10.0)
+    clock[0] += 100.0
+    pace = summary.pace()
+    assert pace is not None
+    assert pace.seconds_left == pytest.approx(9 * 110.0)
+    assert pace.rate == pytest.approx(MB / 110)

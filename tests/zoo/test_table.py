@@ -124,6 +124,7 @@ def test_the_command_line_wins(tmp_path):
         pytest.param("[files]\nmatch = 'a'", "files is to be one table for each group", id="one pair of brackets"),
         pytest.param("[[files]]\nmodel = 'm:f'", "[[files]] 1 says for no file", id="no pattern"),
         pytest.param("[[files]]\nmatch = []", "[[files]] 1: match is to be a pattern, or a list", id="an empty list"),
+        pytest.param("[[files]]\nmatch = 5", "[[files]] 1 (5): match is to be a pattern, or a list", id="a number"),
         pytest.param("[[files]]\nmatch = ''", "[[files]] 1: '' matches nothing", id="an empty pattern"),
         pytest.param(
             "[[files]]\nmatch = 'a'\n[[files]]\nmatch = ['b', 'c']\nmodell = 'm:f'",

@@ -60,6 +60,7 @@ LIBRARIES = (
         patterns=(
             r"failed locating file (?P<record>(?!constants\.pkl)[\w./\-]+)",
             r"file not found: (?P<record>(?:[\w\-]+/)?(?:data/\d+|data\.pkl|version|byteorder))",
+            r"Expected hasRecord\(\"(?P<record>[\w./\-]+)\"\) to be true",
         ),
         cause="The archive lacks a part of itself ({record}): it was unpacked and packed again in another way, or is"
         " no file of torch.save.",
@@ -68,7 +69,7 @@ LIBRARIES = (
             Advice("writes what is whole", "ckptfix repair {FILE} --salvage"),
         ),
         source="https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc",
-        codes=("FIL2",),
+        codes=("FIL2", "FIL102"),
     ),
     Record(
         name="distributed-missing-key",

@@ -6,8 +6,10 @@ something else; and what is said rests on its bytes. Names of files are evidence
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -66,8 +68,15 @@ _JPEG = re.compile(rb"\xff\xd8\xff[\xdb\xe0-\xef].{2}(JFIF|Exif|ICC_|Adobe|\0)",
 UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomplete .aria2 .!ut .!qb".split())
 """Suffixes of downloads that go on."""
 
+_ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
+_ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
+_JOBLIB = "load it with joblib.load, if you trust where it is from, and save its arrays as a state_dict"
+
 _LEAST_TEXT = 8
 """Bytes from which on it is no accident that all of them are letters."""
+
+_ZERO_HEAD = 64
+"""Zeros at the start from which on it is no accident."""
 
 _NOISE = 4096
 _EVEN = 7.9
@@ -91,7 +100,19 @@ def name_mangled(content: Content) -> str | None:
             "was saved as text: every byte that is no text became the sign U+FFFD, which cannot be undone; fetch it"
             " again in binary mode (not as text of a response, and not through an editor)"
         )
+    if _is_utf16(bytes(content.buffer[:READ])):
+        return (
+            "was saved as text in UTF-16, as `>` of PowerShell does: some of its bytes were changed and some are gone,"
+            " which cannot be undone; fetch it again into a file (curl -o, Invoke-WebRequest -OutFile)"
+        )
     return None
+
+
+def _is_utf16(head: bytes) -> bool:
+    """Whether bytes are UTF-16 in which no text is: each byte of a code page became one of a few hundred letters."""
+    upper = head[3::2] if head.startswith(codecs.BOM_UTF16_LE) else head[2::2]
+    is_marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and len(upper) >= _LEAST_TEXT
+    return is_marked and all(byte < 0x30 or byte == 0xFF for byte in upper) and as_text(head) is None
 
 
 def _signed(content: Content) -> str | None:
@@ -112,6 +133,21 @@ def _signed(content: Content) -> str | None:
     return None
 
 
+def _joblib(content: Content) -> str | None:
+    """A file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed by zlib."""
+    head = bytes(content.buffer[:READ])
+    if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
+        return f"a file of joblib with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
+    if head.startswith(_ZLIB):
+        try:
+            inside = zlib.decompressobj().decompress(head, 64)
+        except zlib.error:
+            return None
+        if looks_like_checkpoint(inside):
+            return f"a stream of zlib, as joblib.dump(…, compress=…) writes it; {_JOBLIB}, or expand it with zlib"
+    return None
+
+
 def _text(content: Content) -> str | None:
     head = bytes(content.buffer[:READ])
     text = as_text(head)
@@ -126,6 +162,18 @@ def _zeros(content: Content) -> str | None:
     return (
         f"nothing but zeros at its start and end ({len(content)} bytes): the space was reserved and the download"
         " never arrived; fetch it again"
+    )
+
+
+def _zero_head(content: Content) -> str | None:
+    head = bytes(content.buffer[:READ])
+    zeros = len(head) - len(head.lstrip(b"\0"))
+    if zeros < _ZERO_HEAD:
+        return None
+    least = "at least " if zeros == len(head) else ""
+    return (
+        f"begins with {least}{zeros} zeros, where every checkpoint says what it is: that part never arrived, or was"
+        " wiped; fetch it again"
     )
 
 
@@ -161,8 +209,8 @@ def describe_unknown(content: Content) -> str:
     """What can be said of a file that no format knows: by its name, by how even its bytes are, or by the first few."""
     head = bytes(content.buffer[:8])
     plain = f"neither a torch file nor safetensors (it starts with {head!r}); is it the right file, and is it complete?"
-    return _by_name(content) or _noise(content) or plain
+    return _by_name(content) or _zero_head(content) or _noise(content) or plain
 
 
-_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _signed, name_model, _text)
+_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _signed, _joblib, name_model, _text)
 """In the order in which they are asked."""

@@ -8,11 +8,16 @@ from itertools import islice
 from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
+from ckptfix.finding import counted
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.shards.rank_shards import is_zero_state, rank_shard
+from ckptfix.formats.tree import tensors_in
+
+_SCHEDULER = {"last_epoch", "_step_count"}
+"""What every ``LRScheduler.state_dict`` has."""
 
 _NODES = 1000
 """Values that are looked at for the state of an optimizer, those at the top first."""
@@ -38,6 +43,18 @@ def why_weightless(document: Document) -> str:
         return (
             f"{document.path}: the file holds an optimizer's state and no model weights;"
             " look for the file that the same training saved beside it"
+        )
+    if isinstance(root, dict) and root.keys() >= _SCHEDULER:
+        return (
+            f"{document.path}: the file holds the state of a learning-rate scheduler and no model weights;"
+            " look for the file that the same training saved beside it"
+        )
+    unnamed = 0 if isinstance(root, TensorSpec) else sum(1 for _ in tensors_in(root))
+    if unnamed and not isinstance(root, Opaque):
+        beside = f" under {names}" if (names := _names(root)) else ""
+        return (
+            f"{document.path}: no weights under names: the file holds {counted(unnamed, 'tensor')} in lists{beside};"
+            " save them as a state_dict, each under the name of its parameter"
         )
     return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
 
@@ -74,7 +91,11 @@ def _described(root: Any) -> str:
     kind = "numpy array" if isinstance(root, NumpyArray) else kind
     if isinstance(root, (dict, list, tuple)) and not root:
         return f"an empty {kind}"
-    pairs = root.pairs if isinstance(root, Opaque) else root if isinstance(root, dict) else {}
-    names = ", ".join(f"{shown(name):.40}" for name in _first(pairs)[:4])
+    names = _names(root)
     held = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind} without tensors under names"
     return f"{held} (it has {names})" if names else held
+
+
+def _names(root: Any) -> str:
+    pairs = root.pairs if isinstance(root, Opaque) else root if isinstance(root, dict) else {}
+    return ", ".join(f"{shown(name):.40}" for name in _first(pairs)[:4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
@@ -58,6 +58,21 @@ class NumpyArray:
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
         self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
         return self._spec
+
+
+def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
+    """A tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is lost.
+
+    Raises ``UnreadableError`` where the array holds anything else."""
+    data = bytes(spec.storage.source.read(0, spec.storage.nbytes)) if spec.storage is not None else b""
+    if (spec.dtype, dtype) != ("float32", "bfloat16") or any(data[0::4]) or any(data[1::4]):
+        raise UnreadableError(
+            f"{path}: a {dtype} tensor was saved as an array of {spec.dtype} that holds other values than its own; "
+            "save it from the CPU"
+        )
+    upper = bytearray(len(data) // 2)
+    upper[0::2], upper[1::2] = data[2::4], data[3::4]
+    return replace(spec, dtype=dtype, storage=Storage("numpy", MemoryBytes(bytes(upper))))
 
 
 def numpy_type(dtype: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ EXPANDED_LIMIT = 1 << 30
 """
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class TypedStorage:
     """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
 
@@ -44,16 +44,15 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
             "fetch it again"
         )
     if spec.storage is not None:
-        if spec.extent[1] > spec.storage.nbytes:
+        nbytes, claimed, stored = spec.nbytes, spec.extent[1], spec.storage.nbytes
+        if claimed > stored:
             raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} claims {spec.extent[1]} bytes of a storage of "
-                f"{spec.storage.nbytes}:"
+                f"{path}: a tensor of shape {spec.shape} claims {claimed} bytes of a storage of {stored}:"
                 " the file is damaged or hostile; fetch it again"
             )
-        if spec.nbytes > max(EXPANDED_LIMIT, 1024 * spec.storage.nbytes):
+        if nbytes > EXPANDED_LIMIT and nbytes > 1024 * stored:
             raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} would take {spec.nbytes >> 30} GiB in memory out of "
-                f"{spec.storage.nbytes}"
+                f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 30} GiB in memory out of {stored}"
                 " stored bytes; do not use this file"
             )
     return spec
@@ -71,8 +70,8 @@ def storage_dtype(cls: Any) -> str:
     ``torch.storage.UntypedStorage``.
     """
     if isinstance(cls, Global):
-        if cls.name in BY_STORAGE:
-            return BY_STORAGE[cls.name].name
+        if (dtype := BY_STORAGE.get(cls.name)) is not None:
+            return dtype.name
         if cls.name in ("UntypedStorage", "_UntypedStorage"):
             return "uint8"
     raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")

@@ -2,7 +2,9 @@
 
 They do what their entries in ``opcodes`` do, which the tests hold them to: the same values, the same account of memory,
 and the same errors, for which they turn to the machine's own methods. A checkpoint of some hundred tensors has
-thousands of them, and a zoo has thousands of checkpoints."""
+thousands of them, and a zoo has thousands of checkpoints.
+
+They are used where an opcode and its number are at hand, so that none of them has to ask."""
 
 from __future__ import annotations
 
@@ -13,28 +15,35 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.formats.bounds import SLOT
 from ckptfix.formats.pickles.objects import Global
+from ckptfix.formats.pickles.records import run_record
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine
 
-_UNSIGNED = struct.Struct("<I").unpack
-_SHORT = struct.Struct("<H").unpack
-_SIGNED = struct.Struct("<i").unpack
+LONGEST = 5
+"""Bytes of an opcode with its number."""
+
+_UNSIGNED = struct.Struct("<I").unpack_from
+_SHORT = struct.Struct("<H").unpack_from
+_SIGNED = struct.Struct("<i").unpack_from
+_MARK = ord("(")
+
+
+def _mark(machine: PickleMachine) -> None:
+    if machine.window[machine.place] != _MARK or not run_record(machine):
+        machine.mark()
 
 
 def _put(machine: PickleMachine) -> None:
-    position = machine.position
-    index = machine.data[position] if position < machine.size else machine.byte()
-    machine.position = position + 1
-    _keep(machine, index)
+    place = machine.place
+    machine.place = place + 1
+    _keep(machine, machine.window[place])
 
 
 def _put_far(machine: PickleMachine) -> None:
-    position = machine.position
-    if machine.size - position < 4:
-        machine.take(4)
-    machine.position = position + 4
-    _keep(machine, _UNSIGNED(machine.data[position : position + 4])[0])
+    place = machine.place
+    machine.place = place + 4
+    _keep(machine, _UNSIGNED(machine.window, place)[0])
 
 
 def _keep(machine: PickleMachine, index: int) -> None:
@@ -49,49 +58,36 @@ def _keep(machine: PickleMachine, index: int) -> None:
 
 
 def _get(machine: PickleMachine) -> None:
-    position = machine.position
-    index = machine.data[position] if position < machine.size else machine.byte()
-    machine.position = position + 1
-    row, place = machine.memo.row, index - machine.memo.first
-    machine.stack.append(row[place] if 0 <= place < len(row) else machine.memo.recall(index))
+    place = machine.place
+    machine.place = place + 1
+    machine.stack.append(machine.memo.recall(machine.window[place]))
 
 
 def _get_far(machine: PickleMachine) -> None:
-    position = machine.position
-    if machine.size - position < 4:
-        machine.take(4)
-    machine.position = position + 4
-    machine.stack.append(machine.memo.recall(_UNSIGNED(machine.data[position : position + 4])[0]))
+    place = machine.place
+    machine.place = place + 4
+    machine.stack.append(machine.memo.recall(_UNSIGNED(machine.window, place)[0]))
 
 
 def _byte(machine: PickleMachine) -> None:
-    position = machine.position
-    value = machine.data[position] if position < machine.size else machine.byte()
-    machine.position = position + 1
-    machine.stack.append(value)
+    place = machine.place
+    machine.place = place + 1
+    machine.stack.append(machine.window[place])
 
 
-def _number(width: int, unpack: Callable[[bytes], tuple[int]]) -> Callable[[PickleMachine], None]:
+def _number(width: int, unpack: Callable[[bytes, int], tuple[int]]) -> Callable[[PickleMachine], None]:
     def number(machine: PickleMachine) -> None:
-        position = machine.position
-        if machine.size - position < width:
-            machine.take(width)
-        machine.position = position + width
-        _push_new(machine, unpack(machine.data[position : position + width])[0])
+        place = machine.place
+        machine.place = place + width
+        _push_new(machine, unpack(machine.window, place)[0])
 
     return number
 
 
 def _text(machine: PickleMachine) -> None:
-    position = machine.position
-    if machine.size - position < 4:
-        machine.take(4)
-    start = machine.position = position + 4
-    count = _UNSIGNED(machine.data[position : position + 4])[0]
-    if count > machine.size - start:
-        machine.take(count)
-    machine.position = start + count
-    _push_new(machine, str(machine.data[start : start + count], "utf-8", "surrogatepass"))
+    place = machine.place
+    machine.place = place + 4
+    _push_new(machine, str(machine.take(_UNSIGNED(machine.window, place)[0]), "utf-8", "surrogatepass"))
 
 
 def _pair(machine: PickleMachine) -> None:
@@ -128,6 +124,7 @@ def _reduce(machine: PickleMachine) -> None:
 
 
 COMMON: dict[bytes, Callable[[PickleMachine], Any]] = {
+    b"(": _mark,
     b"K": _byte,
     b"M": _number(2, _SHORT),
     b"J": _number(4, _SIGNED),

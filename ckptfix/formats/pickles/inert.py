@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.checkpoint import Quantizer, Storage, TensorSpec
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.pickles import inert_values
-from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.arrays import NumpyArray, narrowed
 from ckptfix.formats.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
 from ckptfix.formats.pickles.executors import is_union
 from ckptfix.formats.pickles.graph_code import is_graph_code
@@ -29,6 +29,9 @@ from ckptfix.formats.sources import MemoryBytes
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
+
+
+_NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
 
 
 def _is_simple(part: Any) -> bool:
@@ -81,14 +84,16 @@ class InertTable:
     # torch ------------------------------------------------------------------------------------------------------------
     # ---------
 
-    def tensor(self, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
+    def tensor(
+        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any = False, hooks: Any = None, *rest: Any
+    ) -> Any:
         """``_rebuild_tensor``, ``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
         if not isinstance(storage, TypedStorage):
             raise ValueError("a tensor without a storage")
-        self._note(*rest[1:3])
-        return self._strided(
-            storage, storage.dtype, offset, size, stride, rest[0] if rest else False, rest[2] if len(rest) > 2 else None
-        )
+        metadata = rest[0] if rest else None
+        if isinstance(hooks, Opaque) or isinstance(metadata, Opaque):
+            self._note(hooks, metadata)
+        return self._strided(storage, storage.dtype, offset, size, stride, trained, metadata)
 
     def tensor_v3(
         self,
@@ -107,14 +112,16 @@ class InertTable:
 
     def _note(self, *beside: Any) -> None:
         """Hooks and metadata of a tensor are plain dicts; an object in their place is not kept: torch refuses it."""
-        self.foreign.update((str(value.cls), None) for value in beside if isinstance(value, Opaque))
+        for value in beside:
+            if isinstance(value, Opaque):
+                self.foreign[str(value.cls)] = None
 
     def _strided(
         self, typed: TypedStorage, dtype: str, offset: int, size: Any, stride: Any, requires_grad: Any, metadata: Any
     ) -> TensorSpec:
-        bits = (
-            {name: True for name in ("conj", "neg") if metadata.get(name) is True} if isinstance(metadata, dict) else {}
-        )
+        bits = _NO_BITS
+        if isinstance(metadata, dict):
+            bits = {name: True for name in ("conj", "neg") if metadata.get(name) is True}
         spec = TensorSpec(
             dtype,
             sizes(size),
@@ -124,20 +131,21 @@ class InertTable:
             requires_grad=bool(requires_grad),
             math_bits=bits,
         )
-        return self._within_reason(checked(spec, self.path))
+        checked(spec, self.path)
+        self._keep_within_reason(typed.storage, spec.nbytes)
+        return spec
 
-    def _within_reason(self, spec: TensorSpec) -> TensorSpec:
-        """The spec itself, once the tensors of the file together are known to be no bomb of views of few bytes."""
-        if spec.storage is not None and id(spec.storage) not in self._stored:
-            self._stored[id(spec.storage)] = spec.storage
-            self._stored_bytes += spec.storage.nbytes
-        self._logical_bytes += spec.nbytes
-        if self._logical_bytes > max(4 * EXPANDED_LIMIT, 1024 * self._stored_bytes):
+    def _keep_within_reason(self, storage: Storage, nbytes: int) -> None:
+        """Count a tensor of ``nbytes``: those of the file together must be no bomb of views of few bytes."""
+        if id(storage) not in self._stored:
+            self._stored[id(storage)] = storage
+            self._stored_bytes += storage.nbytes
+        self._logical_bytes += nbytes
+        if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self._stored_bytes:
             raise HostileError(
                 f"{self.path}: its tensors would take {self._logical_bytes >> 30} GiB in memory out of "
                 f"{self._stored_bytes} stored bytes; do not use this file"
             )
-        return spec
 
     def parameter(self, data: Any, requires_grad: Any = True, *_: Any) -> Any:
         """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""
@@ -214,12 +222,7 @@ class InertTable:
             return NotImplemented
         name = dtype_name(dtype)
         if name != spec.dtype:
-            # bfloat16 has no numpy dtype: torch saves such a tensor as float32 and casts it back, which ckptfix does
-            # not do while reading.
-            raise UnreadableError(
-                f"{self.path}: a {name} tensor was saved as {spec.dtype} through numpy, which ckptfix does not read; "
-                "save it from the CPU"
-            )
+            spec = narrowed(spec, name, self.path)
         return replace(spec, requires_grad=bool(requires_grad))
 
     def from_bytes(self, data: Any) -> Any:

@@ -16,26 +16,16 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from sys import getsizeof
-from typing import Any, Protocol, overload
+from typing import Any
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.pickles.common_opcodes import LONGEST
 from ckptfix.formats.pickles.memo import Memo
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.pickles.opcodes import HANDLERS, WEIGHTS_ONLY
+from ckptfix.formats.pickles.opcodes import HANDLERS, STEPS, WEIGHTS_ONLY
+from ckptfix.formats.pickles.stream import Bytes, PickleStream
 from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError
-
-
-class Bytes(Protocol):
-    """What the machine reads from: bytes or an mmap."""
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> bytes: ...
-    def find(self, sub: bytes, start: int, /) -> int: ...
-
 
 _STOP = ord(".")
 _REFUSED = [code for code, handler in enumerate(HANDLERS) if handler is not None and bytes([code]) not in WEIGHTS_ONLY]
@@ -55,11 +45,12 @@ Call = Callable[[Global, tuple[Any, ...]], Any]
 """Gives the inert value that stands for calling a global with arguments."""
 
 
-class PickleMachine:
+class PickleMachine(PickleStream):
     """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is behind its STOP.
 
     ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` has those whose results
-    it calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses. Raises
+    it calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses;
+    ``is_unicode`` tells whether all strings of Python 2 are UTF-8, which torch.load takes them for. Raises
     ``UnreadableError`` where the stream is not a pickle or ends early, ``HostileError`` where it is built to exhaust
     the machine."""
 
@@ -72,14 +63,12 @@ class PickleMachine:
         position: int = 0,
         bounds: Bounds | None = None,
     ) -> None:
-        self.data, self.path, self.position = data, path, position
-        self.size = len(data)
-        self.call: Call = call
-        self.persistent_load: Callable[[Any], Any] = persistent_load
+        super().__init__(data, path, position)
+        self.call, self.persistent_load = call, persistent_load
+        self.bounds = bounds or Bounds(path, len(data))
         self.globals: dict[tuple[str, str], Global] = {}
         self.called: set[str] = set()
-        self.protocol = 0
-        self.bounds = bounds or Bounds(path, len(data))
+        self.protocol, self.is_unicode = 0, True
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._below = 0
@@ -93,26 +82,23 @@ class PickleMachine:
 
     def load(self) -> Any:
         """The inert value of the pickle."""
-        data, size, table, seen = self.data, self.size, HANDLERS, self._seen
+        seen = self._seen
         try:
             while True:
                 self.bounds.step(_STRIDE, self._below + len(self.stack))
                 for run in range(_STRIDE):
-                    position = self.position
-                    if position >= size:
-                        raise PickleEndError(
-                            f"{self.path}: the pickle ends before its STOP; the file is cut short: fetch it again",
-                            position,
-                        )
-                    self.position = position + 1
-                    opcode = data[position]
+                    if self.place >= len(self.window):
+                        self.refill()
+                    place, window = self.place, self.window
+                    self.place = place + 1
+                    opcode = window[place]
                     if opcode == _STOP:
                         self.bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
                         return self.stack.pop()
                     seen[opcode] = 1
-                    handler = table[opcode]
+                    handler = HANDLERS[opcode] if place + LONGEST <= len(window) else STEPS[opcode]
                     if handler is None:
-                        raise NoOpcodeError(self.path, opcode, position)
+                        raise NoOpcodeError(self.path, opcode, self.position - 1)
                     handler(self)
         except PickleEndError as end:
             end.runs = [*self._marks, self.stack]
@@ -122,44 +108,6 @@ class PickleMachine:
                 f"{self.path}: the pickle is malformed near offset {self.position} ({type(error).__name__}: {error}); "
                 "fetch the file again"
             ) from error
-
-    # Reading
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def take(self, count: int) -> bytes:
-        """The next ``count`` bytes of the stream."""
-        start = self.position
-        if count < 0 or count > self.size - start:
-            raise PickleEndError(
-                f"{self.path}: {count} bytes are claimed at offset {start}, {self.size - start} are there; the "
-                "file is cut short or damaged: fetch it again",
-                start,
-            )
-        self.position = start + count
-        return self.data[start : start + count]
-
-    def byte(self) -> int:
-        """The next byte, as a number."""
-        position = self.position
-        if position >= self.size:
-            self.take(1)
-        self.position = position + 1
-        return self.data[position]
-
-    def unsigned(self, width: int) -> int:
-        """The next little-endian unsigned integer of ``width`` bytes."""
-        return int.from_bytes(self.take(width), "little")
-
-    def line(self) -> bytes:
-        """The bytes up to the next newline."""
-        end = self.data.find(b"\n", self.position)
-        if end < 0:
-            raise PickleEndError(
-                f"{self.path}: a line of the pickle does not end; the file is cut short: fetch it again", self.position
-            )
-        text = self.data[self.position : end]
-        self.position = end + 1
-        return text
 
     # Stack
     # -----------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,13 @@ class Memo:
     def __len__(self) -> int:
         return len(self.row) + len(self.far)
 
+    @property
+    def following(self) -> int:
+        """The number under which a value goes to the end of the row, and nothing else is to be asked; -1 where none
+        does.
+        """
+        return self.first + len(self.row) if self.row and not self.far else -1
+
     def keep(self, index: int, value: Any) -> int:
         """Keep a value under a number, in the place of one that may be there. Gives the bytes that its place takes."""
         row, far = self.row, self.far

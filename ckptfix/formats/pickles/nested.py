@@ -12,7 +12,7 @@ from ckptfix.formats.sniffing import is_zip
 from ckptfix.formats.sources import Content
 
 
-def read_nested(data: bytes, path: str, nesting: int, account: Bounds | None = None) -> tuple[Any, set[str]]:
+def read_nested(data: bytes, path: str, nesting: int, account: Bounds) -> tuple[Any, set[str]]:
     """The root object of the inner file and the globals that its pickles name. It spends from the outer account."""
     content = Content(path, data, account=account)
     reader = torch_zip.read if is_zip(content) else torch_legacy.read

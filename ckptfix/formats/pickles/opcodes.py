@@ -19,11 +19,26 @@ def _text(raw: bytes) -> str:
     return raw.decode("latin-1")
 
 
-def _quoted(raw: bytes) -> str:
+def _quoted(raw: bytes) -> bytes:
     raw = raw.strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         raise ValueError("a string without quotes")
-    return _text(_ESCAPE.sub(_unescaped, raw[1:-1]))
+    return _ESCAPE.sub(_unescaped, raw[1:-1])
+
+
+def _string(machine: PickleMachine, raw: bytes) -> None:
+    """A string of Python 2."""
+    if not raw.isascii() and machine.is_unicode:
+        machine.is_unicode = _is_utf8(raw)
+    machine.push_new(_text(raw))
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|[0-7]{1,3}|[^x]|)", re.DOTALL)
@@ -154,9 +169,9 @@ OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"\x8b": _decode(4, _signed),
     b"F": lambda m: m.push_new(float(m.line())),
     b"G": lambda m: m.push_new(struct.unpack(">d", m.take(8))[0]),
-    b"S": lambda m: m.push_new(_quoted(m.line())),
-    b"T": _decode(4, _text),
-    b"U": _decode(1, _text),
+    b"S": lambda m: _string(m, _quoted(m.line())),
+    b"T": lambda m: _string(m, m.take(m.unsigned(4))),
+    b"U": lambda m: _string(m, m.take(m.byte())),
     b"V": lambda m: m.push_new(m.line().decode("raw-unicode-escape")),
     b"X": _decode(4, _utf8),
     b"\x8c": _decode(1, _utf8),
@@ -208,8 +223,11 @@ OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"Q": lambda m: m.persist(m.pop()),
 }
 
-HANDLERS = [COMMON.get(bytes([code]), OPCODES.get(bytes([code]))) for code in range(256)]
-"""The same by the opcode's number, the common ones in their short form."""
+STEPS = [OPCODES.get(bytes([code])) for code in range(256)]
+"""The same by the opcode's number."""
+
+HANDLERS = [COMMON.get(bytes([code]), STEPS[code]) for code in range(256)]
+"""The same with the common ones in their short form."""
 
 WEIGHTS_ONLY = frozenset(bytes([code]) for code in b"c\x81Rbaesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr\x80")
 """The opcodes that ``torch.load(weights_only=True)`` knows beside STOP: those of protocol 2, and EMPTY_SET

@@ -25,6 +25,11 @@ MODULES = frozenset(
 )
 """Top-level modules of which no checkpoint needs anything."""
 
+HARMLESS = frozenset({"joblib.numpy_pickle.NumpyArrayWrapper", "torch._dynamo.decorators._DimRange"})
+"""Classes in such modules that hold values alone: joblib writes one for each array, torch one for a ragged dimension of
+a nested tensor.
+"""
+
 ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
 """Modules that give an attack away wherever they stand in a dotted name: ``torch.serialization.os.system``."""
 
@@ -71,6 +76,8 @@ _NAMED = 4
 
 def is_payload(name: str) -> bool:
     """Whether a global (``posix.system``) is there only to run code."""
+    if name in HARMLESS:
+        return False
     parts = name.split(".")
     if parts[:2] == ["torch", "_dynamo"] and parts[2:3] and parts[2] in COMPILER and parts[-1][:1].isupper():
         return False

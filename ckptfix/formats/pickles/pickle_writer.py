@@ -18,6 +18,11 @@ from ckptfix.formats.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 
+_NEAR, _FAR = struct.Struct("<cB"), struct.Struct("<cI")
+"""An opcode and its number, of one byte or four."""
+
+_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
 
 class StorageRef:
     """Where the writer put the bytes of a tensor: the storage's key and device in the new file, and the tensor's offset
@@ -37,28 +42,35 @@ class PickleWriter:
     def __init__(self, path: str, place: Callable[[TensorSpec], StorageRef]) -> None:
         self.path, self.place = path, place
         self._out: list[bytes] = []
+        self._done = bytearray()
         self._memo: dict[Any, int] = {}
         self._alive: list[Any] = []
 
     def dump(self, root: Any) -> bytes:
         """The whole pickle of ``root``."""
-        self._out = [b"\x80\x02"]
+        self._out, self._done = [b"\x80\x02"], bytearray()
         self._save(root)
         self._out.append(b".")
-        return b"".join(self._out)
+        self._gather()
+        return bytes(self._done)
+
+    def _gather(self) -> None:
+        """Put what was written in one piece: a tensor is thirty small ones, and each takes more than its bytes."""
+        self._done += b"".join(self._out)
+        self._out.clear()
 
     # Opcodes
     # -----------------------------------------------------------------------------------------------------------------
 
     def _put(self, identity: Any) -> None:
         index = self._memo[identity] = len(self._memo)
-        self._out.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+        self._out.append(_FAR.pack(b"r", index) if index > 255 else _NEAR.pack(b"q", index))
 
     def _get(self, identity: Any) -> bool:
         index = self._memo.get(identity)
         if index is None:
             return False
-        self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        self._out.append(_FAR.pack(b"j", index) if index > 255 else _NEAR.pack(b"h", index))
         return True
 
     def _global(self, module: str, name: str) -> None:
@@ -75,7 +87,11 @@ class PickleWriter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _save(self, value: Any) -> None:
-        if value is None:
+        if type(value) is str:
+            self._text(value)
+        elif type(value) is TensorSpec:
+            self._tensor(value)
+        elif value is None:
             self._out.append(b"N")
         elif isinstance(value, bool):
             self._out.append(b"\x88" if value else b"\x89")
@@ -85,14 +101,12 @@ class PickleWriter:
             self._out.append(b"G" + struct.pack(">d", value))
         elif isinstance(value, str):
             self._text(value)
-        elif isinstance(value, TensorSpec):
-            self._tensor(value)
         else:
             self._compound(value)
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self._out.append(b"K" + bytes([value]))
+            self._out.append(_NEAR.pack(b"K", value))
         elif 0 <= value < 65536:
             self._out.append(b"M" + struct.pack("<H", value))
         elif -(1 << 31) <= value < 1 << 31:
@@ -109,15 +123,18 @@ class PickleWriter:
     def _text(self, value: str) -> None:
         if not self._get(value):
             raw = value.encode("utf-8", "surrogatepass")
-            self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
+            self._out.append(_FAR.pack(b"X", len(raw)) + raw)
             self._put(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
             self._out.append(b"(")
         for item in value:
-            self._save(item)
-        self._out.append({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
+            if type(item) is int:
+                self._int(item)
+            else:
+                self._save(item)
+        self._out.append(_TUPLES.get(len(value), b"t"))
 
     def _compound(self, value: Any) -> None:
         if self._get(id(value)):
@@ -187,6 +204,7 @@ class PickleWriter:
                 self._save(key)
                 self._save(item)
             self._out.append(b"u")
+            self._gather()
         attributes = getattr(value, "__dict__", None)
         if attributes:
             self._save(dict(attributes))
@@ -215,14 +233,15 @@ class PickleWriter:
             raise WriteError(f"{self.path}: a tensor of the meta device has no values to write; fill it first")
         dtype = DTYPES[spec.dtype]
         ref = self.place(spec)
-        name = {True: "_rebuild_qtensor", False: "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3"}[
-            spec.quantizer is not None
-        ]
-        self._global("torch._utils", name)
+        if spec.quantizer is not None:
+            self._global("torch._utils", "_rebuild_qtensor")
+        else:
+            self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
         self._out.append(b"(")
         self._storage(ref, dtype.storage, dtype.itemsize)
-        for item in (ref.offset, spec.shape, spec.strides):
-            self._save(item)
+        self._int(ref.offset)
+        self._compound(spec.shape)
+        self._compound(spec.strides)
         if spec.quantizer is not None:
             self._quantizer(spec.quantizer)
         self._save(requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ckptfix.checkpoint import Remark, Storage
@@ -12,9 +13,10 @@ from ckptfix.errors import HostileError
 from ckptfix.formats.bounds import STORAGE, Bounds, shown
 from ckptfix.formats.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.formats.pickles.inert import InertTable
-from ckptfix.formats.pickles.machine import Bytes, PickleMachine
+from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.pickles.payload import name_calls
+from ckptfix.formats.pickles.stream import Bytes
 from ckptfix.formats.sources import SwappedBytes
 
 _TEXT_ID = re.compile(
@@ -37,23 +39,23 @@ class StoragePickle:
 
     ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
     gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
-    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``big_endian`` that the
-    storages are from such a machine. ``bounds`` is the account of the file, one for all of its pickles."""
+    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their
+    strings of Python 2 are UTF-8, ``big_endian`` that the storages are from such a machine. ``bounds`` is the account
+    of the file, one for all of its pickles."""
 
     def __init__(
         self,
         path: str,
         find_storage: Callable[[str, int, str], Storage],
+        bounds: Bounds,
         nesting: int = 0,
         big_endian: bool = False,
-        bounds: Bounds | None = None,
     ) -> None:
-        self.big_endian = big_endian
-        self.path, self.nesting = path, nesting
+        self.path, self.big_endian = path, big_endian
         self.names: set[str] = set()
-        self.table = InertTable(path, self._nested)
+        self.table = InertTable(path, partial(_read_nested, path, nesting, bounds, self.names))
         self.protocol = 0
-        self.is_plain = True
+        self.is_plain, self.is_unicode = True, True
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._find_storage = find_storage
@@ -62,7 +64,6 @@ class StoragePickle:
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
         """The inert value of the pickle at ``position`` and the position behind it."""
         machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
-        self._bounds = machine.bounds
         try:
             value = machine.load()
         finally:
@@ -72,13 +73,15 @@ class StoragePickle:
             machine.bounds.names |= self.names
         self.protocol = max(self.protocol, machine.protocol)
         self.is_plain = self.is_plain and not machine.unsupported
+        self.is_unicode = self.is_unicode and machine.is_unicode
         return value, machine.position
 
     def protocol_remarks(self, where: str) -> list[Remark]:
-        """What to say of pickles that use opcodes which ``weights_only`` does not know."""
+        """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
         # Protocol 2 itself has some: a tuple that holds itself is written with POP.
         protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
-        return [] if self.is_plain else [Remark("protocol", where, protocol)]
+        remarks = [] if self.is_plain else [Remark("protocol", where, protocol)]
+        return remarks if self.is_unicode else [*remarks, Remark("python2-text", where, "text of Python 2")]
 
     def _persistent(self, pid: Any) -> Any:
         """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
@@ -93,19 +96,18 @@ class StoragePickle:
         dtype = storage_dtype(cls)
         nbytes = int(numel) * DTYPES[dtype].itemsize
         key = str(key)
-        if key not in self.storages:
+        storage = self.storages.get(key)
+        if storage is None:
             storage = self._find_storage(key, nbytes, str(device))
-            if self._bounds is not None:
-                self._bounds.spend(STORAGE)
-            self.storages[key] = self._swapped(storage, dtype) if self.big_endian else storage
-            self.dtypes[key] = dtype
-        elif nbytes > self.storages[key].nbytes:
+            self._bounds.spend(STORAGE)
+            if self.big_endian:
+                storage = self._swapped(storage, dtype)
+            self.storages[key], self.dtypes[key] = storage, dtype
+        elif nbytes > storage.nbytes:
             raise HostileError(
                 f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
             )
-        return (
-            TypedStorage(self.storages[key], dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
-        )
+        return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
 
     def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
         # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
@@ -134,16 +136,18 @@ class StoragePickle:
             return storage
         return Storage(storage.key, SwappedBytes(storage.source, width), storage.device, parts=(storage,))
 
-    def _nested(self, data: bytes) -> Any:
-        if self.nesting >= NESTING_LIMIT:
-            raise HostileError(
-                f"{self.path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
-            )
-        from ckptfix.formats.pickles.nested import read_nested
 
-        root, names = read_nested(data, self.path, self.nesting + 1, self._bounds)
-        self.names.update(names)
-        return root
+def _read_nested(path: str, nesting: int, bounds: Bounds, names: set[str], data: bytes) -> Any:
+    """The object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a while."""
+    if nesting >= NESTING_LIMIT:
+        raise HostileError(
+            f"{path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
+        )
+    from ckptfix.formats.pickles.nested import read_nested
+
+    root, more = read_nested(data, path, nesting + 1, bounds)
+    names.update(more)
+    return root
 
 
 def _id_of_text(text: str) -> tuple[Any, ...]:

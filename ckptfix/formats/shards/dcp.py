@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +92,9 @@ class _Reading:
     def _described(self, files: list[Path]) -> StoredMetadata:
         parts = []
         for file in files:
-            with _opened(file) as content:
-                content.account = self.bounds
-                parts.append(parse_metadata(content))
+            content = Content.of_file(str(file))
+            content.account = self.bounds
+            parts.append(parse_metadata(content))
         try:
             return merged(parts)
         except ValueError as error:
@@ -105,12 +103,8 @@ class _Reading:
     def document(self) -> Document:
         """The document of the folder."""
         self.metadata = self._described(_metadata_files(self.folder))
-        try:
-            for name, item in self.metadata.items.items():
-                self._read(name, item)
-        finally:
-            for content in self.contents.values():
-                content.close()
+        for name, item in self.metadata.items.items():
+            self._read(name, item)
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
             raise UnreadableError(f"{self.folder}: {'; '.join(self._damage())}; no tensor is whole: fetch it again")
@@ -261,12 +255,3 @@ def _plain(value: Any) -> Any:
     if all(isinstance(key, int) for key in value) and sorted(value) == list(range(len(value))):
         return [_plain(value[index]) for index in range(len(value))]
     return {key: _plain(member) for key, member in value.items()}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Content]:
-    content = Content.of_file(str(path))
-    try:
-        yield content
-    finally:
-        content.close()

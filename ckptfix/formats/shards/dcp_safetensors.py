@@ -74,12 +74,9 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
     """The document of a shard, and where its chunks begin."""
     content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
     content.salvage = salvage
-    try:
-        if not is_safetensors(content):
-            raise UnreadableError(f"{name} is no safetensors file")
-        document = safetensors.read(content)
-    finally:
-        content.close()
+    if not is_safetensors(content):
+        raise UnreadableError(f"{name} is no safetensors file")
+    document = safetensors.read(content)
     if not isinstance(document.root, dict) or not all(isinstance(spec, TensorSpec) for spec in document.root.values()):
         raise UnreadableError(f"{name} holds more than tensors")
     note = next((mark.detail for mark in document.remarks if (mark.kind, mark.where) == ("note", NOTE)), "{}")

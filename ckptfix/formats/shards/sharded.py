@@ -56,14 +56,19 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     if chosen is None and len(indexes) > 1:
         names = ", ".join(path.name for path in indexes)
         raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
-    if indexes:
-        content = Content.of_file(str(chosen or indexes[0]))
-        try:
-            index = parse_index(content)
-        finally:
-            content.close()
-        return _Merge(str(folder), folder, index, salvage).document()
     sets = _sets(folder)
+    if indexes:
+        try:
+            index = parse_index(Content.of_file(str(chosen or indexes[0])))
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            if len(sets) != 1:
+                raise
+            merge = _Merge(str(folder), folder, None, salvage)  # numbered shards say themselves what they hold
+            merge.damage.append(f"has an index that cannot be read ({error})")
+            return merge.document()
+        return _Merge(str(folder), folder, index, salvage).document()
     if len(sets) > 1:
         names = ", ".join(str(numbering) for numbering in sets)
         raise UnreadableError(
@@ -217,11 +222,7 @@ def _open_shard(path: str, salvage: bool) -> Checkpoint:
     # The table of formats lists this module.
     from ckptfix.formats import read_content
 
-    content = Content.of_file(path)
-    try:
-        return open_document(read_content(content, salvage), salvage=True)
-    finally:
-        content.close()
+    return open_document(read_content(Content.of_file(path), salvage), salvage=True)
 
 
 def _surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:

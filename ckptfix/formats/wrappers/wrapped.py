@@ -106,7 +106,6 @@ def _archive(content: Content, damage: list[str]) -> list[Member] | None:
 def _replaced(old: Content, new: Content) -> Content:
     new.account = old.bounds
     new.account.unpack(len(new))
-    old.close()
     return new
 
 

@@ -18,8 +18,14 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _TAIL = 65535 + _END.size + _LOCATOR.size
 """The end record has a comment of at most 65535 bytes behind it."""
 
+_USUAL = 256
+"""Bytes that are looked at first: few archives have a comment."""
+
 _PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")
 """Where a torch file keeps its storages."""
+
+PACKAGE_MARK = ".data/extern_modules"
+"""What every archive of torch.package has below its root: the modules that it does not bring along."""
 
 _known: WeakKeyDictionary[Content, list[str]] = WeakKeyDictionary()
 """The names by archive: whoever looks what a file is asks for them, and a file may have a hundred thousand."""
@@ -33,9 +39,12 @@ def member_names(content: Content) -> list[str]:
 
 
 def _member_names(content: Content) -> list[str]:
-    start = max(len(content) - _TAIL, 0)
-    tail = bytes(content.buffer[start:])
-    at = tail.rfind(b"PK\x05\x06")
+    for size in (_USUAL, _TAIL):
+        start = max(len(content) - size, 0)
+        tail = bytes(content.buffer[start:])
+        at = tail.rfind(b"PK\x05\x06")
+        if at >= _LOCATOR.size:
+            break
     if at < 0 or at + _END.size > len(tail):
         return []
     *_, size, _, _ = _END.unpack_from(tail, at)
@@ -95,6 +104,11 @@ def is_torchscript(names: list[str]) -> bool:
     present = set(names)
     old = any(f"{root}version" in present for root in _roots(names, "model.json"))
     return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))
+
+
+def is_torch_package(names: list[str]) -> bool:
+    """Whether the members are those of an archive of torch.package."""
+    return bool(names) and f"{names[0].partition('/')[0]}/{PACKAGE_MARK}" in names
 
 
 def _roots(names: list[str], main: str) -> list[str]:

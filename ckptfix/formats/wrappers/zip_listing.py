@@ -19,21 +19,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ckptfix.formats.buffers import RangeBuffer
 from ckptfix.formats.sources import Content
 from ckptfix.formats.wrappers.decoders import zip_decoder
 from ckptfix.formats.wrappers.streams import Stream
 from ckptfix.formats.wrappers.zip_directory import bounded_directory
+from ckptfix.formats.wrappers.zip_headers import DESCRIPTORS, Header, descriptors, header_name, read_header
 from ckptfix.formats.wrappers.zip_walk import FoundMembers, walk
 
 NAMED_LIMIT = 3
 _LOOK = 1 << 13
 """Bytes that a look at a claim counts as, beside those that are looked at."""
 
-_HEADER = struct.Struct("<4s5H3I2H")
 _END = struct.Struct("<4s4H2LH")
-_DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
-"""Checksum and both sizes behind a member, of 4 or (zip64) 8 bytes, with and without a signature."""
-
 _RECORD = re.compile(
     r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
     r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))"
@@ -61,55 +59,34 @@ class Listing:
         for known in (self.starts, self.agreed):
             if info.header_offset in known:
                 return known[info.header_offset]
-        header = _read_header(content, info.header_offset)
+        header = read_header(content, info.header_offset)
         return header.start if header is not None and header.is_signed else None
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What stands in front of a member."""
-
-    is_signed: bool
-    flags: int
-    method: int
-    crc: int
-    packed: int
-    size: int
-    name: bytes
-    start: int
 
 
 def list_members(content: Content) -> Listing:
     """The members of an archive. Raises ``HostileError`` where there is no end of them."""
     infos, fault, displaced = _directory(content)
-    if infos is None:
-        found = walk(content)
-        damage = [f"is damaged: the directory of the zip archive ({fault}); its members were found without it"]
-        return Listing(found.infos, {}, found, damage if _has_end(content) else [])
-    return replace(_Settling(content, infos).settle(), displaced=displaced)
+    settling = _Settling(content, infos)
+    if not fault and settling.is_in_place:
+        return replace(settling.settle(), displaced=displaced)
+    found = walk(content)
+    cause = fault or "it points at places where no members are"
+    damage = [f"is damaged: the directory of the zip archive ({cause}); its members were found without it"]
+    return Listing(found.infos, {}, found, damage if _has_end(content) else [])
 
 
-def _directory(content: Content) -> tuple[list[zipfile.ZipInfo] | None, str, int]:
-    """The members as the directory at the end lists them; None, and why, where it is gone or is another archive's. And
-    how far it is displaced.
-    """
-    stream = io.BytesIO(content.buffer) if isinstance(content.buffer, bytes) else content.buffer
+def _directory(content: Content) -> tuple[list[zipfile.ZipInfo], str, int]:
+    """The members as the directory at the end lists them, why it cannot be read, and how far it is displaced."""
+    buffer = content.buffer
+    stream = buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:])
     try:
         # zipfile makes an object for whatever the directory lists, wherever it finds one.
         if end := zipfile._EndRecData(stream):  # type: ignore[attr-defined]  # what ZipFile itself goes by
             bounded_directory(content, max(0, end[9] - end[5] - 76), end[9])
-        archive = zipfile.ZipFile(stream)  # type: ignore[arg-type]  # a mmap reads, seeks and tells
+        archive = zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
-        return None, str(error), 0
-    infos, displaced = archive.infolist(), archive.start_dir - end[6] if end else 0
-    in_place = sum(_is_signed(content, info.header_offset) for info in infos)
-    if 2 * in_place <= len(infos):
-        return None, "it points at places where no members are", 0
-    return infos, "", displaced
-
-
-def _is_signed(content: Content, place: int) -> bool:
-    return place >= 0 and bytes(content.buffer[place : place + 4]) == b"PK\x03\x04"
+        return [], str(error) or type(error).__name__, 0
+    return archive.infolist(), "", archive.start_dir - end[6] if end else 0
 
 
 def _has_end(content: Content) -> bool:
@@ -120,24 +97,6 @@ def _has_end(content: Content) -> bool:
     *_, size, offset, _ = _END.unpack(tail)
     is_told = size >= 46 and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
     return tail[:4] == b"PK\x05\x06" or is_told
-
-
-def _read_header(content: Content, place: int) -> _Header | None:
-    raw = bytes(content.buffer[place : place + _HEADER.size]) if place >= 0 else b""
-    if len(raw) < _HEADER.size:
-        return None
-    signature, _, flags, method, _, _, crc, packed, size, name, extra = _HEADER.unpack(raw)
-    behind = place + _HEADER.size
-    return _Header(
-        signature == b"PK\x03\x04",
-        flags,
-        method,
-        crc,
-        packed,
-        size,
-        bytes(content.buffer[behind : behind + name]),
-        behind + name + extra,
-    )
 
 
 @dataclass
@@ -164,16 +123,37 @@ class _Settling:
         self.budget = 4 * len(content) + (64 << 20)
         """Bytes, packed and expanded, that may be gone through to tell who is right."""
 
+        self.in_place = 0
+        """How many members begin where the directory says."""
+        self.odd = [place for place, info in enumerate(infos) if not self._is_plain(info)]
+
+    def _is_plain(self, info: zipfile.ZipInfo) -> bool:
+        """Whether the header of a member says what the directory says, as of nearly all."""
+        header = read_header(self.content, info.header_offset)
+        if header is None:
+            return False
+        self.in_place += header.is_signed
+        if not self._agree(info, header) or header_name(info, header) != info.orig_filename:
+            return False
+        self.listing.agreed[info.header_offset] = header.start
+        return True
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether this is the directory of these members, and not that of another archive."""
+        return 2 * self.in_place > len(self.listing.infos)
+
     def settle(self) -> Listing:
         """The members, each as it is proved to be where its two descriptions differ."""
-        self.listing.infos = [self._settled(info) for info in self.listing.infos]
+        for place in self.odd:
+            self.listing.infos[place] = self._settled(self.listing.infos[place])
         more = len(self.faults) - NAMED_LIMIT
         self.listing.damage = [f"is damaged: {fault}" for fault in self.faults[:NAMED_LIMIT]]
         self.listing.damage += [f"has {more} more damaged members"] if more > 0 else []
         return self.listing
 
     def _settled(self, info: zipfile.ZipInfo) -> zipfile.ZipInfo:
-        header = _read_header(self.content, info.header_offset)
+        header = read_header(self.content, info.header_offset)
         if header is None:
             return self._walked.get(info.filename, info)
         if not self._agree(info, header):
@@ -206,7 +186,7 @@ class _Settling:
     def _directory(self) -> int:
         return self.content.buffer.find(b"PK\x01\x02", self.bounds[-1])
 
-    def _agree(self, info: zipfile.ZipInfo, header: _Header) -> bool:
+    def _agree(self, info: zipfile.ZipInfo, header: Header) -> bool:
         """Whether header and descriptor say of a member what the directory says."""
         if not header.is_signed or header.method != info.compress_type or (header.flags ^ info.flag_bits) & 1:
             return False
@@ -216,14 +196,9 @@ class _Settling:
             return header.crc == info.CRC and (is_zip64 or (header.crc, header.packed, header.size) == said)
         if not header.flags & 8:
             return said == (0, 0, 0)
-        return said in self._descriptors(header.start + info.compress_size)
+        return said in descriptors(self.content, header.start + info.compress_size)
 
-    def _descriptors(self, place: int) -> list[tuple[int, int, int]]:
-        """What may be meant by the bytes behind a member."""
-        raw = bytes(self.content.buffer[place : place + 24])
-        return [form.unpack_from(raw)[-3:] for form in _DESCRIPTORS if len(raw) >= form.size]
-
-    def _claims(self, info: zipfile.ZipInfo, header: _Header) -> Iterator[_Claim]:
+    def _claims(self, info: zipfile.ZipInfo, header: Header) -> Iterator[_Claim]:
         """What a member can be, by its directory, by its header, and by the place of the next member."""
         says = (info.CRC, info.compress_size, info.file_size)
         is_called_locked = info.flag_bits & ~header.flags & 1
@@ -233,11 +208,11 @@ class _Settling:
         stop = self.bounds[after] if after < len(self.bounds) else self._directory
         is_misplaced = not header.is_signed and header.name != info.orig_filename.encode("utf-8", "replace")
         culprit = "the directory's entry of" if is_misplaced else "the header of"
-        for width in (0, *(form.size for form in _DESCRIPTORS)):
+        for width in (0, *(form.size for form in DESCRIPTORS)):
             yield _Claim(stop - width - info.compress_size, info.compress_type, *says, culprit)
         others = [(header.crc, header.packed, header.size)]
-        for form in _DESCRIPTORS:
-            others.extend(self._descriptors(stop - form.size))
+        for form in DESCRIPTORS:
+            others.extend(descriptors(self.content, stop - form.size))
         for crc, packed, size in others:
             yield _Claim(header.start, header.method, crc, packed, size, "the directory's entry of")
 
@@ -260,15 +235,12 @@ class _Settling:
                 return False
         return stream.ended and crc == claim.crc and stream.expanded == claim.size
 
-    def _named(self, info: zipfile.ZipInfo, header: _Header) -> zipfile.ZipInfo:
+    def _named(self, info: zipfile.ZipInfo, header: Header) -> zipfile.ZipInfo:
         """The member under the name of its header, where only that is one of a torch file.
 
         A single bit turns a member's name into another, and its tensor would be taken for lost."""
-        try:
-            other = header.name.decode("utf-8" if info.flag_bits & 0x800 else "cp437")
-        except UnicodeDecodeError:
-            return info
-        if other == info.orig_filename or self.names[other] or not self._is_likely(other):
+        other = header_name(info, header)
+        if other is None or other == info.orig_filename or self.names[other] or not self._is_likely(other):
             return info
         if self._is_likely(info.filename) and self.names[info.orig_filename] == 1:
             return info

@@ -14,7 +14,7 @@ from ckptfix.formats.torn import filled_end
 from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.formats.wrappers.expanding import Blocks
 from ckptfix.formats.wrappers.streams import Stream
-from ckptfix.formats.wrappers.zip_directory import is_torch_save, is_torchscript, member_names
+from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.formats.wrappers.zip_listing import Listing, list_members
 from ckptfix.formats.wrappers.zip_walk import first_names
 
@@ -41,7 +41,8 @@ def sniff(content: Content) -> bool:
     names, first = member_names(content), [name for name in first_names(content) if name and not name.endswith("/")]
     if names:
         # A single bit of the directory may have changed the one name that tells whose file it is.
-        return not any(map(is_torch_save, (names, [*names, *first]))) and not is_torchscript(names)
+        is_of_torch = is_torchscript(names) or is_torch_package(names)
+        return not is_of_torch and not any(map(is_torch_save, (names, [*names, *first])))
     return bool(first) and not any(map(_OF_TORCH.fullmatch, first))
 
 

@@ -91,7 +91,7 @@ def first_names(content: Content) -> list[str]:
 
 def _signatures(content: Content, signature: bytes) -> Iterator[int]:
     limit = member_limit(content)
-    count, position = 0, content.buffer.find(signature, 0)  # without a start, a map searches from where it was read
+    count, position = 0, content.buffer.find(signature)
     while position >= 0:
         count += 1
         if count > limit:

@@ -13,13 +13,11 @@ from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
 
 def account_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
     """The record of one report: the same form as a line of ``manifest.jsonl``."""
-    data = report.to_json()
+    data = report.to_json(fixes=False)
     findings = [
         {**finding, "fixable": is_fixable(original) and not needs_unsafe(original)}
         for finding, original in zip(data["findings"], report.findings, strict=True)
     ]
-    for finding in findings:
-        del finding["fix"]
     return {
         **data,
         "findings": findings,

@@ -15,13 +15,13 @@ from ckptfix.zoo.drafting.likeness import Likeness
 from ckptfix.zoo.drafting.recognition import liken
 from ckptfix.zoo.drafting.survey import survey
 from ckptfix.zoo.drafting.writing import write_draft
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Place
 
 
-def draft_table(place: Place, items: Sequence[Item]) -> str:
-    """The text of a ``zoo.toml`` for a zoo, the same for the same files."""
-    sights = survey(place, items)
+def draft_table(place: Place, items: Sequence[Item], room: float | None = None) -> str:
+    """The text of a ``zoo.toml`` for a zoo, the same for the same files. ``room`` is that of ``survey``."""
+    sights = survey(place, items, room)
     others = [item.name for item in items if item.kind is Kind.OTHER]
     groups = gather(sights, others)
     found = [(group, _likeness(group)) for group in groups]

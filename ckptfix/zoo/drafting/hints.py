@@ -11,7 +11,7 @@ from typing import Any
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.formats.modules import is_module, module_parts
 from ckptfix.formats.pickles.objects import Opaque
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Place
 
 ENTRIES = frozenset(

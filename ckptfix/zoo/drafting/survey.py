@@ -17,9 +17,10 @@ from ckptfix.progress import Task
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
 from ckptfix.zoo.drafting.hints import Configurations, Hint, hints_of
 from ckptfix.zoo.drafting.known import Shapes, is_counter
-from ckptfix.zoo.fetching import on_this_machine
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.engines.memory import room_at
+from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Place
+from ckptfix.zoo.work.fetching import each_on_this_machine
 
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
@@ -71,31 +72,33 @@ class Sight:
     """Of a file without a layout: how many tensors can be had by a decision."""
 
 
-def survey(place: Place, items: Sequence[Item]) -> list[Sight]:
-    """What is seen of each checkpoint, in the order of the items. Equal layouts are one object."""
+def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
+    """What is seen of each checkpoint, in the order of the items. Equal layouts are one object.
+
+    ``room`` is the bytes that copies of files far away may take on this machine, by default most of what is free."""
     layouts: dict[str, Layout] = {}
     beside = Configurations(place)
     sights = []
     task = Task(f"looking at {place.name}", sum(item.size for item in items))
-    with tempfile.TemporaryDirectory(prefix="ckptfix-init-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ckptfix-init-", ignore_cleanup_errors=True) as scratch:
+        room = room_at(Path(scratch)) if room is None else room
+        found = each_on_this_machine(place, [item for item in items if _is_readable(item)], Path(scratch), room)
         for item in items:
-            if item.kind is not Kind.OTHER:
-                sights.append(_look(place, item, Path(scratch), beside, layouts))
+            if _is_readable(item):
+                sights.append(_seen(item, next(found), beside, layouts))
+            elif item.kind is not Kind.OTHER:
+                sights.append(Sight(item.name, fault=item.fault or ""))
             task.advance(item.size)
     return sights
 
 
-def _look(place: Place, item: Item, scratch: Path, beside: Configurations, layouts: dict[str, Layout]) -> Sight:
-    if item.fault is not None:
-        return Sight(item.name, fault=item.fault)
-    try:
-        with on_this_machine(place, item, scratch / "source") as path:
-            return _seen(item, path, beside, layouts)
-    except CkptfixError as error:  # it could not be fetched
-        return Sight(item.name, fault=str(error))
+def _is_readable(item: Item) -> bool:
+    return item.kind is not Kind.OTHER and item.fault is None
 
 
-def _seen(item: Item, path: Path, beside: Configurations, layouts: dict[str, Layout]) -> Sight:
+def _seen(item: Item, path: Path | CkptfixError, beside: Configurations, layouts: dict[str, Layout]) -> Sight:
+    if isinstance(path, CkptfixError):  # it could not be fetched
+        return Sight(item.name, fault=str(path))
     try:
         checkpoint = open_file(str(path))
     except CkptfixError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from shlex import quote
 
 from ckptfix.finding import counted
 from ckptfix.formats.containers import AVERAGED
 from ckptfix.report.figures import elements
 from ckptfix.report.folding import folded_lines
+from ckptfix.shell import no_option, typed
 from ckptfix.zoo.drafting.gathering import Group
 from ckptfix.zoo.drafting.likeness import Confidence, Likeness
 from ckptfix.zoo.drafting.survey import Layout, Sight
@@ -41,7 +41,7 @@ def write_draft(zoo: str, found: Found, sights: Sequence[Sight], others: int) ->
     counts = f"{counted(len(sights), 'checkpoint')} in {zoo}: {read} read, {len(sights) - read} not; "
     lines += comment(f"{counts}{counted(len(found), 'layout')} of keys. {counted(others, 'other file')}.")
     lines.append("#")
-    for paragraph in _INTRODUCTION.format(zoo=quote(zoo)).splitlines():
+    for paragraph in _INTRODUCTION.format(zoo=typed([no_option(zoo)])).splitlines():
         lines += comment(paragraph)
     needed = Counter(likeness.needs for _, likeness in found if likeness.needs and _is_active(likeness))
     if needed:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from ckptfix.zoo.budget import Cost
-from ckptfix.zoo.frames import framed, read_frame, write_frame
-from ckptfix.zoo.job import Done, Job
+from ckptfix.zoo.engines.budget import Cost
+from ckptfix.zoo.engines.frames import framed, read_frame, write_frame
+from ckptfix.zoo.work.job import Done, Job
 
 PIPE = 16 << 10
 """Bytes of frames that are sent ahead: a pipe of Linux holds four times as many, so that nobody ever waits for it."""
@@ -46,7 +46,7 @@ class Child:
         self._log = self.scratch / f"worker-{self.number}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptfix.zoo.worker", str(os.getpid())],
+                [sys.executable, "-m", "ckptfix.zoo.engines.worker", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -99,7 +99,10 @@ class Child:
         """How it ended, in words."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
-            return "the process that worked on it was killed (SIGKILL), probably because memory ran out"
+            return (
+                "the process that worked on it was killed (SIGKILL), also when no other ran, probably because memory"
+                " ran out; run the same command again where there is more"
+            )
         if code < 0:
             name = signal.Signals(-code).name if -code in {known.value for known in signal.Signals} else str(-code)
             return f"the process that worked on it crashed with {name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ckptfix.zoo.job import Done, Job
+from ckptfix.zoo.work.job import Done, Job
 
 
 class Engine(Protocol):

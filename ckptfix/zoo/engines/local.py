@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
-from ckptfix.zoo.budget import Budget, cost_of
+from ckptfix.zoo.engines.budget import Budget, cost_of
 from ckptfix.zoo.engines.child import Child, Order
-from ckptfix.zoo.job import Done, Job, failed
-from ckptfix.zoo.workplace import Workplace
+from ckptfix.zoo.work.job import Done, Job, failed
+from ckptfix.zoo.work.workplace import Workplace
 
 _TICK = 0.25
 """Seconds between two calls of ``on_wait``."""

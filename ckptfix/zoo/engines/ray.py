@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.zoo.budget import cost_of
+from ckptfix.zoo.books.versions import version
+from ckptfix.zoo.engines.budget import cost_of
 from ckptfix.zoo.engines.local import patience
-from ckptfix.zoo.job import Done, Job, failed
-from ckptfix.zoo.versions import version
+from ckptfix.zoo.work.job import Done, Job, failed
 
 if TYPE_CHECKING:
     from ray import ObjectRef  # type: ignore[import-not-found, unused-ignore]  # an optional extra
@@ -232,8 +232,8 @@ class _Flight:
 
 def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
     """A job, on whatever node this runs. ``scratch`` is a path, or the name of a temporary folder of the node."""
-    from ckptfix.zoo.performing import perform
     from ckptfix.zoo.places import open_place
+    from ckptfix.zoo.work.performing import perform
 
     if version() != expected:
         return failed(

@@ -9,7 +9,7 @@ import torch
 from ckptfix.cli import main
 from ckptfix.zoo.drafting import draft_table
 from ckptfix.zoo.drafting.toml import WIDTH
-from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.table import Table, read_table
 from tests.zoo.drafting.structures import STRUCTURES

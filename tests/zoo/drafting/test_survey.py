@@ -6,7 +6,7 @@ import torch
 
 from ckptfix.zoo.drafting.hints import CLASS, Hint
 from ckptfix.zoo.drafting.survey import Layout, layout_of, plain_names, survey
-from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
 
 STATE = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "bn.num_batches_tracked": torch.tensor(0)}

@@ -14,7 +14,7 @@ from ckptfix.zoo.engines.child import Child
 
 ORPHAN = """
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "ckptfix.zoo.worker", str(os.getpid())], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-m", "ckptfix.zoo.engines.worker", str(os.getpid())], stdin=subprocess.PIPE)
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -48,6 +48,8 @@ def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("scratch").mkdir()
     child = Child(Path("scratch"), 1)
-    environ = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
+    environ = b""
+    while not environ and child.process.poll() is None:  # the kernel shows it a little later than it starts
+        environ = Path(f"/proc/{child.process.pid}/environ").read_bytes()
     child.end()
-    assert f"TMPDIR={tmp_path}/scratch".encode() in environ
+    assert f"TMPDIR={tmp_path}/scratch".encode() in environ.split(b"\0")

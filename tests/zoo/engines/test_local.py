@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.zoo.budget import Budget
+from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.engines.budget import Budget
 from ckptfix.zoo.engines.local import LocalEngine
-from ckptfix.zoo.job import Done, Job
-from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan, largest_first
-from ckptfix.zoo.record import Outcome
 from ckptfix.zoo.table import Table
 from ckptfix.zoo.treatment import treatment_of_choices
+from ckptfix.zoo.work.job import Done, Job
 
 ROOM = Budget(1 << 40)
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.budget import Budget, cost_of
+from ckptfix.zoo.books.manifest import MANIFEST, WEIGHTS
+from ckptfix.zoo.engines.budget import Budget, cost_of
 from ckptfix.zoo.engines.local import LocalEngine
 from ckptfix.zoo.engines.ray import RayEngine, _Cluster
-from ckptfix.zoo.manifest import MANIFEST, WEIGHTS
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.table import Table, Treatment, read_table
 from tests.zoo.bucket import Bucket
@@ -259,8 +259,8 @@ def test_a_job_is_declared_with_its_memory_and_never_with_more_than_a_node_has(c
 
 
 def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
+    from ckptfix.zoo.books.versions import version
     from ckptfix.zoo.engines.ray import perform_on_node
-    from ckptfix.zoo.versions import version
 
     jobs: list[Any] = []
 

@@ -1,0 +1,122 @@
+"""What the manifest of an earlier run says: which files need not be done again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from sys import intern
+from typing import Any
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.books.journal import Journal
+from ckptfix.zoo.books.record import Outcome, check_version
+from ckptfix.zoo.items.listing import Kind
+from ckptfix.zoo.places import Place, walk_if_there
+from ckptfix.zoo.work.job import Job
+
+MANIFEST, WEIGHTS, RENAMES = "manifest.jsonl", "weights.jsonl", "renames.json"
+OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)
+"""The files that a migration writes beside its outputs."""
+
+
+def free_name(name: str) -> str:
+    """The name in the destination of a file that keeps its own: only one that the migration itself writes is taken."""
+    if name not in OWN_NAMES:
+        return name
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}.old{dot}{suffix}"
+
+
+class Standing(Enum):
+    """What an earlier run means for an item."""
+
+    NEW = "to be done"
+    DONE = "done"
+    DECIDED = "decided by hand"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What counts of a record when an item comes again. A zoo may have a million of them."""
+
+    size: int
+    stamp: str
+    settings: str
+    outcome: Outcome
+    output: str | None
+    output_size: int | None
+    parts: tuple[str, ...] = ()
+    decision: str = ""
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Known:
+        """From a line of the manifest."""
+        check_version(line)
+        source, output = intern(line["source"]), line["output"]
+        return cls(
+            line["size"],
+            intern(line["stamp"]),
+            intern(line["settings"]),
+            Outcome(line["outcome"]),
+            source if output == source else output,  # one text for both
+            line["output_size"],
+            tuple(line["output_parts"]),
+            text_of(line.get("decision")),
+        )
+
+
+def text_of(decision: Mapping[str, Any] | None) -> str:
+    """A decision as a text that is equal where the decision is; empty for none."""
+    return json.dumps(decision, sort_keys=True) if decision else ""
+
+
+def read_manifest(journal: Journal) -> dict[str, Known]:
+    """What is known of each source; the last line of it counts."""
+    try:
+        return {intern(line["source"]): Known.of(line) for line in journal.load()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{journal.path}: a line is none of a migration ({error}); migrate into a new folder"
+        ) from error
+
+
+def sizes_at(destination: Place) -> Callable[[str], int | None]:
+    """What tells the size of a file of the destination, None of one that is not there.
+
+    A store far away is listed once, which takes a request for a thousand files and not one for each."""
+    if destination.root is None:
+        listed = {entry.name: entry.size for entry in walk_if_there(destination)}
+        return listed.get
+
+    def size(name: str) -> int | None:
+        entry = destination.entry(name)
+        return None if entry is None else entry.size
+
+    return size
+
+
+def standing(known: Known | None, job: Job, size_of: Callable[[str], int | None]) -> Standing:
+    """Whether an item is done: the source is unchanged by size and stamp, the settings are the same, and the output is
+    there in its size. What failed is tried again.
+
+    A decision of an earlier run holds until there is another. A file that came to the place of an output which could
+    not be written is a decision too.
+    """
+    if known is None or (known.size, known.stamp, known.settings) != (job.item.size, job.item.stamp, job.settings):
+        return Standing.NEW
+    if job.decision and text_of(job.decision) != known.decision:
+        return Standing.NEW
+    if known.outcome is Outcome.FAILED:
+        return Standing.NEW
+    names = known.parts or ((known.output,) if known.output is not None and known.output_size is not None else ())
+    sizes = [size_of(name) for name in names]
+    is_there = None not in sizes and (not names or sum(size or 0 for size in sizes) == known.output_size)
+    if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is Kind.OTHER:
+        return Standing.DONE if is_there else Standing.NEW
+    if not names:
+        return Standing.DECIDED if size_of(job.written_name) is not None else Standing.DONE
+    if is_there:
+        return Standing.DONE
+    return Standing.DECIDED if len(sizes) == 1 and sizes[0] is not None else Standing.NEW

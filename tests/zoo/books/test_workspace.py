@@ -1,0 +1,57 @@
+"""The books and the scratch folder of a migration."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ckptfix.errors import UsageError
+from ckptfix.zoo.books.workspace import SCRATCH, opened
+from ckptfix.zoo.places import open_place
+
+
+def test_a_new_destination_is_made_and_nothing_temporary_stays(tmp_path):
+    goal = tmp_path / "deep/new"
+    with opened(open_place(str(goal)), dry_run=False) as workspace:
+        assert workspace.scratch.is_dir()
+        workspace.close_books()
+    assert sorted(path.name for path in goal.iterdir()) == ["manifest.jsonl", "renames.json", "weights.jsonl"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    goal = tmp_path / "new"
+    (goal / SCRATCH / "123").mkdir(parents=True)
+    (goal / SCRATCH / "123/7.draft.pth").write_bytes(b"half")
+    with opened(open_place(str(goal)), dry_run=False) as workspace:
+        assert os.listdir(goal / SCRATCH) == [workspace.scratch.name]  # noqa: PTH208 - the names alone
+    assert not (goal / SCRATCH).exists()
+
+
+def test_two_migrations_into_one_folder_are_refused(tmp_path):
+    place = open_place(str(tmp_path / "new"))
+    with opened(place, dry_run=False), pytest.raises(UsageError, match="another ckptfix"), opened(place, dry_run=False):
+        pass
+    with opened(place, dry_run=False):
+        pass
+
+
+def test_a_dry_run_makes_nothing(tmp_path):
+    with opened(open_place(str(tmp_path / "new")), dry_run=True) as workspace:
+        assert workspace.manifest.path.is_file()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_dry_run_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, young, others = (tmp_path / name for name in ("ckptfix-zoo-left", "ckptfix-zoo-young", "others"))
+    for folder in (left, young, others):
+        (folder / SCRATCH).mkdir(parents=True)
+        if folder != young:
+            os.utime(folder, (0, 0))
+    with opened(open_place(str(tmp_path / "new")), dry_run=True) as first:
+        os.utime(first.scratch.parents[1], (0, 0))
+        with opened(open_place(str(tmp_path / "new")), dry_run=True) as second:
+            assert first.scratch.is_dir()  # it is in use, however old it looks
+            assert second.scratch.is_dir()
+    assert sorted(tmp_path.iterdir()) == [young, others]
