@@ -240,8 +240,8 @@ def test_any_text_gives_an_answer_or_none(text: str):
 
 def test_a_long_log_takes_no_time():
     log = "".join(f'step {n}: loss 0.{n} "a{n}.weight" [1, 2] at /x/y{n}.py\n' for n in range(20_000))
-    begun = time.perf_counter()
+    begun = time.process_time()
     explanation = explain(log + CUT)
     assert explanation is not None
     assert explanation.name == "damaged-archive"
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10

@@ -77,8 +77,8 @@ def test_what_a_text_says(text: str, said: str) -> None:
 
 @pytest.mark.parametrize("part", ["<", "<title>", "<!--", "<?", "<h1 ", "{", "[", '{"error":'])
 def test_texts_made_to_be_slow_are_not(part: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # a quadratic search takes minutes; a busy machine does not count
     text = (part * (1 << 16))[: 1 << 16]
     name_text(text, len(text))
     name_text(f"<html>{text}"[: 1 << 16], len(text))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 10
