@@ -10,7 +10,7 @@ would end the program then instead of raising an error."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +18,13 @@ from typing import NamedTuple
 from ckptfix.checkpoint import Checkpoint, TensorSpec, path_name
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.formats import safetensors
+from ckptfix.formats.batches import THREADS, batched
 from ckptfix.formats.copying import background
 from ckptfix.formats.files import OpenFile
 from ckptfix.formats.output import Written
 from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
 from ckptfix.formats.sources import FileBytes, located, stream
 from ckptfix.progress import Task
-
-THREADS = 2
 
 BATCH = 32 << 20
 """Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer."""
@@ -144,8 +143,9 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
                         task.advance(pair.before.nbytes)
                     else:
                         ranges.append(pair)
+    batches = batched(ranges, lambda pair: pair.before.nbytes, BATCH)
     with background(THREADS) as pool:
-        compared = [(batch, pool.submit(_first_difference, batch)) for batch in _batches(ranges)]
+        compared = [(batch, pool.submit(_first_difference, batch)) for batch in batches]
         for key, before, after in made:
             if not _same_blocks(before, after, expected.path):
                 return f"the bytes of {key}"
@@ -185,22 +185,9 @@ def _part(place: FileBytes, start: int) -> FileBytes:
     return FileBytes(place.file, place.offset + start, min(BATCH, place.nbytes - start))
 
 
-def _batches(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
-    """Small ranges together: a model may have a hundred thousand of them."""
-    batch: list[_Range] = []
-    nbytes = 0
-    for pair in ranges:
-        batch.append(pair)
-        nbytes += pair.before.nbytes
-        if nbytes >= BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
-
-
 def _first_difference(batch: list[_Range]) -> str | None:
     """The key of the first range that differs."""
-    size = min(WINDOW, max((pair.before.nbytes for pair in batch), default=0))
+    size = min(WINDOW, max(pair.before.nbytes for pair in batch))
     left, right = bytearray(size), bytearray(size)
     for key, before, after in batch:
         for start in range(0, before.nbytes, WINDOW):
