@@ -154,7 +154,7 @@ def _changed(
                 f"{checkpoint.path}: {change.key} is {spec.dtype} and not {change.before}; the plan belongs to "
                 "another file"
             )
-        from ckptfix.tensors import cast_spec
+        from ckptfix.casting import cast_spec
 
         return cast_spec(spec, change.dtype, checkpoint.path)
     if isinstance(change, Zero):

@@ -12,7 +12,7 @@ from ckptfix.finding import counted
 from ckptfix.formats.mapping import kept_mapped
 from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
-from ckptfix.transfer import transfer
+from ckptfix.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -105,23 +105,22 @@ def load_strictly(
 ) -> tuple[str, ...]:
     """Load by way of the device; what somebody should know of the model afterwards, where its tensors are others now.
 
-    The bytes go from the file into the model without a copy in between: the tensors are mapped. With ``assign`` they
+    The bytes go from the file into the model without a copy in between: they are mapped. With ``assign`` the tensors
     stay so; otherwise nothing of the model shares memory with the file. Raises ``TargetError`` for whatever torch or
     the model's own hooks raise, and ``UnreadableError``, before anything is changed, where bytes are damaged.
     """
     from ckptfix.tensors import build_state_dict
 
-    mapped = list(checkpoint.specs) if assign else _only_copied(model, checkpoint.specs)
-    state_dict = build_state_dict(checkpoint, mapped)
     # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
-    if str(map_location) not in ("None", "" if assign else "cpu"):
+    moves = str(map_location) not in ("None", "" if assign else "cpu")
+    mapped = list(checkpoint.specs) if assign else _only_copied(model, checkpoint.specs)
+    transfer = Transfer(model, checkpoint, () if assign or moves else mapped)
+    state_dict = build_state_dict(checkpoint, mapped, transfer.own)
+    if moves:
         for key, value in state_dict.items():
             state_dict[key] = value.to(map_location) if hasattr(value, "to") else value
-    remarks: tuple[str, ...] = ()
-    if assign:
-        remarks = prepare(model, state_dict, checkpoint.path)
-    else:
-        transfer(model, state_dict, mapped, checkpoint.path)
+    remarks = prepare(model, state_dict, checkpoint.path) if assign else ()
+    transfer.run()
     try:
         model.load_state_dict(state_dict, strict=True, assign=assign)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:

@@ -102,6 +102,6 @@ def replaced(checkpoint: Checkpoint, change: Replace, supplies: Supplies) -> Ten
         found = filled(checkpoint, Fill(change.key, change.dtype, change.shape, change.origin, change.source), supplies)
     if found.dtype == change.dtype:
         return found
-    from ckptfix.tensors import cast_spec
+    from ckptfix.casting import cast_spec
 
     return cast_spec(found, change.dtype, checkpoint.path)

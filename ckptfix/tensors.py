@@ -12,12 +12,10 @@ from ckptfix.checkpoint import (
     Checkpoint,
     Storage,
     TensorSpec,
-    contiguous_strides,
 )
-from ckptfix.dtypes import DTYPES
-from ckptfix.errors import UnreadableError, WriteError
+from ckptfix.errors import UnreadableError
 from ckptfix.formats.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
-from ckptfix.formats.mapping import Mapping
+from ckptfix.formats.mapping import Mapping as FileMapping
 from ckptfix.formats.pickles.claims import sizes
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import stream
@@ -26,7 +24,7 @@ from ckptfix.live import LiveBytes, bytes_of
 from ckptfix.regions import Region, Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 class Builder:
@@ -43,7 +41,7 @@ class Builder:
         mapped: Collection[Storage] = (),
     ) -> None:
         self.path, self.alarm, self.mapped = path, alarm, mapped
-        self._mapping = Mapping()
+        self._mapping = FileMapping()
         self._regions = Regions(part for spec in specs for part in spec.strided_parts())
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
@@ -145,19 +143,28 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
     return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
 
-def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
+def build_state_dict(
+    checkpoint: Checkpoint, mapped: Collection[str] = (), given: Mapping[str, torch.Tensor] | None = None
+) -> OrderedDict[str, Any]:
     """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
     The tensors of the keys in ``mapped`` share the memory of the file where they can, and are read where they cannot.
+    ``given`` has tensors that stand in the place of others, whose bytes are proved all the same.
     """
-    storages = _storages_under(checkpoint, mapped)
+    storages, given = _storages_under(checkpoint, mapped), given or {}
     if storages:
         prove_ahead(storages)  # what is read is proved on the way
-    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint), storages)
+    alarm = refusal(checkpoint)
+    for storage in (storage for key in given for storage in checkpoint.specs[key].storages):
+        if not is_sound(storage):
+            alarm(storage)
+    own = {key: entry for key, entry in checkpoint.entries.items() if key not in given}
+    builder = Builder(tensors_in(own), checkpoint.path, alarm, storages)
     made: dict[int, Any] = {}
     try:
         state_dict: OrderedDict[str, Any] = OrderedDict(
-            (key, revive(entry, builder, made)) for key, entry in checkpoint.entries.items()
+            (key, given[key] if key in given else revive(entry, builder, made))
+            for key, entry in checkpoint.entries.items()
         )
     except RecursionError as error:
         raise UnreadableError(
@@ -240,54 +247,3 @@ def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
 
 
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-
-
-class CastBytes:
-    """The bytes of a tensor in another dtype, converted block by block when they are read."""
-
-    def __init__(self, spec: TensorSpec, dtype: str, path: str) -> None:
-        self.spec, self.dtype, self.path = spec, dtype, path
-        self.nbytes = spec.numel * DTYPES[dtype].itemsize
-        self._row_major: memoryview | None = None
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the converted tensor."""
-        size, itemsize = DTYPES[self.dtype].itemsize, self.spec.itemsize
-        first, last = start // size, -(-stop // size)
-        if self.spec.is_contiguous and self.spec.storage is not None:
-            begin = self.spec.offset * itemsize
-            raw = self.spec.storage.source.read(begin + first * itemsize, begin + last * itemsize)
-        else:
-            if self._row_major is None:
-                self._row_major = row_major_bytes(self.spec, self.path)
-            raw = self._row_major[first * itemsize : last * itemsize]
-        if not raw:
-            return memoryview(b"")
-        values = torch.frombuffer(bytearray(raw), dtype=torch_dtype(self.spec.dtype))
-        converted = values.to(torch_dtype(self.dtype))
-        if values.is_floating_point() and not _are_within(values, converted.dtype):
-            raise WriteError(
-                f"{self.path}: a NaN, an infinity or a number out of its range cannot become {self.dtype}; keep the "
-                "tensor as it is"
-            )
-        return bytes_of(converted.view(torch.uint8))[start - first * size : stop - first * size]
-
-
-def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine likes.
-
-    Always true for a dtype of floats or complex numbers.
-    """
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
-    if dtype == torch.bool:
-        return bool(values.isfinite().all())
-    limits = torch.iinfo(dtype)
-    whole = values.double().trunc()  # as wide as this, the limits of every dtype are exact
-    return bool(((whole >= float(limits.min)) & (whole < float(limits.max + 1))).all())
-
-
-def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
-    """The spec of a tensor converted to another dtype; the values are converted when they are read."""
-    storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path), parts=spec.storages)
-    return replace(spec, dtype=dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})

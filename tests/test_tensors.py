@@ -14,11 +14,11 @@ from safetensors.torch import save
 
 from ckptfix import open_checkpoint
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
-from ckptfix.errors import UnreadableError, WriteError
+from ckptfix.errors import UnreadableError
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
 from ckptfix.live import open_state_dict, spec_of_tensor
-from ckptfix.tensors import build_state_dict, build_tensor, cast_spec, row_major_bytes
+from ckptfix.tensors import build_state_dict, build_tensor, row_major_bytes
 from tests.checks import bytes_of, is_mapped
 from tests.formats.state_dicts import STRIDED, ordered, pattern, same
 
@@ -135,25 +135,6 @@ def test_row_major_bytes_are_conjugated_and_negated(bits):
     values = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
     tensor = values.conj() if bits == "conj" else values.conj().imag
     assert bytes(row_major_bytes(spec_of_tensor(tensor), "f")) == bytes_of(tensor)
-
-
-@pytest.mark.parametrize("tensor", [torch.arange(10.0), torch.arange(12.0).reshape(3, 4).t(), torch.ones(1).expand(5)])
-@pytest.mark.parametrize("goal", ["float16", "float64", "int32", "bfloat16"])
-def test_a_cast_gives_what_torch_gives_read_in_any_pieces(goal, tensor):
-    spec = cast_spec(spec_of_tensor(tensor), goal, "f")
-    assert spec.storage is not None
-    expected = bytes_of(tensor.to(getattr(torch, goal)))
-    assert bytes(spec.storage.source.read(0, spec.nbytes)) == expected
-    assert b"".join(bytes(spec.storage.source.read(i, i + 1)) for i in range(spec.nbytes)) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "goal"), [(float("nan"), "int32"), (float("-inf"), "int64"), (2.0**63, "int64"), (-1.0, "uint8")]
-)
-def test_a_cast_of_what_no_whole_number_stands_for_is_refused(value, goal):
-    spec = cast_spec(spec_of_tensor(torch.tensor([value])), goal, "f")
-    with pytest.raises(WriteError, match=f"cannot become {goal}"):
-        build_tensor(spec)
 
 
 def file_of(state_dict: Mapping[str, Any], folder: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "values" / "_kernel.so"
 
-INTERFACE = 3
+INTERFACE = 4
 """As in ``kernel.c``. A library of another interface was built from other sources, and is not used."""
 
 

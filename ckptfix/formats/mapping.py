@@ -8,6 +8,7 @@ a tensor of it lives: values change with it, and a look behind its new end kills
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,21 +97,37 @@ class Mapping:
 
     def __init__(self) -> None:
         self._maps: dict[OpenFile, mmap.mmap | None] = {}
+        self._addresses: dict[mmap.mmap, int] = {}
 
     def storage(self, region: Region) -> torch.UntypedStorage | None:
         """The bytes of a region; None where they are no range of a file, or lie where their elements cannot be."""
         import torch
 
-        place = located(region.storage.source)
-        if place is None or not region.nbytes:
+        found = self._place(region.storage.source, region.start, region.nbytes)
+        if found is None or found[1] % region.align:
             return None
-        start = place.offset + region.start
-        whole = self._map(place.file)
-        if whole is None or start % region.align or start + region.nbytes > len(whole):
-            return None  # of a file that ends too early, the reader says so
+        whole, start = found
         return torch.frombuffer(whole, dtype=torch.uint8, count=region.nbytes, offset=start).untyped_storage()
 
-    def _map(self, file: OpenFile) -> mmap.mmap | None:
-        if file not in self._maps:
-            self._maps[file] = _whole(file)
-        return self._maps[file]
+    def address(self, source: ByteSource, start: int, nbytes: int) -> int | None:
+        """Where bytes of a source are in memory, as long as the mapping is there; None where they lie in no file.
+
+        The compiled library alone may look at them."""
+        found = self._place(source, start, nbytes)
+        if found is None:
+            return None
+        whole, place = found
+        if whole not in self._addresses:
+            self._addresses[whole] = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        return self._addresses[whole] + place
+
+    def _place(self, source: ByteSource, start: int, nbytes: int) -> tuple[mmap.mmap, int] | None:
+        """The mapped file that some bytes of a source lie in, and where in it."""
+        place = located(source)
+        if place is None or not nbytes:
+            return None
+        if place.file not in self._maps:
+            self._maps[place.file] = _whole(place.file)
+        whole, begin = self._maps[place.file], place.offset + start
+        # Of a file that ends too early, the reader says so.
+        return None if whole is None or begin + nbytes > len(whole) else (whole, begin)

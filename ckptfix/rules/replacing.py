@@ -103,7 +103,7 @@ def _is_plain(spec: TensorSpec) -> bool:
 def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
     """The figures of a tensor in the dtype of the one whose place it takes."""
     if spec.dtype != dtype:
-        from ckptfix.tensors import cast_spec
+        from ckptfix.casting import cast_spec
 
         spec = cast_spec(spec, dtype, "replacement")
     return tensor_statistics(spec)

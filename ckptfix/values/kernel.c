@@ -11,23 +11,24 @@
 
    Whatever has a checksum is proved by the same library while it is in the cache: see checksum.h.
 
-   A mapped file that shrinks while it is read raises SIGBUS. That ends the call with an error, and not the process. */
+   A mapped file that shrinks while it is read ends the call with an error, and not the process: see guard.h. */
 
 #define _GNU_SOURCE
 #include <immintrin.h>
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "checksum.h"
 #include "copy.h"
+#include "guard.h"
 #include "sums.h"
 #include "wide.h"
 
-#define INTERFACE 3 /* as in compiled.py: raise both with every change of what they share */
+#define INTERFACE 4 /* as in compiled.py: raise both with every change of what they share */
 #define CHUNK 4096 /* numbers that stay in the first-level cache; 16-bit counters must hold so many */
 #define PIECE (1 << 18) /* bytes that stay in the second-level cache, for those who look at them twice */
 
@@ -166,27 +167,6 @@ static int64_t first_of(const uint8_t *bytes, size_t length, const uint64_t *cou
     return -1;
 }
 
-/* Where a call of this thread ends when its memory is gone. A handler of signals must not allocate what it looks at. */
-static __thread sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
-static struct sigaction before;
-static int is_guarded;
-
-static void on_bus_error(int number, siginfo_t *info, void *context)
-{
-    if (guard)
-        siglongjmp(*guard, 1);
-    /* Not of ours: whoever was there before gets it, the default when the instruction is tried again. */
-    if (before.sa_flags & SA_SIGINFO)
-        before.sa_sigaction(number, info, context);
-    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
-        before.sa_handler(number);
-    else {
-        sigaction(SIGBUS, &before, NULL);
-        if (info->si_code <= 0)
-            raise(number); /* somebody sent it: no instruction is tried again */
-    }
-}
-
 /* Called first. The number of the interface, or 0 where the processor is too old. */
 int ckptfix_interface(void)
 {
@@ -194,31 +174,6 @@ int ckptfix_interface(void)
     int able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     ckptfix_is_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
     return able ? INTERFACE : 0;
-}
-
-/* Makes calls end with an error when their memory is gone. Returns whether that worked. */
-int ckptfix_guard(void)
-{
-    if (__sync_lock_test_and_set(&is_guarded, 1))
-        return 1; /* once: a handler that took itself for the one before it would call itself for ever */
-    struct sigaction ours = {0};
-    ours.sa_sigaction = on_bus_error;
-    ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK; /* no signal is masked, so no mask has to be restored */
-    sigemptyset(&ours.sa_mask);
-    return sigaction(SIGBUS, &ours, &before) == 0;
-}
-
-/* From here on a call ends at `here` when its memory is gone: nothing is read before that holds. */
-static inline void guard_with(sigjmp_buf *here)
-{
-    guard = here;
-    __asm__ volatile("" ::: "memory");
-}
-
-static inline void unguard(void)
-{
-    __asm__ volatile("" ::: "memory");
-    guard = NULL;
 }
 
 /* `kind`: 0 float32, 1 float16, 2 bfloat16 into `figures`. Numbers lie at a multiple of their size. Or 3: bytes into
@@ -254,6 +209,42 @@ int ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast,
     unguard();
     _mm_setcsr(mode);
     return gone;
+}
+
+/* A range of a file, of at most PIECE bytes, and what is found in it. `is_read` is 0 where the file did not have it. */
+typedef struct {
+    int64_t offset;
+    uint64_t length; /* in numbers */
+    int32_t file, kind, is_summed, is_read;
+    uint32_t crc, unused;
+    Cast cast;
+    Figures figures;
+} Range;
+
+static int read_all(const Range *range, char *bytes, size_t length)
+{
+    for (size_t done = 0; done < length;) {
+        ssize_t count = pread(range->file, bytes + done, length - done, range->offset + (int64_t)done);
+        if (count <= 0)
+            return 0;
+        done += (size_t)count;
+    }
+    return 1;
+}
+
+/* Scans many ranges of files one after the other, of the kinds below 3: to map a small one takes longer than to read
+   it, and a call for each of them longer than both. */
+void ckptfix_scan_ranges(Range *ranges, size_t count)
+{
+    char *bytes = malloc(PIECE);
+    for (Range *range = ranges; bytes && range < ranges + count; range++) {
+        size_t length = range->length * (range->kind == 0 ? 4 : 2);
+        if (length > PIECE || !read_all(range, bytes, length))
+            continue;
+        range->is_read = !ckptfix_scan(range->kind, bytes, range->length, &range->cast, &range->figures, NULL,
+                                       NULL, range->is_summed ? &range->crc : NULL);
+    }
+    free(bytes);
 }
 
 /* Whether the processor is able to work out checksums. */

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.formats.compiled import MemoryGone, library
 from ckptfix.values.decode import Encoding
@@ -36,6 +38,25 @@ class _Cast(ctypes.Structure):
     _fields_ = (("vanishing", ctypes.c_double), ("largest", ctypes.c_double), ("wanted", ctypes.c_int))
 
 
+class Range(NamedTuple):
+    """So many numbers from an offset of an open file on. With ``is_summed``, their CRC-32 is asked for too."""
+
+    descriptor: int
+    offset: int
+    length: int
+    kind: int
+    is_summed: bool
+    narrowing: Narrowing | None
+
+
+RANGE_LIMIT = 1 << 18
+"""Bytes of the largest range, as in ``kernel.c``."""
+
+_RANGE = struct.Struct("qQiiiiII2di4x8Qq4d")
+_NOTHING_YET = (0,) * 13
+_NO_CAST = (0.0, 0.0, 0)
+
+
 class Kernel:
     """The library. Calls run without Python's lock, side by side."""
 
@@ -44,6 +65,9 @@ class Kernel:
         pointer = ctypes.c_void_p
         self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *(ctypes.POINTER(t) for t in (_Cast, _Figures)))
         self._scan.argtypes += (pointer, pointer, ctypes.POINTER(ctypes.c_uint32))
+        self._scan_ranges = library.ckptfix_scan_ranges
+        self._scan_ranges.argtypes = (pointer, ctypes.c_size_t)
+        self._scan_ranges.restype = None
 
     def takes(self, encoding: Encoding) -> bool:
         """Whether it knows the numbers."""
@@ -71,26 +95,57 @@ class Kernel:
         places = (None if counts is None else counts.ctypes.data, strange)
         if self._scan(kind, address, len(units), cast, figures, *places, crc if is_summed else None):
             raise MemoryGone
-        found = _tally(figures, len(units)) if counts is None else tally_codes(counts, encoding, narrowing)
+        if counts is None:
+            return _tally(len(units), *(getattr(figures, name) for name, *_ in figures._fields_)), crc.value
+        found = tally_codes(counts, encoding, narrowing)
         found.first = None if figures.first < 0 else figures.first
         return found, crc.value
 
+    def look_in_files(self, ranges: Sequence[Range]) -> Iterator[tuple[Tally, int] | None]:
+        """The same of many ranges of files, each of at most ``RANGE_LIMIT`` bytes, in one call; None for one that could
+        not be read. Where ``is_summed``, ``can_sum()`` holds.
+        """
+        rows = bytearray(_RANGE.size * len(ranges))
+        for at, (descriptor, offset, length, kind, is_summed, narrowing) in enumerate(ranges):
+            cast = _NO_CAST if narrowing is None else (*narrowing.bounds, 1)
+            wanted = (offset, length, descriptor, kind, is_summed, 0, 0, 0, *cast)
+            _RANGE.pack_into(rows, at * _RANGE.size, *wanted, *_NOTHING_YET)
+        self._scan_ranges((ctypes.c_char * len(rows)).from_buffer(rows), len(ranges))
+        for _, length, _, _, _, is_read, crc, _, _, _, _, *figures in _RANGE.iter_unpack(rows):
+            yield (_tally(length, *figures), crc) if is_read else None
 
-def _tally(figures: _Figures, numel: int) -> Tally:
-    finite: int = figures.finite
+
+def _tally(
+    numel: int,
+    finite: int,
+    nan: int,
+    pos_inf: int,
+    neg_inf: int,
+    zeros: int,
+    subnormals: int,
+    overflowing: int,
+    vanishing: int,
+    first: int,
+    minimum: float,
+    maximum: float,
+    total: float,
+    squares: float,
+) -> Tally:
+    """The figures of the library, in their order there."""
     return Tally(
         numel,
-        figures.nan,
-        figures.pos_inf,
-        figures.neg_inf,
-        figures.zeros,
-        figures.subnormals,
-        figures.overflowing,
-        figures.vanishing,
-        figures.minimum,
-        figures.maximum,
-        figures.sum / finite if finite else 0.0,
-        math.sqrt(figures.squares / finite) if finite else 0.0,
+        nan,
+        pos_inf,
+        neg_inf,
+        zeros,
+        subnormals,
+        overflowing,
+        vanishing,
+        minimum,
+        maximum,
+        total / finite if finite else 0.0,
+        math.sqrt(squares / finite) if finite else 0.0,
+        None if first < 0 else first,
     )
 
 

@@ -7,8 +7,7 @@ well. A block is looked at by the compiled kernel where there is one that knows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.values.decode import Encoding
 from ckptfix.values.kernel import kernel
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class TensorStatistics:
+class TensorStatistics(NamedTuple):
     """What the numbers of a tensor look like.
 
     ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import replace
-from itertools import islice
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
@@ -76,7 +74,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         found = looks([part for some in parts.values() for part in some])
         for view, spec in wanted.items():
             some = parts[view]
-            self._of_view[view] = (spec, _assemble(spec, some, islice(found, len(some))))
+            self._of_view[view] = (spec, _assemble(spec, some, found))
             self._task.advance(spec.nbytes)
 
     @property
@@ -98,12 +96,16 @@ def _is_numeric(spec: TensorSpec) -> bool:
     values = _values(spec)
     if values is None or encoding(values.dtype) is None:
         return False
-    return values.numel == 0 or (values.storage is not None and Walk(values).is_bounded)
+    if values.numel == 0:
+        return True
+    return values.storage is not None and (values.is_contiguous or Walk(values).is_bounded)
 
 
 def _view(spec: TensorSpec) -> tuple[object, ...]:
     """What two specs of the same numbers in the same places have in common."""
-    return (spec.view, spec.layout, *(part.view for part in spec.parts.values()))
+    if not spec.parts:
+        return spec.view
+    return (spec.layout, *(part.view for part in spec.parts.values()))
 
 
 def _values(spec: TensorSpec) -> TensorSpec | None:
@@ -127,12 +129,9 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     return parts_of(values, narrowing) if values.numel else []
 
 
-def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterable[Found]) -> TensorStatistics:
+def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Found]) -> TensorStatistics:
     """The statistics of a tensor from the figures of its parts. What they tell of its checksum is noted."""
-    whole, crc = Tally(), 0
-    for part, found in zip(parts, looks, strict=True):
-        whole.add(found.tally)
-        crc = joined(crc, found.crc32, part.nbytes) if part.is_summed else 0
+    whole, crc = next(looks) if len(parts) == 1 else _joined(parts, looks)
     if parts and parts[0].is_summed and spec.storage is not None:
         note_checksum(spec.storage, crc)
     figures = _repeated(statistics_of(whole), parts[0].walk) if parts else TensorStatistics(0)
@@ -142,13 +141,21 @@ def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterable[Found]) -
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
 
 
+def _joined(parts: Sequence[Part], looks: Iterator[Found]) -> Found:
+    """What is found in several parts, of a tensor that has so many."""
+    whole, crc = Tally(), 0
+    for part, found in zip(parts, looks, strict=False):  # the rest is of other tensors
+        whole.add(found.tally)
+        crc = joined(crc, found.crc32, part.nbytes) if part.is_summed else 0
+    return Found(whole, crc)
+
+
 def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
     """The statistics of all elements from those of the distinct ones."""
     times, first = walk.repetition, figures.first_nonfinite
     if times == 1 and first is None:
         return figures
-    return replace(
-        figures,
+    return figures._replace(
         numel=figures.numel * times,
         nan=figures.nan * times,
         pos_inf=figures.pos_inf * times,
@@ -165,8 +172,7 @@ def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStat
     """The statistics of a sparse tensor from those of its stored values and the number of zeros that it leaves out."""
     finite = figures.numel - figures.nonfinite
     share = finite / (finite + implicit) if finite + implicit else 0.0
-    return replace(
-        figures,
+    return figures._replace(
         numel=figures.numel + implicit,
         zeros=figures.zeros + implicit,
         minimum=min(figures.minimum, 0.0) if implicit else figures.minimum,

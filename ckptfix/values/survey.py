@@ -6,7 +6,6 @@ The parts do not depend on the number of threads and are joined in their order, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,8 +16,9 @@ from ckptfix.formats.checksums import is_open
 from ckptfix.formats.compiled import MemoryGone, can_sum
 from ckptfix.formats.crc32 import crc32
 from ckptfix.formats.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.sources import located
 from ckptfix.values.decode import Encoding, encoding
-from ckptfix.values.kernel import kernel
+from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
 from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.scan import Scanner
 from ckptfix.values.tally import Tally
@@ -30,10 +30,6 @@ PART = 1 << 23
 BATCH = 1 << 25
 """Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
 
-WORTH_A_THREAD = 1 << 16
-"""Bytes of the average part from which on threads help: smaller ones are work for Python, which does one thing at a
-time."""
-
 
 class Found(NamedTuple):
     """The figures of a part, and the CRC-32 of its bytes where that was asked for."""
@@ -42,8 +38,7 @@ class Found(NamedTuple):
     crc32: int = 0
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Elements ``start`` to ``stop`` of a walk. With ``is_summed``, the checksum of their storage is worked out too."""
 
     walk: Walk
@@ -72,6 +67,20 @@ class Part:
             crc = crc32(block, crc) if self.is_summed else 0
         return Found(scanner.tally, crc)
 
+    def range(self) -> Range | None:
+        """Where it lies in a file, if it is so small that the kernel had better read it itself; None where it is not,
+        or where the kernel does not know its numbers.
+        """
+        spec = self.walk.spec
+        kind, itemsize = KINDS.get(spec.dtype), spec.itemsize
+        if kind is None or (self.stop - self.start) * itemsize > RANGE_LIMIT or not self._is_for_the_kernel():
+            return None
+        place = located(spec.storage.source) if spec.storage is not None else None
+        if place is None or spec.extent[1] > place.nbytes:
+            return None
+        offset = place.offset + (spec.offset + self.start) * itemsize
+        return Range(place.file.descriptor, offset, self.stop - self.start, kind, self.is_summed, self.narrowing)
+
     def _look_at(self, block: memoryview) -> Found:
         """What the kernel finds in all the bytes: they pass through the processor's cache once."""
         import numpy as np
@@ -84,14 +93,16 @@ class Part:
             tally.first = self.start + tally.first // self.stored.units
         return Found(tally, crc)
 
+    def _is_for_the_kernel(self) -> bool:
+        """Whether it can look at all the bytes alone, in one go."""
+        return (can_sum() or not self.is_summed) and self.walk.is_run and self.walk.is_row_major
+
     def _mapped(self) -> memoryview | None:
         """The bytes, mapped, where the kernel alone looks at them: whatever else does dies if the file shrinks."""
         storage, compiled = self.walk.spec.storage, kernel()
         if compiled is None or not compiled.takes(self.stored) or self.nbytes < WORTH_MAPPING:
             return None
-        if self.is_summed and not can_sum():
-            return None
-        if storage is None or not self.walk.is_run or not self.walk.is_row_major:
+        if storage is None or not self._is_for_the_kernel():
             return None
         first = self.walk.spec.offset + self.start
         return map_file(storage.source, first * self.walk.spec.itemsize, self.nbytes, self.stored.unit.itemsize)
@@ -112,11 +123,23 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
 
 def looks(parts: Sequence[Part]) -> Iterator[Found]:
     """What is found in parts, of one or of many tensors, in their order."""
-    if sum(part.nbytes for part in parts) < WORTH_A_THREAD * len(parts):
-        return map(Part.look, parts)
     batches = list(batched(parts, lambda part: part.nbytes, BATCH))
     return chain.from_iterable(side_by_side(_look_at_all, batches))
 
 
 def _look_at_all(parts: Sequence[Part]) -> list[Found]:
-    return [part.look() for part in parts]
+    """What is found in the parts of one batch. The small ones are looked at in one go."""
+    compiled = kernel()
+    ranges = {} if compiled is None else {at: where for at, part in enumerate(parts) if (where := part.range())}
+    if compiled is None or not ranges:
+        return [part.look() for part in parts]
+    seen = dict(zip(ranges, compiled.look_in_files(list(ranges.values())), strict=True))
+    return [_placed(part, found) if (found := seen.get(at)) else part.look() for at, part in enumerate(parts)]
+
+
+def _placed(part: Part, found: tuple[Tally, int]) -> Found:
+    """What the kernel found, with the place of the first bad element among those of the tensor."""
+    tally, crc = found
+    if tally.first is not None:
+        tally.first += part.start
+    return Found(tally, crc)

@@ -48,22 +48,20 @@ class Walk:
         """The same from the longest stride to the shortest."""
         return tuple(sorted(self.axes, key=lambda axis: -self.spec.strides[axis]))
 
-    @cached_property
+    @property
     def is_plain(self) -> bool:
         """Whether the tensor is contiguous, as nearly all are: then nothing else has to be found out."""
         return self.spec.is_contiguous
 
-    @cached_property
+    @property
     def distinct(self) -> int:
         """How many elements the walk meets; each stands for ``repetition`` elements of the tensor."""
-        if self.is_plain:
-            return self.spec.numel
-        return math.prod(self.spec.shape[axis] for axis in self.axes)
+        return self.spec.numel if self.is_plain else math.prod(self.spec.shape[axis] for axis in self.axes)
 
     @property
     def repetition(self) -> int:
         """How often the zero strides repeat each element."""
-        return self.spec.numel // self.distinct
+        return 1 if self.is_plain else self.spec.numel // self.distinct
 
     @property
     def is_bounded(self) -> bool:

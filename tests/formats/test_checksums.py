@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.casting import cast_spec
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
 from ckptfix.formats import checksums
 from ckptfix.formats.checksums import is_sound, prove_ahead
 from ckptfix.formats.compiled import can_sum
 from ckptfix.formats.mapping import map_file
-from ckptfix.tensors import cast_spec
 from tests.checks import assert_same, bytes_of
 
 STATE: dict[str, torch.Tensor] = {"weight": torch.arange(64.0), "view": torch.arange(100.0)[:10]}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ckptfix.dtypes import DTYPES
 from ckptfix.formats.compiled import LIBRARY, can_sum, library
 from ckptfix.values.decode import encoding
-from ckptfix.values.kernel import KINDS, kernel
+from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
 from ckptfix.values.narrowing import Narrowing, narrowing_to
 from ckptfix.values.portable import tally_units
 from ckptfix.values.tally import Tally
@@ -146,6 +146,49 @@ def test_a_look_proves_the_bytes_too_piece_by_piece(dtype, excess):
     assert compiled.look(units, form, None) == (tally, 0)
 
 
+@pytest.mark.skipif(not can_sum(), reason="this machine cannot do that")
+def test_ranges_of_a_file_give_what_a_look_at_them_gives(tmp_path):
+    assert compiled is not None
+    numbers = np.random.default_rng(0).standard_normal(PIECE // 4 + 9).astype(np.float32)
+    numbers[[70, -3]] = math.inf
+    (tmp_path / "numbers").write_bytes(b"abc" + numbers.tobytes())  # nothing in it is aligned
+    halves = numbers.view(np.uint16)
+    losses = narrowing_to("float8_e5m2")
+    wanted = [
+        (start, length, dtype, is_summed, narrowing)
+        for start, length in [(0, 1), (60, 20), (5, 4096), (1, PIECE // 4), (2, PIECE // 4 + 7), (9, 0)]
+        for dtype in KINDS
+        for is_summed, narrowing in [(True, None), (False, losses)]
+    ]
+    with (tmp_path / "numbers").open("rb") as file:
+        found = compiled.look_in_files(
+            [
+                Range(file.fileno(), 3 + start * (4 if dtype == "float32" else 2), length, KINDS[dtype], summed, cast)
+                for start, length, dtype, summed, cast in wanted
+            ]
+        )
+        for (start, length, dtype, is_summed, narrowing), here in zip(wanted, found, strict=True):
+            units = (numbers if dtype == "float32" else halves)[start : start + length]
+            form = encoding(dtype)
+            assert form is not None
+            if units.nbytes > RANGE_LIMIT:
+                assert here is None
+            else:
+                assert here == compiled.look(units_of(np.ascontiguousarray(units), dtype), form, narrowing, is_summed)
+
+
+def test_ranges_that_a_file_does_not_have_are_none(tmp_path):
+    assert compiled is not None
+    (tmp_path / "numbers").write_bytes(bytes(40))
+    with (tmp_path / "numbers").open("rb") as file:
+        places = [(0, 10), (4, 10), (40, 1), (400, 1), (-8, 1), (0, 10)]
+        ranges = [Range(file.fileno(), offset, length, 0, False, None) for offset, length in places]
+        assert [found is not None for found in compiled.look_in_files(ranges)] == [True, *[False] * 4, True]
+        closed = file.fileno()
+    assert list(compiled.look_in_files([Range(closed, 0, 1, 0, False, None)])) == [None]
+    assert list(compiled.look_in_files([])) == []
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("power", [*range(-130, 126, 5), -56, -55, -54, 59, 61])
 def test_halves_of_any_size_have_exact_counts_and_close_moments(dtype, power):
@@ -180,7 +223,7 @@ found = kernel().tally(numbers, encoding("float32"), None)
 print(found.subnormals, found.zeros, found.rms > 0, found.maximum > 0)
 print(bool((torch.from_numpy(numbers) * 1.0 == 0).all()))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout.split(), done.stderr) == (["40", "0", "True", "True", "True"], "")
 
 
@@ -220,7 +263,7 @@ def test_a_file_that_is_cut_off_ends_the_call_and_not_the_process(tmp_path: Path
     file = tmp_path / "numbers"
     file.touch()
     done = subprocess.run(
-        [sys.executable, "-c", CUT, file, dtype], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CUT, file, dtype], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.split("\n") == [*["gone"] * 6, "and then", ""]
     assert done.returncode == -signal.SIGBUS, "what is not of the kernel ends as it does without it"
@@ -230,7 +273,7 @@ def test_who_was_there_before_still_gets_the_signal(tmp_path: Path):
     file = tmp_path / "numbers"
     file.touch()
     command = [sys.executable, "-X", "faulthandler", "-c", CUT, os.fspath(file), "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "Fatal Python error: Bus error" in done.stderr
     assert done.returncode == -signal.SIGBUS
 

@@ -57,6 +57,14 @@ def spec_in(checkpoint: Checkpoint, key: str) -> TensorSpec:
     return checkpoint.specs[key]
 
 
+def place_of(checkpoint: Checkpoint, key: str) -> int:
+    """Where in the file a tensor begins."""
+    spec = spec_in(checkpoint, key)
+    place = located(spec.storage.source)  # type: ignore[union-attr]  # it has a storage
+    assert place is not None
+    return place.offset + spec.offset * spec.itemsize
+
+
 def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
     several = all_figures(file)
     assert several["nan"].first_nonfinite == PART // 4 + 12_345
@@ -80,6 +88,30 @@ def test_a_mapped_file_gives_the_figures_of_a_read_one(file, monkeypatch):
         assert math.isclose(figures.mean, mapped[key].mean, rel_tol=1e-9, abs_tol=1e-13 * figures.rms)
         assert figures.zeros == mapped[key].zeros
         assert (figures.minimum, figures.maximum) == (mapped[key].minimum, mapped[key].maximum)
+
+
+@needs_kernel
+def test_small_tensors_that_the_kernel_reads_have_the_figures_of_those_that_are_fed_to_it(file, monkeypatch):
+    asked = []
+
+    def nowhere(part):
+        asked.append(part)
+
+    together = all_figures(file)
+    monkeypatch.setattr(survey.Part, "range", nowhere)
+    assert all_figures(file) == together
+    assert len(asked) > 30
+
+
+@needs_kernel
+def test_a_file_that_loses_its_end_before_the_kernel_reads_it_is_said(file, monkeypatch):
+    checkpoint = ckptfix.open_checkpoint(file)
+    key = max(
+        (name for name in checkpoint.specs if name.startswith("small")), key=lambda name: place_of(checkpoint, name)
+    )
+    os.truncate(file, place_of(checkpoint, key) + 3)
+    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
+        Statistics(checkpoint)[key]
 
 
 @needs_kernel
@@ -139,30 +171,38 @@ def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypat
 
 INTERRUPTED = """
 import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from threading import Event
 import ckptfix
 from ckptfix.values import Statistics, survey
-look, looks = survey.Part.look, count()
-def interrupted(part):
-    if next(looks) == 1:
+look, looks, shutdown, stopped = survey._look_at_all, count(), ThreadPoolExecutor.shutdown, Event()
+def interrupted(parts):
+    if (number := next(looks)) == 1:
         os.kill(os.getpid(), signal.SIGINT)
-    return look(part)
-survey.Part.look = interrupted
-survey.PART = 1 << 12
+    if number:
+        stopped.wait(50)  # however late the main thread is told: the others are not done by then
+    return look(parts)
+def stopping(pool, **options):
+    shutdown(pool, wait=False, **options)
+    stopped.set()
+    shutdown(pool, **options)
+survey._look_at_all, ThreadPoolExecutor.shutdown = interrupted, stopping
+survey.PART = survey.BATCH = 1 << 12
 statistics = Statistics(ckptfix.open_checkpoint(sys.argv[1]))
 try:
     statistics.compute()
 except KeyboardInterrupt:
-    survey.Part.look, parts = look, next(looks)
+    survey._look_at_all, batches = look, next(looks)
     statistics.compute()
-    print("heard", parts < 1000, len(dict(statistics.items())))
+    print("heard", batches < 1000, len(dict(statistics.items())))
 """
 
 
 def test_a_signal_is_heard_and_the_rest_left_while_threads_look(tmp_path):
     save_file({"large": numbers(1 << 21)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", INTERRUPTED, tmp_path / "model.safetensors"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout.split(), done.stderr) == (["heard", "True", "1"], "")
 
 
