@@ -12,7 +12,7 @@ from ckptfix.finding import counted
 from ckptfix.formats.mapping import kept_mapped
 from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
-from ckptfix.transfer import Transfer
+from ckptfix.transfer import Transfer, is_loaded_by_torch
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,8 @@ def load(
     in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
     it may be removed or replaced; but it must not be written in place or cut short as long as the model lives."""
     check_loadable(model, map_location, assign)
-    with kept_mapped():  # its values are looked at, and then copied
+    stays = assign or not is_loaded_by_torch(model)
+    with kept_mapped(stays):  # its values are looked at, and then copied
         repaired = repair(source, model, **settings)
         refuse_misfit(repaired.report)
         remarks = load_strictly(model, repaired.checkpoint, map_location, assign)

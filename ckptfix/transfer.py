@@ -46,7 +46,7 @@ class Transfer:
         self._pieces: list[_Piece] = []
         self._mapping = FileMapping()
         self._names = checkpoint.path, type(model).__name__
-        if library() is not None and _is_loaded_by_torch(model):
+        if library() is not None and is_loaded_by_torch(model):
             self._plan(_tensors_of(model), {key: checkpoint.specs[key] for key in keys if key in checkpoint.specs})
 
     def _plan(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
@@ -101,7 +101,7 @@ def _copy_all(pieces: Iterable[_Piece]) -> None:
         copy(piece.goal, piece.source, piece.nbytes)
 
 
-def _is_loaded_by_torch(model: nn.Module) -> bool:
+def is_loaded_by_torch(model: nn.Module) -> bool:
     """Whether ``load_state_dict`` is that of torch, and copies into the tensors that are there."""
     import torch
 

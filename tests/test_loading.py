@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
+from ckptfix.formats import mapping
 from ckptfix.live import open_state_dict
 from ckptfix.loading import load_strictly
 from tests.checks import bytes_of, is_mapped
@@ -130,6 +132,24 @@ def test_a_load_keeps_the_parameters_and_shares_no_memory_with_the_file(file: Pa
     os.truncate(file, 0)
     assert values(model) == expected
     file.write_bytes(content)
+
+
+class Halves(Net):
+    """Changes what it is given to load, and keeps it."""
+
+    def load_state_dict(self, state_dict: Any, *given: Any, **more: Any) -> Any:
+        self.kept = state_dict["frozen"].mul_(0.5)
+        return super().load_state_dict(state_dict, *given, **more)
+
+
+def test_what_a_model_changes_and_keeps_of_a_file_stays_changed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "WORTH_A_THREAD", 0)
+    model, expected = Halves(), ckptfix.open_checkpoint(file).read("frozen") / 2
+    ckptfix.load(model, file)
+    for thread in threading.enumerate():
+        if thread.name == "ckptfix-unmapping":
+            thread.join()
+    assert bytes_of(model.kept) == bytes_of(model.frozen) == bytes_of(expected)
 
 
 def test_assigned_parameters_are_those_of_the_file(file: Path) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,8 @@ HUGE_PAGE = 1 << 21
 WORTH_MAPPING = 1 << 18
 """Bytes from which on a mapping takes less time than a copy."""
 
+WORTH_A_THREAD = 1 << 26
+"""Bytes of a mapping from which on it takes longer to let go of its pages than to have a thread do it."""
 
 _KEPT: WeakKeyDictionary[OpenFile, mmap.mmap | None] = WeakKeyDictionary()
 _keepers = 0
@@ -37,10 +40,11 @@ _lock = Lock()
 
 
 @contextmanager
-def kept_mapped() -> Iterator[None]:
+def kept_mapped(stays: bool = False) -> Iterator[None]:
     """Files that are mapped in the body are mapped as a whole, and stay so to its end.
 
     For bytes that are looked at more than once: the first look at each page of a mapping costs as much as its reading.
+    Behind the body nothing may be left of what was written to a mapping, unless it ``stays`` in use.
     """
     global _keepers  # threads that look at parts of a file ask for it too, so no variable of a context will do
     with _lock:
@@ -50,8 +54,21 @@ def kept_mapped() -> Iterator[None]:
     finally:
         with _lock:
             _keepers -= 1
+            gone = list(filter(None, _KEPT.values())) if not _keepers else []
             if not _keepers:
                 _KEPT.clear()
+        if not stays and (large := [whole for whole in gone if len(whole) >= WORTH_A_THREAD]):
+            Thread(target=_empty, args=(large,), name="ckptfix-unmapping").start()
+
+
+def _empty(mappings: Sequence[mmap.mmap]) -> None:
+    """Take away the pages of mapped files, which of a gigabyte takes ten milliseconds. To let go of the mappings would
+    do it too, and would keep Python's lock for as long; and a program waits for neither."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and sys.platform == "linux":  # elsewhere the advice means something else
+        for whole in mappings:
+            place = ctypes.c_char.from_buffer(whole)
+            madvise(ctypes.c_void_p(ctypes.addressof(place)), ctypes.c_size_t(len(whole)), mmap.MADV_DONTNEED)
 
 
 def _whole(file: OpenFile) -> mmap.mmap | None:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptfix.checkpoint import Storage
+from ckptfix.formats import mapping
 from ckptfix.formats.files import OpenFile
 from ckptfix.formats.mapping import Mapping, kept_mapped, map_file
 from ckptfix.formats.sources import FileBytes, MemoryBytes
@@ -119,3 +122,30 @@ def test_a_range_behind_the_end_of_a_kept_file_is_none(file):
         assert map_file(source, 0, 400, 1) is not None
         assert map_file(source, 0, 401, 1) is None
         assert map_file(source, 500, 9, 1) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is emptied elsewhere")
+@pytest.mark.parametrize("stays", [False, True])
+def test_pages_go_in_the_background_where_the_mapping_does_not_stay(stays, file, monkeypatch):
+    monkeypatch.setattr(mapping, "WORTH_A_THREAD", 0)
+    with kept_mapped(stays):
+        block = map_file(FileBytes(file, 0, 10240), 0, 10240, 1)
+        assert block is not None
+        content = bytes(block)
+    for thread in threading.enumerate():
+        if thread.name == "ckptfix-unmapping":
+            thread.join()
+    assert (pages_of(file.path) > 0) is stays
+    assert bytes(block) == content  # they come again
+
+
+def pages_of(path: str) -> int:
+    """Bytes of the pages that this process has of the mappings of a file."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            inside = rest.endswith(path)
+        elif inside and name == "Rss:":
+            found += 1024 * int(rest.split()[0])
+    return found
