@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import os
+import signal
+import zlib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Two workers of pytest on two cores: with more threads, torch waits for itself. Said before it is imported, and to the
 # programs that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Or every program that is started compiles the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).resolve().parent.parent
+
+# A run in the background, or under nohup, is deaf to signals. It stays so, and the programs that it starts are not.
+for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
+
+# How long an example takes, and how long one is searched for, says something of the machine and nothing of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws numbers of its own, and the same ones every time, in whatever order the tests run."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(item.nodeid.encode("utf-8", "surrogatepass")))
 
 
 @pytest.fixture(scope="session")

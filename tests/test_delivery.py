@@ -351,12 +351,17 @@ def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_fi
     torch.save(tensors, source)
     before = digest(source)
     script = (
-        f"import ckptfix; print('go', flush=True); ckptfix.repair({str(source)!r}, output={str(goal)!r}, values=False)"
+        "import os, sys, ckptfix.delivery\n"
+        "deliver = ckptfix.delivery.deliver_file\n"
+        "def killed(*_): os.kill(os.getpid(), 9)\n"
+        "ckptfix.delivery.deliver_file = killed if sys.argv[1] == 'before' else deliver\n"
+        f"print('go', flush=True); ckptfix.repair({str(source)!r}, output={str(goal)!r}, values=False)"
     )
     rng, absent, whole = random.Random(7), 0, 0
-    for delay in [0.0, 60.0, *(rng.uniform(0.0, 0.5) for _ in range(6))]:
+    # One is killed when all but the last step is done, one is left alone, and the others are killed wherever they are.
+    for moment, delay in [("before", None), ("never", None), *(("any", rng.uniform(0.0, 0.5)) for _ in range(6))]:
         goal.unlink(missing_ok=True)
-        child = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", script, moment], cwd=ROOT, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
         try:

@@ -87,12 +87,11 @@ def around(**extras: bytes) -> bytes:
 
 
 def torch_zip(pickle: bytes, members: Mapping[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:
-    """The zip container around a pickle."""
+    """The zip container around a pickle: the same bytes whatever the time is."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
-        archive.writestr("archive/data.pkl", pickle)
-        for member, data in (members if members is not None else {"data/0": STORAGE}).items():
-            archive.writestr(f"archive/{member}", data)
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for member, data in {"data.pkl": pickle, **({"data/0": STORAGE} if members is None else members)}.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{member}"), data, method)
     return buffer.getvalue()
 
 

@@ -20,8 +20,12 @@ import ckptfix
 from ckptfix.errors import CkptfixError, WriteError
 
 REFUSED = "refused"
-SECONDS = 20
-"""Far above what any of the files takes: this tells an end from no end, and measures nothing."""
+LIMITS = {signal.ITIMER_PROF: 60, signal.ITIMER_REAL: 600}
+"""Seconds of the processor, and of the clock for what waits without end. Far above what any of the files takes: this
+tells an end from no end, and measures nothing."""
+
+HEARD = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
+"""The signals of these clocks."""
 
 
 class TooLongError(BaseException):
@@ -33,15 +37,17 @@ def bounded() -> Iterator[None]:
     """Raises ``TooLongError`` in a block that does not end."""
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TooLongError(f"still running after {SECONDS} s")
+        raise TooLongError(f"still running when {signal.Signals(signum).name} came")
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = {number: signal.signal(number, give_up) for number in HEARD.values()}
+    for clock, seconds in LIMITS.items():
+        signal.setitimer(clock, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for clock, number in HEARD.items():
+            signal.setitimer(clock, 0)
+            signal.signal(number, before[number])
 
 
 def outcome(path: Path) -> str:

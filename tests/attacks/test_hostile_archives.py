@@ -219,7 +219,7 @@ def test_an_archive_without_end_is_refused(build: Crafted, tmp_path: Path, monke
     start = time.process_time()
     with pytest.raises(UnreadableError) as caught:
         opened(path)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 30  # they take milliseconds, and what they claim to hold takes hours
     assert str(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert not list(scratch.iterdir())
@@ -233,20 +233,23 @@ def test_the_way_out_of_a_large_dictionary_is_named(tmp_path: Path) -> None:
 
 
 CHILD = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from ckptfix import open_checkpoint
 from ckptfix.errors import CkptfixError
-start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # ru_maxrss begins with what the program that started this one has
+    return int(re.search(r"VmHWM:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1])
+start = peak()
 for path in sys.argv[1:]:
     try:
         open_checkpoint(path)
     except CkptfixError:
         pass
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
+print(peak() - start)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in kilobytes only there")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_their_memory_is_bounded(tmp_path: Path) -> None:
     """All of them one after the other, in one process."""
     paths = []
@@ -259,7 +262,7 @@ def test_their_memory_is_bounded(tmp_path: Path) -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert int(done.stdout) * 1024 < (200 << 20)

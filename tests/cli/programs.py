@@ -25,5 +25,5 @@ def command(*words: str | Path) -> list[str]:
 def run(*words: str | Path, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run ckptfix to its end in a process of its own."""
     return subprocess.run(
-        command(*words), cwd=cwd, env=environment(**changes), capture_output=True, encoding="utf-8", timeout=120
+        command(*words), cwd=cwd, env=environment(**changes), capture_output=True, encoding="utf-8", timeout=300
     )

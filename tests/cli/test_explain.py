@@ -16,7 +16,7 @@ MAGIC = "RuntimeError: Invalid magic number; corrupt file?"
 def piped(text, cwd, *words):
     """Run ``ckptfix explain`` with bytes on stdin."""
     return subprocess.run(
-        command("explain", *words), cwd=cwd, env=environment(), input=text, capture_output=True, timeout=120
+        command("explain", *words), cwd=cwd, env=environment(), input=text, capture_output=True, timeout=300
     )
 
 

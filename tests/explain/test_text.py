@@ -200,7 +200,7 @@ def test_a_list_of_thousands_of_keys_without_a_traceback(front: str):
 def test_an_endless_line_takes_no_time(sign: str):
     begun = time.process_time()
     assert explain(sign * (100_000 // len(sign))) is None
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 20  # a quadratic search takes many minutes
 
 
 def test_the_parts_of_a_chain():
@@ -244,4 +244,4 @@ def test_a_long_log_takes_no_time():
     explanation = explain(log + CUT)
     assert explanation is not None
     assert explanation.name == "damaged-archive"
-    assert time.process_time() - begun < 10
+    assert time.process_time() - begun < 20

@@ -81,4 +81,4 @@ def test_texts_made_to_be_slow_are_not(part: str) -> None:
     text = (part * (1 << 16))[: 1 << 16]
     name_text(text, len(text))
     name_text(f"<html>{text}"[: 1 << 16], len(text))
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 20

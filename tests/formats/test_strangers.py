@@ -86,7 +86,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
         (gzip.compress(JOBLIB, mtime=0), "a file of joblib with NumPy arrays"),
         (NOISE, "look random"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_a_stranger_is_named_with_the_remedy(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file.pth"

@@ -34,11 +34,10 @@ def is_running(pid: int) -> bool:
 
 def assert_ends(pid: int) -> None:
     """It was killed, which takes a moment."""
-    for _ in range(100):
-        if not is_running(pid):
-            break
+    patience = time.monotonic() + 120
+    while is_running(pid):
+        assert time.monotonic() < patience
         time.sleep(0.05)
-    assert not is_running(pid)
 
 
 def test_what_the_model_prints_is_no_answer(
@@ -103,8 +102,8 @@ def test_a_time_out_ends_the_child_and_all_that_it_started(
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
     file = save(models.Net())
-    # On a busy machine the shorter time may be over before torch is there.
-    ending = next(ending for timeout in (4, 20) if (ending := start(file, "Hangs", timeout)).stage == "forward")
+    # On a busy machine the shorter times may be over before torch is there.
+    ending = next(ending for timeout in (4, 20, 120) if (ending := start(file, "Hangs", timeout)).stage == "forward")
     assert not ending.answered
     assert ending.timed_out
     assert ending.stage == "forward"

@@ -32,6 +32,7 @@ class Trouble(Enum):
     CUT = "the answer ends in the middle of its body", b""
     SHORT = "half the body comes, and the headers say that this is all", b""
     HALF_STORED = "the server keeps half of what is sent, and says that all is well", b""
+    HELD = "no answer comes until nothing is held any more", b""
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Bucket:
     requests: list[str] = field(default_factory=list)
     """Method and path of every request."""
     _arrival: threading.Condition = field(default_factory=threading.Condition)
+    _release: threading.Event = field(default_factory=threading.Event)
 
     def plan(self, trouble: Trouble, method: str, path: str, times: int = 1, after: int = 0) -> None:
         """Let the next requests whose path ends so go wrong; that many of them, and not the very next ``after``."""
@@ -70,9 +72,15 @@ class Bucket:
         with self._arrival:
             arrived = self._arrival.wait_for(
                 lambda: sum(each.startswith(f"{method} ") and path in each for each in self.requests) >= times,
-                timeout=60,
+                timeout=300,
             )
         assert arrived, f"{times} requests {method} {path} did not come"
+
+    def end_trouble(self) -> None:
+        """From now on all goes well; what was held gets no answer any more."""
+        self.planned.clear()
+        self._release.set()
+        self._release = threading.Event()
 
     def __call__(self, environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -84,6 +92,9 @@ class Bucket:
             return self.app(environ, start)
         if trouble is Trouble.RESET:
             return _reset(environ)
+        if trouble is Trouble.HELD:
+            self._release.wait()
+            raise ConnectionAbortedError
         status, body = trouble.value
         if body:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

@@ -41,7 +41,7 @@ def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     name = f"zoo{next(_numbers)}"
     s3fs.S3FileSystem().mkdir(name)
     yield s3_server, f"s3://{name}"
-    s3_server.planned.clear()
+    s3_server.end_trouble()
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from ckptfix.errors import UsageError
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
 from ckptfix.zoo.places import open_place
+from ckptfix.zoo.places.errors import ForbiddenError
+from ckptfix.zoo.places.local import LocalPlace
 from ckptfix.zoo.table import plain_table
 from ckptfix.zoo.work.job import Done, Job, Others
 from ckptfix.zoo.work.performing import perform
@@ -155,8 +157,7 @@ def test_killed_anywhere_and_run_again_the_tree_is_the_same(point, zoo, whole, t
     goal = tmp_path / "new"
     killed = zoos.migrate(zoo, goal, "--jobs", 2, script=KILLED.format(point=point))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = zoos.migrate(zoo, goal, "--jobs", 2)
-    assert again.returncode == 2, again.stderr
+    assert run(zoo, goal).summary.exit_code == 2
     assert _same_place(zoos.tree(goal), goal) == _same_place(zoos.tree(whole), whole)
 
 
@@ -199,6 +200,21 @@ def test_verify_leaves_in_peace_what_cannot_be_read(tmp_path):
     assert run(tmp_path / "old", tmp_path / "new").summary.outcomes == {Outcome.UNREADABLE: 2}
     again = run(tmp_path / "old", tmp_path / "new", verify=True).summary
     assert (again.outcomes, again.earlier_files) == ({Outcome.UNREADABLE: 2}, 2)
+
+
+def test_what_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    torch.save(zoos.weights(1), tmp_path / "old/weights")
+
+    def refusing(self: LocalPlace, name: str, count: int) -> bytes:
+        raise ForbiddenError(f"{name}: cannot be read: Permission denied; get the right to it")
+
+    with monkeypatch.context() as closed:
+        closed.setattr(LocalPlace, "head", refusing)
+        first = run(tmp_path / "old", tmp_path / "new").summary
+    assert (first.outcomes, first.earlier_files) == ({Outcome.UNREADABLE: 1}, 0)
+    second = run(tmp_path / "old", tmp_path / "new").summary
+    assert (second.outcomes, second.earlier_files) == ({Outcome.FINE: 1}, 0)
 
 
 def test_other_settings_and_other_sources_are_done_again(zoo, tmp_path):

@@ -99,7 +99,7 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
         [sys.executable, "-c", f"import sys; sys.argv[0] = 'ckptfix'\n{script}", "migrate", *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=Path(str(words[0])).parent,
     )

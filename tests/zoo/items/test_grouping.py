@@ -84,7 +84,9 @@ def test_numbered_files_of_a_data_set_are_no_checkpoint(tmp_path: Path):
 
 
 def test_a_folder_of_torch_distributed(tmp_path: Path, dcp: Path):
-    shutil.copytree(dcp, tmp_path / "zoo/step_10")
+    (tmp_path / "zoo/step_10").mkdir(parents=True)
+    for part in dcp.iterdir():  # without their modes: the corpus may be read-only
+        shutil.copyfile(part, tmp_path / "zoo/step_10" / part.name)
     (tmp_path / "zoo/step_10/notes.txt").write_text("of the run")
     place = LocalPlace(str(tmp_path / "zoo"))
     assert kinds(place) == {"step_10": FOLDER, "step_10/notes.txt": OTHER}

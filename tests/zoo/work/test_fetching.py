@@ -53,7 +53,7 @@ class Slow:
         if name == "absent.pth":
             raise AbsentError(f"{name}: is not there")
         if self.barrier is not None:
-            self.barrier.wait(timeout=20)
+            self.barrier.wait(timeout=120)
         to.write_bytes(name.encode())
 
 
