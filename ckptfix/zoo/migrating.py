@@ -102,12 +102,13 @@ def migrate(
     if absent and (decided is not None or len(absent) == len(found)):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
     summary = Summary(files=len(found), bytes=sum(item.size for item in found))
+    items = largest_first(found)  # before the books are read, which then share the texts of the listing
     with opened(new, dry_run) as workspace:
         runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
         known = read_manifest(workspace.manifest)
         workspace.weights.index()
         plan = Plan(
-            largest_first(found),
+            items,
             table,
             source,
             destination,

@@ -58,20 +58,26 @@ class Plan:
         self, journal: Journal | None, size_of: Callable[[str], int | None], on_standing: Callable[[Item, Known], None]
     ) -> Iterator[Job]:
         """The jobs that are left. ``journal`` is the manifest, for those that are verified; ``on_standing`` hears of
-        the items that an earlier run has done.
+        the items that an earlier run has done, before there is any job: how much is left is then known from the start.
         """
-        for number, item in enumerate(self.items, 1):
-            job = self._job(number, item)
-            before = self.known.get(item.name) if self.resumes else None
-            stands = standing(before, job, size_of)
-            if stands is Standing.NEW or before is None:
-                yield job
-            elif stands is Standing.DECIDED:
-                yield replace(job, adopts=True)
-            elif self.verifies and journal is not None:
-                yield replace(job, known=Record.from_json(journal.entry(item.name)))
-            else:
-                on_standing(item, before)
+        verified = journal if self.verifies else None
+        found = bytearray(len(self.items))
+        for number, item in enumerate(self.items):
+            if (before := self._before(item)) is not None:
+                found[number] = standing(before, self._job(number, item), size_of)
+                if found[number] == Standing.DONE and verified is None:
+                    on_standing(item, before)
+        for number, item in enumerate(self.items):
+            if found[number] == Standing.NEW:
+                yield self._job(number, item)
+            elif found[number] == Standing.DECIDED:
+                yield replace(self._job(number, item), adopts=True)
+            elif verified is not None:
+                yield replace(self._job(number, item), known=Record.from_json(verified.entry(item.name)))
+
+    def _before(self, item: Item) -> Known | None:
+        """What an earlier run knows of an item."""
+        return self.known.get(item.name) if self.resumes else None
 
     def left_over(self, record: Record) -> list[str]:
         """The outputs of an earlier run that a new record of their source makes stale: it has another name now, or
@@ -110,7 +116,7 @@ class Plan:
         if self.decided is not None:
             return self.decided.treatment_of(item.name)
         common = self.table.treatment_of(item.name)
-        before = self.known.get(item.name) if self.resumes else None
+        before = self._before(item)
         if before is None or not before.decision or (before.size, before.stamp) != (item.size, item.stamp):
             return common
         try:

@@ -40,5 +40,10 @@ def starved(marker: str) -> nn.Module:
     return linear()
 
 
+def exhausted() -> nn.Module:
+    """As if there were too little memory in this process."""
+    raise MemoryError
+
+
 def linear() -> nn.Module:
     return nn.Linear(2, 2)

@@ -99,6 +99,15 @@ def test_what_an_earlier_run_means(before, sizes, what):
     assert told == what
 
 
+def test_what_stands_is_told_before_the_first_job():
+    items, heard = [item("new.pth", 9), item("a.pth")], []
+    plan = Plan(items, plain_table(), "/old", "/new", known={"a.pth": known(Outcome.FINE)})
+    todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))
+    assert next(todo).item.name == "new.pth"
+    assert heard == ["a.pth"]
+    assert list(todo) == []
+
+
 def test_jobs_are_plain_data():
     import pickle
 

@@ -99,7 +99,7 @@ class Journal:
         except OSError as error:
             raise _unwritten(self.path, error) from error
         for source, line in lines:
-            self._places[source] = place
+            self._places[intern(source)] = place  # it came from a worker, and the listing has the same text
             place += len(line)
         self._is_tidy = False
 

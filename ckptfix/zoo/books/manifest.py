@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from sys import intern
 from typing import Any
 
@@ -29,12 +29,14 @@ def free_name(name: str) -> str:
     return f"{stem}.old{dot}{suffix}"
 
 
-class Standing(Enum):
-    """What an earlier run means for an item."""
+class Standing(IntEnum):
+    """What an earlier run means for an item. Numbers, since a byte each is kept for a million of them."""
 
-    NEW = "to be done"
-    DONE = "done"
-    DECIDED = "decided by hand"
+    NEW = 0
+    """It is to be done."""
+    DONE = 1
+    DECIDED = 2
+    """Somebody put an output in its place by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Known:
     stamp: str
     settings: str
     outcome: Outcome
+    """FAILED also for what was there and could not be fetched or opened: that a right was given changes no stamp."""
     output: str | None
     output_size: int | None
     parts: tuple[str, ...] = ()
@@ -54,14 +57,16 @@ class Known:
     def of(cls, line: Mapping[str, Any]) -> Known:
         """From a line of the manifest."""
         check_version(line)
-        source, output = intern(line["source"]), line["output"]
+        source, output, outcome = intern(line["source"]), line["output"], Outcome(line["outcome"])
+        size, output_size = line["size"], line["output_size"]
+        is_unseen = outcome is Outcome.UNREADABLE and line["sha256"] is None and bool(line["stamp"])
         return cls(
-            line["size"],
+            size,
             intern(line["stamp"]),
             intern(line["settings"]),
-            Outcome(line["outcome"]),
+            Outcome.FAILED if is_unseen else outcome,
             source if output == source else output,  # one text for both
-            line["output_size"],
+            size if output_size == size else output_size,
             tuple(line["output_parts"]),
             text_of(line.get("decision")),
         )

@@ -1,7 +1,8 @@
 """The engine of one machine: worker processes that are kept alive over many jobs.
 
 A worker that dies takes one job with it: the one it was doing. That is tried again when no other runs, in case that it
-was the memory of its neighbours that it lacked, and fails for good if it dies again."""
+was the memory of its neighbours that it lacked, and fails for good if it dies again. One that lives on after memory ran
+out is replaced."""
 
 from __future__ import annotations
 
@@ -121,24 +122,32 @@ class LocalEngine:
             return
         order, done = answer
         self.budget.give_back(order.cost)
+        if done.is_exhausted:
+            self._dismiss(child, queue)
         on_done(done)
 
     def _bury(
         self, child: Child, cause: str, queue: _Queue, on_done: Callable[[Done], None], again: bool = True
     ) -> None:
         """A worker is dead: what it was doing is tried once more, and the jobs behind that as if nothing had been."""
-        child.kill()
-        self._children.remove(child)
-        for order in child.orders:
-            self.budget.give_back(order.cost)
-            Workplace(self.scratch, order.job.number).clear()
-        first, *others = child.orders
-        for order in reversed(others):
-            queue.put_back(order)
+        first = child.orders.popleft()
+        self._dismiss(child, queue)
+        self.budget.give_back(first.cost)
+        Workplace(self.scratch, first.job.number).clear()
         if again and first.job.attempt == 1:
             self._again.append(first.job)
         else:
             on_done(failed(first.job, f"{first.job.item.name}: {cause}"))
+
+    def _dismiss(self, child: Child, queue: _Queue) -> None:
+        """End a worker. The jobs that it has are still to be done, by another one."""
+        child.kill()
+        self._children.remove(child)
+        while child.orders:
+            order = child.orders.pop()
+            self.budget.give_back(order.cost)
+            Workplace(self.scratch, order.job.number).clear()
+            queue.put_back(order)
 
     def _end_endless(self, busy: list[Child], queue: _Queue, on_done: Callable[[Done], None]) -> None:
         for child in busy:

@@ -26,7 +26,7 @@ _EASY_PREY = b"600"
 
 
 def main() -> None:
-    """Do jobs until the driver closes the pipe."""
+    """Do jobs until the driver closes the pipe, or memory runs out."""
     driver = int(sys.argv[1])
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - its descriptor is all that is wanted
@@ -44,8 +44,11 @@ def main() -> None:
             job, scratch = read_frame(jobs)
         except EOFError:
             return
-        answers.write(framed(perform(job, Path(scratch))))
+        done = perform(job, Path(scratch))
+        answers.write(framed(done))
         answers.flush()
+        if done.is_exhausted:
+            return
 
 
 def _die_with(driver: int) -> None:

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptfix.errors import UnreadableError
@@ -34,6 +34,8 @@ class Group:
 
     name: str
     parts: tuple[Entry, ...]
+    fault: str | None = None
+    """Why it cannot be said which files are parts."""
 
     @property
     def size(self) -> int:
@@ -121,6 +123,20 @@ def indexed(place: Place, index: Entry, folders: Folders) -> Group | None:
         if last in folders.files.get(home, {}):  # what leads out of the zoo is in no folder of it
             parts[path] = folders.files[home][last]
     return _group(index.name, parts.values())
+
+
+def unread(index: Entry, folders: Folders, fault: str) -> Group:
+    """An index that could not be fetched, with the numbered shards that its own name stands for: without it they would
+    pass for another checkpoint.
+    """
+    folder, _, last = index.name.rpartition("/")
+    whole = last.removesuffix(".index.json")
+    shards = [
+        entry
+        for name, entry in folders.files[folder].items()
+        if (numbering := Numbering.of(name)) is not None and f"{numbering.stem}{numbering.suffix}" == whole
+    ]
+    return replace(_group(index.name, [index, *shards]), fault=fault)
 
 
 def numbered(folders: Folders, taken: Collection[str], checkpoints: Collection[str]) -> Iterator[Group]:

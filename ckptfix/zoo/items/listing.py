@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptfix.formats.shards.shard_index import Numbering
-from ckptfix.zoo.items.grouping import Folders, Group, indexed, numbered, whole_folders
+from ckptfix.zoo.items.grouping import Folders, Group, indexed, numbered, unread, whole_folders
 from ckptfix.zoo.items.sniffing import HEAD, Looks, by_bytes, by_name, is_surely_other
 from ckptfix.zoo.patterns import compile_patterns
 from ckptfix.zoo.places import Entry, Place
@@ -124,7 +124,7 @@ class _Stores:
 
 
 def _folder(group: Group) -> Item:
-    return Item(group.name, group.size, group.stamp, Kind.FOLDER, group.parts)
+    return Item(group.name, group.size, group.stamp, Kind.FOLDER, group.parts, group.fault)
 
 
 def _item(entry: Entry, seen: Looks | str | None, stores: _Stores) -> Item:
@@ -161,14 +161,18 @@ def _look(place: Place, entry: Entry) -> Looks | str:
     try:
         return by_bytes(entry.name, place.head(entry.name, min(HEAD, entry.size)))
     except PlaceError as error:
-        return str(error).removeprefix(f"{place.where(entry.name)}: ")
+        return _fault(place, entry, error)
 
 
 def _indexed(place: Place, entry: Entry, folders: Folders) -> Group | None:
     try:
         return indexed(place, entry, folders)
-    except PlaceError:
-        return None  # who opens it will say why
+    except PlaceError as error:
+        return unread(entry, folders, _fault(place, entry, error))
+
+
+def _fault(place: Place, entry: Entry, error: PlaceError) -> str:
+    return str(error).removeprefix(f"{place.where(entry.name)}: ")
 
 
 def _choice(patterns: Sequence[str], names: Sequence[str] | None) -> Callable[[str], bool]:

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
 """The schemes where an upload, in one piece or in many, shows when it is whole and not before."""
 
-FETCHING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 1}, "s3a": {"max_concurrency": 1}}
+FETCHING: dict[str, dict[str, Any]] = {
+    "s3": {"max_concurrency": 1},
+    "s3a": {"max_concurrency": 1},
+    "hf": {"block_size": 0},
+}
 SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
 """How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
-way at once, and memory is counted. One at a time is fetched as a stream."""
+way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which else
+gets a request for every 5 MB, and counts them."""
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}
 """The extra of ckptfix that brings the package of a scheme."""
@@ -85,8 +90,12 @@ class RemotePlace:
         prefix = f"{base}/" if base else ""
         for path in sorted(found):
             name = path.removeprefix(prefix)
-            if not path.endswith("/") and not TEMPORARY.fullmatch(name.rpartition("/")[2]):  # a/ marks a folder
-                yield _entry(name, found[path])
+            if path.endswith("/") or TEMPORARY.fullmatch(name.rpartition("/")[2]):  # a/ marks a folder
+                continue
+            # The pages that a web server makes of its folders do not say how large a file is.
+            entry = _entry(name, found[path]) if found[path].get("size") is not None else self.entry(name)
+            if entry is not None:
+                yield entry
 
     def entry(self, name: str) -> Entry | None:
         """The file of a name; None where there is none."""

@@ -104,6 +104,9 @@ class Done:
     staged: tuple[Staged, ...] = ()
     is_known: bool = False
     """Whether the record of an earlier run was verified, and there is nothing new to write down."""
+    is_exhausted: bool = False
+    """Whether memory ran out, so that the process is to do nothing more: its heap may be in pieces, and what it keeps
+    from job to job half made."""
 
 
 def failed(job: Job, reason: str) -> Done:

@@ -22,9 +22,8 @@ from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.work.adopting import adopted
 from ckptfix.zoo.work.deciding import command_after_error
 from ckptfix.zoo.work.fetching import on_this_machine
-from ckptfix.zoo.work.hashing import sha256_of_file
 from ckptfix.zoo.work.job import Done, Job, failed
-from ckptfix.zoo.work.mirroring import mirrored
+from ckptfix.zoo.work.mirroring import digest_of, mirrored
 from ckptfix.zoo.work.proving import still_holds
 from ckptfix.zoo.work.staging import deliver_staged
 from ckptfix.zoo.work.treating import treated
@@ -44,18 +43,26 @@ def perform(job: Job, scratch: Path) -> Done:
     except UsageError as error:
         done = _refused(job, Outcome.DECISION, error, workplace)
     except CkptfixError as error:
-        done = _refused(job, Outcome.FAILED, error, workplace)
+        done = replace(_refused(job, Outcome.FAILED, error, workplace), is_exhausted=_is_of_memory(error))
     except OSError as error:
         done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
     except MemoryError:
         advice = "run the same command again where there is more, or with fewer --jobs"
-        done = failed(job, f"{job.item.name}: needs more memory than there is; {advice}")
+        reason = f"{job.item.name}: needs more memory than there is; {advice}"
+        done = replace(failed(job, reason), is_exhausted=True)
     except Exception as error:  # noqa: BLE001 - the outermost place of a job: a bug of ours must not stop the others
         done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")
     if done.record.output_size is None:
         workplace.clear()
     seconds = round(time.perf_counter() - began, 4)
     return replace(done, record=replace(done.record, seconds=seconds, peak_memory=peak.nbytes()))
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether it was too little memory, which the code of a model met."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__
+    return error is not None
 
 
 def _perform(job: Job, workplace: Workplace) -> Done:
@@ -116,9 +123,7 @@ def _refused(job: Job, outcome: Outcome, error: CkptfixError, workplace: Workpla
 
 def _sha256_of_bytes(job: Job, path: Path) -> str | None:
     """The digest of what could not be read as a checkpoint; as bytes it perhaps can."""
-    if job.item.kind is Kind.FOLDER:
-        return None
     try:
-        return sha256_of_file(path)
+        return digest_of(job, path)
     except OSError:
         return None

@@ -69,6 +69,26 @@ def test_a_crash_ends_one_job_alone(arguments, factory, reason, tmp_path):
     assert {each.record.attempts for each in done.values()} == {1}
 
 
+def test_a_worker_whose_memory_ran_out_is_replaced_and_its_outcome_kept(tmp_path):
+    """All are small, so that others wait behind the one in the same process."""
+    jobs = jobs_for(tmp_path, 6, f0={"model": "tests.zoo.factories:exhausted"})
+    engine, done, workers = LocalEngine(1, ROOM, tmp_path / "scratch"), [], []
+
+    def note(each: Done) -> None:
+        done.append(each)
+        workers.append([child.number for child in engine._children])
+
+    engine.run_jobs(jobs, note)
+    found = {each.record.source: each.record for each in done}
+    assert (found["f0.pth"].outcome, found["f0.pth"].attempts) == (Outcome.FAILED, 1)
+    assert "MemoryError" in str(found["f0.pth"].error)
+    assert [(name, record.outcome) for name, record in sorted(found.items())[1:]] == [
+        (f"f{number}.pth", Outcome.FINE) for number in range(1, 6)
+    ]
+    assert {record.attempts for record in found.values()} == {1}
+    assert [] in workers  # it was gone as soon as it had answered
+
+
 @pytest.mark.slow
 def test_what_crashed_is_tried_again_alone(tmp_path):
     model = {"model": "tests.zoo.factories:crash_once", "model_args": [str(tmp_path / "marker")], "smoke": False}

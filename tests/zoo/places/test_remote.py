@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,20 @@ def names_or_none(place: Place) -> list[str]:
         return names(place)
     except AbsentError:
         return []
+
+
+def test_a_listing_without_sizes_is_completed(memory: str, file: Path, monkeypatch: pytest.MonkeyPatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    place, find = open_place(memory), MemoryFileSystem.find
+    place.put(file, "a/model.pth")
+    plain = list(place.walk())
+
+    def without_sizes(*given: Any, **named: Any) -> dict[str, Any]:
+        return {path: {**info, "size": None} for path, info in find(*given, **named).items()}
+
+    monkeypatch.setattr(MemoryFileSystem, "find", without_sizes)
+    assert list(place.walk()) == plain == [Entry("a/model.pth", len(RAW), plain[0].stamp)]
 
 
 def test_a_removed_file_is_gone_and_may_be_removed_again(place: Place, file: Path):
