@@ -88,7 +88,9 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
     metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
     lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
-    result = replace(checkpoint.with_entries(entries, metadata), lost=lost)
+    # After the first rename the names of a picked set are not those of the file any more: it was taken before.
+    picked = None if renames else checkpoint.picked
+    result = replace(checkpoint.with_entries(entries, metadata), lost=lost, picked=picked)
     if any(isinstance(edit, Rewrite) for edit in step.edits):
         result = replace(result, damage=())
     if any(isinstance(edit, Disarm) for edit in step.edits):

@@ -205,7 +205,8 @@ class Checkpoint:
     storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
     file inside of the archive or compressed file that ``path`` names. ``damage`` says what is wrong with the file,
     where it was opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where
-    a missing file leaves the name alone.
+    a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
+    the state_dict, with their names without it; None where the whole state_dict is meant.
     """
 
     path: str
@@ -221,6 +222,7 @@ class Checkpoint:
     damage: tuple[str, ...] = ()
     lost: Mapping[str, TensorSpec | None] = field(default_factory=dict)
     member: str = ""
+    picked: Mapping[str, str] | None = None
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

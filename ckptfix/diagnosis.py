@@ -70,7 +70,8 @@ def diagnose(
     context = Context(view, target, _statistics(view, settings), settings, donor)
     for rule in RULES:
         is_told = settings.selects(rule.code)
-        if not is_told and not (settings.salvage and rule.code == "FIL201"):
+        is_asked = (settings.salvage and rule.code == "FIL201") or (view.picked is not None and rule.code == "FIL101")
+        if not is_told and not is_asked:
             continue
         found = tuple(_propose(rule, context))
         if not is_told:  # who ignores the loss of what --salvage leaves out does not want it back

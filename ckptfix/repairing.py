@@ -165,10 +165,13 @@ def _open(source: Source, settings: Settings) -> Checkpoint:
     if not isinstance(source, Mapping):
         if not isinstance(source, (str, os.PathLike)):
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
-        return open_file(os.fspath(source), settings.weights, salvage=settings.salvage, member=settings.member)
+        path, weights = os.fspath(source), settings.weights
+        return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
+    from ckptfix.formats.prefixed_sets import with_pick
     from ckptfix.live import open_state_dict
 
-    return open_state_dict(source)
+    checkpoint = open_state_dict(source)
+    return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
 def _target(

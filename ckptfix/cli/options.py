@@ -41,7 +41,11 @@ UnsafeFixes = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Which state_dict of the file, by the name that `ckptfix inspect` shows."),
+    typer.Option(
+        metavar="NAME",
+        help="Which state_dict of the file, by the name that `ckptfix inspect` shows; or the prefix of one of several "
+        "sets of keys in it (teacher).",
+    ),
 ]
 Member = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from ckptfix.checkpoint import Checkpoint
+from ckptfix.checkpoint import Checkpoint, Remark
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import sniffing
 from ckptfix.formats.containers import open_document
@@ -44,18 +44,21 @@ FORMATS = (
 """Every format, in the order in which a file is asked."""
 
 
-def open_file(path: str, weights: str | None = None, *, salvage: bool = False, member: str | None = None) -> Checkpoint:
+def open_file(
+    path: str, weights: str | None = None, *, salvage: bool = False, member: str | None = None, narrow: bool = True
+) -> Checkpoint:
     """The checkpoint in a file or folder; no tensor is read and nothing of it runs.
 
-    ``weights`` picks one of several state_dicts by its name in the container, ``member`` one of several files in an
-    archive. ``salvage`` gives what is whole of a damaged file; the rest is named in ``Checkpoint.lost``. Raises
-    ``UnreadableError`` with the true cause where there is nothing."""
+    ``weights`` picks one of several state_dicts by its name in the container, or one of several sets in a state_dict by
+    the prefix of its keys; without ``narrow``, the others stay beside it and ``Checkpoint.picked`` names it. ``member``
+    picks one of several files in an archive. ``salvage`` gives what is whole of a damaged file; the rest is named in
+    ``Checkpoint.lost``. Raises ``UnreadableError`` with the true cause where there is nothing."""
     if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
         from ckptfix.formats.folders import read_folder, weights_file
 
         file = weights_file(path)
         if file is None:
-            return open_document(read_folder(path, salvage), weights, salvage=salvage)
+            return open_document(read_folder(path, salvage), weights, salvage=salvage, narrow=narrow)
         path = file
     content = Content.of_file(path)
     if member is not None or sniffing.may_be_wrapped(content):
@@ -63,7 +66,7 @@ def open_file(path: str, weights: str | None = None, *, salvage: bool = False, m
 
         content = unwrap(content, member)
     document = _read_index(content, salvage) or read_unwrapped(content, salvage)
-    checkpoint = open_document(document, weights, salvage=salvage)
+    checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
 
 
@@ -88,7 +91,19 @@ def read_unwrapped(content: Content, salvage: bool) -> Document:
         inner = str(error).removeprefix(f"{content.path}: ")
         raise UnreadableError(f"{content.path}: {'; '.join(content.damage)}; what is in it {inner}") from error
     document.damage[:0] = content.damage
+    document.remarks += _doubts(content)
     return document
+
+
+def _doubts(content: Content) -> list[Remark]:
+    """That tensors without a checksum of their own may be wrong, where what they were packed in fails its own."""
+    if not content.damage:
+        return []
+    from ckptfix.formats.wrappers.expanding import WrongBytes
+
+    return [
+        Remark("doubtful-values", ".", f"the file {clause}") for clause in content.damage if type(clause) is WrongBytes
+    ]
 
 
 def read_content(content: Content, salvage: bool) -> Document:
@@ -129,7 +144,9 @@ def _read_or_mend(content: Content) -> Document:
 
 
 def _tensors(document: Document) -> int:
-    return sum(1 for _ in tensors_in(document.root))
+    from ckptfix.formats.pickles.arrays import arrays_in
+
+    return sum(1 for _ in tensors_in(document.root)) + sum(1 for _ in arrays_in(document.root))
 
 
 def _read_mended(content: Content) -> Document | None:

@@ -10,6 +10,7 @@ from typing import Any
 from ckptfix.checkpoint import Candidate, Checkpoint, PathPart, Remark, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.formats.bounds import shown
+from ckptfix.formats.candidates import PREFERRED, beside, plausible, rank
 from ckptfix.formats.document import Document
 from ckptfix.formats.foreign.weightless import is_optimizer, why_weightless
 from ckptfix.formats.loose_tensors import loose_remarks
@@ -17,18 +18,10 @@ from ckptfix.formats.modules import is_module, is_uninitialized, module_state_di
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.pickles.payload import refusing_payload
+from ckptfix.formats.prefixed_sets import keys_of_set, narrowed, with_pick
 from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 from ckptfix.formats.salvage import split_entries, without_torn
 from ckptfix.formats.tree import tensors_in
-
-PREFERRED = tuple(
-    "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
-    "generator backbone".split()
-)
-"""Names under which trainers keep the weights to load, the most explicit first."""
-
-AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")
-"""Parts of names that mark a second, averaged set of weights."""
 
 SEARCH_DEPTH = 6
 NODE_LIMIT = 1_000_000
@@ -36,25 +29,29 @@ LIST_LIMIT = 64
 """Items of a list up to which each is looked at; longer ones hold numbers or samples."""
 
 
-def open_document(document: Document, weights: str | None = None, *, salvage: bool = False) -> Checkpoint:
+def open_document(
+    document: Document, weights: str | None = None, *, salvage: bool = False, narrow: bool = True
+) -> Checkpoint:
     """The checkpoint of a document: its state_dict found, or taken where ``weights`` says.
 
+    Where that is the prefix of some keys, these alone are taken, or without ``narrow`` named in ``Checkpoint.picked``.
     Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
     ``UsageError`` where it has none of the name.
     """
     with refusing_payload(document.path, {f"{mark.detail}()" for mark in document.remarks if mark.kind == "payload"}):
-        return _open(document, weights, salvage)
+        checkpoint = _open(document, weights, salvage)
+    return narrowed(checkpoint) if narrow else checkpoint
 
 
 def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     found = dict(_search(document))
     candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
-    ranked = sorted(candidates, key=_rank)
+    ranked = sorted(candidates, key=rank)
     if weights is not None:
-        path, value = _pick(document, found, weights)
+        path, value, prefix = _pick(document, found, [candidate.path for candidate in ranked], weights)
     elif ranked:
         path = ranked[0].path
-        value = found[path]
+        value, prefix = found[path], None
     else:
         if document.damage:
             raise UnreadableError(f"{document.path}: {'; '.join(document.damage)}; fetch the file again")
@@ -72,7 +69,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             "value was ever saved;"
             " save the model again after its weights are loaded"
         )
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=document.path,
         format=document.format,
         entries=entries,
@@ -85,13 +82,19 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         producer=document.producer,
         candidates=tuple(
             candidate
-            for candidate in _plausible(ranked)
+            for candidate in plausible(ranked)
             if not any(candidate.path[: len(gone)] == gone for gone in left_out)
         ),
-        remarks=(*document.remarks, *remarks, *loose_remarks(document.root, path, entries)),
+        remarks=(
+            *document.remarks,
+            *remarks,
+            *loose_remarks(document.root, path, entries),
+            *(beside(ranked) if weights is None else ()),
+        ),
         damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
         lost=lost,
     )
+    return checkpoint if prefix is None else with_pick(checkpoint, prefix)
 
 
 def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mapping[str, Any]] | None:
@@ -212,32 +215,23 @@ def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidat
     return Candidate(path, _count_tensors(value), sum(spec.numel for spec in specs))
 
 
-def _rank(candidate: Candidate) -> tuple[bool, int, int, int]:
-    """Raw weights before averaged ones, then by the name's place among the preferred, then the larger, then the less
-    deep.
-    """
-    names = [str(part).lower() for part in candidate.path]
-    averaged = any(mark in name for name in names for mark in AVERAGED)
-    known = [PREFERRED.index(name) for name in names if name in PREFERRED]
-    return (averaged, min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
-
-
-def _plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that could be meant: not a random state or a table of means beside the weights."""
-    largest = max((candidate.tensors for candidate in ranked), default=0)
-    return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
-
-
-def _pick(document: Document, found: Mapping[tuple[PathPart, ...], Any], name: str) -> tuple[tuple[PathPart, ...], Any]:
+def _pick(
+    document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
+) -> tuple[tuple[PathPart, ...], Any, str | None]:
+    """The state_dict of this name, and None; or the one that has a set of keys under it as a prefix, and that."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
-            return path, value
+            return path, value, None
     root = _mapping(document.root)
     if root is not None and name in root:
         chosen = root[name]
         inner = module_state_dict(chosen, document.path) if is_module(chosen) else _mapping(chosen)
         if inner is not None and _count_tensors(inner):
-            return (name,), inner
+            return (name,), inner, None
+    for path in ranked:
+        for prefix in (name, name.removeprefix(f"{path_name(path)}.")):
+            if keys_of_set([key for key in found[path] if isinstance(key, str)], prefix):
+                return path, found[path], prefix
     names = ", ".join(path_name(path) for path in found) or "none"
     raise UsageError(
         f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with --weights"
@@ -252,8 +246,8 @@ def _entries(
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
     for key, entry in value.items():
-        name = key if isinstance(key, str) else str(key)
-        if name is not key:
+        name = str(key)  # text of Python 2 is of a class of its own
+        if not isinstance(key, str):
             remarks.append(Remark("non-string-key", path_name(path), name))
         if is_uninitialized(entry):
             remarks.append(Remark("uninitialized", name, str(entry.cls)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ckptfix.finding import Finding, Fix, Level, Rename, RenameModule
@@ -10,6 +11,8 @@ from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
 from ckptfix.shell import no_option, typed
 
+_WEIGHTS = "--weights"
+_NAMED = re.compile(rf"{_WEIGHTS} ([^\s,;]+)")
 _WITH_VALUE = ("--fill", "--weights", "--for-torch", "--replace", "--dtype")
 
 
@@ -26,6 +29,7 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     if command := next_command(report, telling):
         yield ("  run: ", Span(command, "strong"))
+        yield from (("   or: ", Span(other, "strong")) for other in _other_commands(report, telling))
 
 
 def next_command(report: Report, telling: Telling) -> str:
@@ -37,6 +41,8 @@ def next_words(report: Report, telling: Telling) -> tuple[str, ...]:
     """The same, word by word."""
     given = telling.command or ("ckptfix", "repair", no_option(report.source))
     remaining = _remaining(report)
+    # Where names cannot be told before a set is picked, what else is amiss shows after that.
+    remaining = [f for f in remaining if f.code.startswith("KEY") and _WEIGHTS in remedy_flags(f.remedy)] or remaining
     flags: dict[str, list[str]] = {}
     for finding in remaining:
         own = remedy_flags(finding.remedy)
@@ -48,6 +54,18 @@ def next_words(report: Report, telling: Telling) -> tuple[str, ...]:
     if not added and not (telling.mode is Mode.CHECK and any(map(is_fixable, remaining))):
         return ()
     return (*given, *added)
+
+
+def _other_commands(report: Report, telling: Telling) -> Iterator[str]:
+    """The same command for each other set of weights that a finding names."""
+    words = next_words(report, telling)
+    if _WEIGHTS not in words[len(telling.command) :]:
+        return
+    at = words.index(_WEIGHTS, len(telling.command)) + 1
+    named = [name for finding in _remaining(report) for name in _NAMED.findall(finding.remedy)]
+    for name in dict.fromkeys(named):
+        if name not in (words[at], "NAME"):
+            yield typed((*words[:at], name, *words[at + 1 :]))
 
 
 def remedy_flags(remedy: str) -> dict[str, list[str]]:

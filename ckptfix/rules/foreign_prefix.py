@@ -30,11 +30,12 @@ detectron2's `align_and_update_state_dicts` does this by longest common suffix a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.rules.choosing import choice
 from ckptfix.rules.wrappers import renames, two_sets
 from ckptfix.target import Target
 
@@ -73,6 +74,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 for prefixes, matches in _ranked(free, known - placed, target, pure)
                 if len(matches) >= _enough(prefixes, chosen, pure, is_single)
                 and not _is_another_layer(prefixes, placed)
+                and not ((not pure or len(matches) < in_place) and _have_places(matches, placed))
             )
             best = next((one for one in ranked if not _is_another_set(*one, free, placed)), None)
             if best is None:
@@ -94,7 +96,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         if chosen:
             yield _under_another_prefix(rule, chosen, is_safe=pure and sum(map(len, chosen.values())) >= in_place)
         if rivals and not (pure and _is_outdone(matches, _ranked(free, known - placed, target, pure=False))):
-            yield _ambiguous(rule, matches, [prefixes, *rivals])
+            yield _ambiguous(rule, matches, [prefixes, *rivals], len(target.slots.keys() - placed))
             return
     if renamed := dict(_renamed_modules(checkpoint, free, placed, target, is_known=bool(chosen))):
         yield _under_another_prefix(rule, renamed, is_safe=False)
@@ -122,7 +124,8 @@ def _renamed_modules(
         place = missing.get(tensors)
         if not is_telling or place is None or place.split(".")[-2] == module.split(".")[-2]:
             continue  # of the same name, the prefix in front has been judged already
-        if not _is_another_layer((module, place), placed):
+        keys = [module + name for name, _ in tensors]
+        if not _is_another_layer((module, place), placed) and not _have_places(keys, placed):
             yield (module, place), {module + name: place + name for name, _ in tensors}
 
 
@@ -212,6 +215,14 @@ def _is_another_set(
     return 4 * conflicts > len(matches)
 
 
+def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
+    """Whether most of the keys would have a place without what stands in front of them, which another key is in: they
+    are of a second set of weights, and its `ema.up.` is no `down.` of the first.
+    """
+    second = sum(any("." in rest and rest in placed for rest in list(_suffixes(key))[1:]) for key in keys)
+    return 2 * second > len(keys)
+
+
 def _is_another_layer(prefixes: Prefixes, placed: AbstractSet[str]) -> bool:
     """Whether only numbers would be exchanged, beside others that stand already: `h.12.` is no `h.0.` where `h.1.` is
     in its place.
@@ -262,19 +273,20 @@ def _describe(prefixes: Prefixes) -> str:
     return f"`{taken}` too much" if taken else f"`{put}` missing"
 
 
-def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes]) -> Finding:
+def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], missing: int) -> Finding:
     shown = " or ".join(_describe(prefixes) for prefixes in choices[:4])
     return rule.finding(
         Level.ERROR,
         f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
         keys=tuple(matches),
         evidence={"choices": [list(prefixes) for prefixes in choices]},
-        remedy=f"keep one of the sets and repair that{_selecting(choices[0][0])}",
+        remedy=_remedy(choices, is_most=2 * len(matches) > missing),
     )
 
 
-def _selecting(taken: str) -> str:
-    """How to keep the set under one prefix, in a line of Python."""
-    if not taken:
-        return ""
-    return f": {{key: value for key, value in state_dict.items() if key.startswith({taken!r})}}"
+def _remedy(choices: list[Prefixes], is_most: bool) -> str:
+    """How to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
+    sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
+    if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
+        return "give the keys the names that the target has for them: nothing in the file tells which are which"
+    return choice(sets)

@@ -33,6 +33,7 @@ from collections.abc import Iterator
 
 from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.finding import Applicability, Context, Edit, Fill, Finding, Fix, Level, Rule, Tie, counted, rule
+from ckptfix.rules.other_layout import other_layout
 from ckptfix.target import PARAMETER, Target
 
 
@@ -64,7 +65,8 @@ def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     if unfilled:
         extent, evidence = _extent(unfilled, target)
-        remedy = _remedy(context, target)
+        is_there = bool(other_layout(context.checkpoint, target))
+        remedy = "no fill is wanted: the file may have them in another form" if is_there else _remedy(context, target)
         yield rule.finding(Level.ERROR, extent, keys=tuple(unfilled), evidence=evidence, remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""KEY105 renamed-by-release: names that a release of torch or torchvision changed.
+"""KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft puts in.
 
 ## What it finds
 
@@ -11,8 +11,11 @@ Keys that a known rewrite of a module gave another name, in either direction:
 | | `weight_u`, `weight_v` | `parametrizations.weight.0._u`, `….0._v` |
 | DenseNet (torchvision 0.2) | `denselayer1.norm.1.weight` | `denselayer1.norm1.weight` |
 | LayerNorm (BERT of TensorFlow) | `gamma`, `beta` | `weight`, `bias` |
+| peft, an adapter's file | `lora_A.weight`, `ia3_l` | `lora_A.default.weight`, `ia3_l.default` |
+| peft, the layer under an adapter | `q_proj.weight` | `base_model.model.….q_proj.base_layer.weight` |
 
-`weight` stands for any tensor name, such as `weight_hh_l0` of an LSTM.
+`weight` stands for any tensor name, such as `weight_hh_l0` of an LSTM. The last row works in this direction alone: a
+layer with an adapter beside it is not what it was without one.
 
 ## Why it matters
 
@@ -34,6 +37,7 @@ scale.
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/utils/parametrizations.py
 - https://github.com/pytorch/vision/pull/474
+- https://github.com/huggingface/peft/blob/main/src/peft/utils/save_and_load.py
 - https://github.com/huggingface/transformers/issues/29554 (a blanket rename of `gamma` broke ConvNeXt)
 """
 
@@ -56,6 +60,7 @@ _FIELDS = {
     "part": "norm|conv",
     "index": "[12]",
     "leaf": r"[^.]+",
+    "adapter": r"(?:lora|ia3|hada|lokr|vera|oft|boft)_[^.]+",
 }
 
 
@@ -66,10 +71,11 @@ class Rewrite:
     what: str
     old: str
     new: str
+    both_ways: bool = True
 
     def names(self, key: str) -> Iterator[str]:
         """What the key is called on the other side, from whichever side it comes."""
-        for before, after in ((self.old, self.new), (self.new, self.old)):
+        for before, after in ((self.old, self.new), (self.new, self.old))[: 1 + self.both_ways]:
             if match := re.fullmatch(_pattern(before), key):
                 yield after.format(**match.groupdict())
 
@@ -88,8 +94,14 @@ REWRITES = (
     Rewrite("DenseNet", "{module}denselayer{n}.{part}.{index}.{leaf}", "{module}denselayer{n}.{part}{index}.{leaf}"),
     Rewrite("LayerNorm", "{module}gamma", "{module}weight"),
     Rewrite("LayerNorm", "{module}beta", "{module}bias"),
+    Rewrite("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
+    Rewrite("peft", "{module}{adapter}", "{module}{adapter}.default"),
+    Rewrite("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),
+    Rewrite("peft", "{module}{leaf}", "{module}base_layer.{leaf}", both_ways=False),
+    Rewrite("peft", "base_model.{module}{leaf}", "base_model.{module}modules_to_save.default.{leaf}", both_ways=False),
+    Rewrite("peft", "{module}{leaf}", "base_model.model.{module}base_layer.{leaf}", both_ways=False),
 )
-"""The table. A row works both ways."""
+"""The table."""
 
 
 @rule("KEY105", "renamed-by-release")

@@ -1,22 +1,28 @@
-"""FIL101 several-state-dicts: the container holds more than one set of weights.
+"""FIL101 several-state-dicts: the file holds more than one set of weights.
 
 ## What it finds
 Two or more state_dicts of comparable size in one file: raw weights beside their moving average (EMA), a generator
-beside a discriminator, a student beside a teacher.
+beside a discriminator, a student beside a teacher. Also two sets in one state_dict, whose keys begin with `student.`
+and `teacher.`, `encoder_q.` and `encoder_k.`, or with nothing and `ema_model.`: where no model is named, these are a
+note, as a model may well have both. Another note names what lies beside the weights in fewer tensors: a smaller
+network, or other parts of a model whose state_dict is nested, as of Megatron-LM.
 
 ## Why it matters
 Taking the wrong set loads without an error and gives poor results (MeanFlow#12), and which one the authors evaluated is
 not in the file.
 
 ## Fix safety
-There is no fix: the choice is yours. Without `--weights` the raw set under the most usual name is taken, and the
-finding remains.
+The choice is yours. Without `--weights` the raw set under the most usual name of the container is taken, and the
+finding remains; of two sets in one state_dict none is taken. `--weights PREFIX` takes the keys under a prefix alone,
+without it, and leaves all others out; what stands in front of nearly all keys (`module.`) need not be typed.
+`--weights plain` takes those that stand under no prefix beside a set that does.
 
 ## Example
 `{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.
+`{student.fc.weight, teacher.fc.weight}`: `--weights teacher` makes `fc.weight` of the second.
 
 ## Sources
-Field reports: MeanFlow#12, actionformer_release#103; mmdet writes `ema_` keys with underscores for dots.
+Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save two networks in one state_dict.
 """
 
 from __future__ import annotations
@@ -24,14 +30,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.checkpoint import path_name
-from ckptfix.finding import Context, Finding, Level, Rule, rule
+from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.formats.prefixed_sets import sets_of
+from ckptfix.rules.choosing import choice
+from ckptfix.rules.wrappers import renames
 
 
 @rule("FIL101", "several-state-dicts")
 def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
-    """List the sets of weights where none was picked."""
+    """List the sets of weights where none was picked; take the picked one out of its state_dict."""
+    if context.checkpoint.picked is not None:
+        yield from _picked(rule, context)
+    elif context.settings.weights is None:
+        yield from _in_container(rule, context)
+        yield from _in_state_dict(rule, context)
+        yield from _beside(rule, context)
+
+
+def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
+    checkpoint, picked = context.checkpoint, context.checkpoint.picked or {}
+    taken = {key: name for key, name in picked.items() if key in checkpoint.entries}
+    others = [key for key in checkpoint.entries if key not in taken]
+    edits = (*renames(taken), *(Drop(key) for key in others))
+    if edits:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(taken), 'key')} of the set {context.settings.weights}, which --weights picks, "
+            f"and {counted(len(others), 'key')} beside it, which it leaves out",
+            fix=Fix(edits, Applicability.UNSAFE, asked=True),
+        )
+
+
+def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
-    if context.settings.weights is not None or len(checkpoint.candidates) < 2:
+    if len(checkpoint.candidates) < 2:
         return
     taken = path_name(checkpoint.container)
     names = [candidate.name for candidate in checkpoint.candidates]
@@ -42,5 +74,31 @@ def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
             candidate.name: {"tensors": candidate.tensors, "numel": candidate.numel}
             for candidate in checkpoint.candidates
         },
-        remedy=f"pick one with --weights NAME (say --weights {taken} to keep this one)",
+        remedy=choice([taken, *(name for name in names if name != taken)]),
     )
+
+
+def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Without a target alone: with one, what does not fit is found by the rules on names."""
+    names = () if context.target is not None else sets_of(context.checkpoint.specs)
+    if names:
+        yield rule.finding(
+            Level.NOTE,
+            f"the state_dict holds two networks of the same tensors, {' and '.join(names)}, and both are kept: "
+            f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
+            evidence={"sets": list(names)},
+        )
+
+
+def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
+    """What may be weights too and is no set of its own: torch reads it as it is, and a strict load does not see it."""
+    checkpoint = context.checkpoint
+    others = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "weights-beside"}
+    if others:
+        listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
+        yield rule.finding(
+            Level.NOTE,
+            f"{path_name(checkpoint.container)} was taken, and there are other tensors beside it ({listed}): parts of "
+            "the same model where its state_dict is nested, or of another one; --weights NAME takes one of them",
+            evidence={"beside": others},
+        )

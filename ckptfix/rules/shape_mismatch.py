@@ -35,6 +35,11 @@ from collections.abc import Iterator
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Reshape, Rule, counted, rule
 
+_TRANSPOSED = (
+    "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, and "
+    "those of the same layers that are square fit as they are and may be transposed too"
+)
+
 
 @rule("FIT103", "shape-mismatch")
 def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -73,7 +78,9 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(evidence),
             evidence={"shapes": evidence},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
-            remedy="--drop-mismatched --fill target|FILE takes other values; or name the model that the file is of",
+            remedy=_TRANSPOSED
+            if turned == len(evidence)
+            else "--drop-mismatched --fill target|FILE takes other values; or name the model that the file is of",
         )
 
 

@@ -12,8 +12,9 @@ decoder or an auxiliary head, or the file is of another model.
 ## Fix safety
 
 Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
-it has to be merged first. Nothing is offered where no key of the file fits the target: then it
-is the wrong model, or the wrong state_dict of the file.
+it has to be merged first. Where such keys may hold what the target misses in another layout (fused or split
+projections, stacked experts, `weight_norm` on one side alone), the report says so. Nothing is offered where no key of
+the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
 
 ## Example
 
@@ -30,7 +31,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.formats.prefixed_sets import copied_under
+from ckptfix.rules.choosing import choice_of_copies
+from ckptfix.rules.other_layout import other_layout
+from ckptfix.target import Target
 
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 """In the keys of low-rank adapters, beside or around the layers that they change."""
@@ -62,7 +68,14 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
         keys=tuple(unexpected),
         evidence=evidence,
         fix=Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE),
-        remedy="merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
-        if any(_ADAPTER.search(key) for key in unexpected)
-        else "--unsafe-fixes drops them",
+        remedy=_remedy(unexpected, checkpoint, target),
     )
+
+
+def _remedy(unexpected: list[str], checkpoint: Checkpoint, target: Target) -> str:
+    copies = copied_under(checkpoint.entries)
+    if copies and all(key.startswith(copies) for key in unexpected):
+        return choice_of_copies(checkpoint.entries)
+    if any(_ADAPTER.search(key) for key in unexpected):
+        return "merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
+    return other_layout(checkpoint, target) or "--unsafe-fixes drops them"

@@ -2,8 +2,9 @@
 
 ## What it finds
 A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; of the latter
-also its own counter `n_averaged`. With a target: every key that the target wants without the prefix, or the cut for all
-keys that agrees with the target in more names and shapes. Without one: a file in which every key has it.
+also its own counter `n_averaged`, or with a target mmengine's `steps`. With a target: every key that the target wants
+without the prefix, or the cut for all keys that agrees with the target in more names and shapes. Without one: a file in
+which every key has it.
 
 ## Why it matters
 `load_state_dict` reports every key twice, as missing and as unexpected (`Unexpected key(s) in state_dict:
@@ -28,8 +29,10 @@ from typing import TYPE_CHECKING
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.formats.prefixed_sets import copied_under
+from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.wrappers import (
-    COUNTER,
+    bare,
     colliding,
     is_counter,
     leading_modules,
@@ -41,6 +44,11 @@ from ckptfix.rules.wrappers import (
 
 if TYPE_CHECKING:
     from ckptfix.target import Target
+
+STEPS = "steps"
+"""The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
+target has no place for it.
+"""
 
 DEEPEST = 16
 """Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any
@@ -62,7 +70,8 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 Level.WARNING,
                 f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
                 keys=tuple(halves),
-                remedy="name the model with --model or --like: only it can tell which names are right",
+                remedy="name the model with --model or --like: only it can tell which names are right"
+                + (f"; of two sets, {choice_of_copies(keys)}" if copied_under(keys) else ""),
             )
         return
     message = f"{counted(len(new), 'key')} with the wrapper prefix `module.`" if new else ""
@@ -71,11 +80,12 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
             keys=tuple(new),
-            remedy="remove one of the two sets of weights",
+            remedy=choice_of_copies(checkpoint.entries),
         )
         return
     if counters:
-        message += f"{', and ' if message else ''}AveragedModel's counter {COUNTER} beside the model"
+        named = ", ".join(sorted({key.rpartition(".")[2] for key in counters}))
+        message += f"{', and ' if message else ''}AveragedModel's counter {named} beside the model"
     edits = (*renames(new), *(Drop(key) for key in counters))
     yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix(edits, Applicability.SAFE))
 
@@ -85,7 +95,10 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
     if target is not None and any(is_counter(key) for key in target.slots):
         return ()
     found = {
-        key for key, spec in checkpoint.specs.items() if is_counter(key) and (spec.dtype, spec.numel) == ("int64", 1)
+        key
+        for key, spec in checkpoint.specs.items()
+        if (is_counter(key) or (target is not None and bare(key) == STEPS and key not in target.slots))
+        and (spec.dtype, spec.numel) == ("int64", 1)
     }
     if not found:
         return ()

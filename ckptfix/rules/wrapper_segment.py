@@ -25,10 +25,11 @@ timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, RenameModule, Rule, counted, rule
 from ckptfix.metadata import rename_metadata
+from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, has_wrapper_segment, renames, strip_segments, two_sets
 
 
@@ -42,12 +43,12 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
     new = {key: strip_segments(key) for key in entries if has_wrapper_segment(key)}
     clash = two_sets(entries)
     if new:
-        yield _keys(rule, new, clash)
+        yield _keys(rule, new, clash, entries)
     if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
         yield from _rows(rule, context, new)
 
 
-def _keys(rule: Rule, new: Mapping[str, str], clash: str | None) -> Finding:
+def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collection[str]) -> Finding:
     keys = tuple(new)
     found = _segments(keys)
     message = f"{counted(len(keys), 'key')} with the wrapper segment {', '.join(found)}"
@@ -56,7 +57,7 @@ def _keys(rule: Rule, new: Mapping[str, str], clash: str | None) -> Finding:
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
             keys=keys,
-            remedy="remove one of the two sets of weights",
+            remedy=choice_of_copies(entries),
         )
     return rule.finding(
         Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)

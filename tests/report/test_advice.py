@@ -85,3 +85,13 @@ def test_a_rename_is_no_change_of_values():
         f"  {PREFIX.code} {PREFIX.name}: --unsafe-fixes applies the fix, which gives keys other names, and nothing "
         "confirms that these are the right ones"
     )
+
+
+def test_a_command_for_each_set_of_weights():
+    """What a pick may cure is not cured by another flag before it."""
+    sets = replace(MISMATCH, code="KEY104", remedy="--weights q takes this set alone, --weights k that one")
+    lines = told(report(sets, EXTRA, MISSING))
+    assert [line.strip() for line in lines if "ckptfix repair" in line] == [
+        "run: ckptfix repair resnet.pth --weights q",
+        "or: ckptfix repair resnet.pth --weights k",
+    ]

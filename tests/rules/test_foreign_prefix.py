@@ -166,6 +166,29 @@ def test_a_whole_set_wins_over_a_part():
     assert all(key.startswith("student.") for key in finding.keys)
 
 
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        pytest.param(nn.Sequential(*net(), *net()), "2.", id="a part"),
+        pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)), "1.", id="a single module"),
+    ],
+)
+def test_a_part_of_a_second_set_is_no_other_part_of_the_first(model, missing):
+    """The average of another part with the same inner names and shapes lies ready for the one that is gone."""
+    state = {key: value for key, value in model.state_dict().items() if not key.startswith(missing)}
+    assert propose(foreign_prefix, {**state, **prefixed(state, "ema.")}, model) == []
+
+
+def test_two_sets_are_named_with_their_flags_and_parts_of_one_are_not():
+    sets = {**prefixed(net().state_dict(), "encoder_k."), **prefixed(net().state_dict(), "encoder_q.")}
+    (finding,) = propose(foreign_prefix, sets, net())
+    assert finding.remedy == "--weights encoder_q takes this set alone, --weights encoder_k that one"
+    stages = {**prefixed(net().state_dict(), "stage.1."), **prefixed(net().state_dict(), "stage.2.")}
+    findings = propose(foreign_prefix, stages, within(layer1=net(), layer2=net()))
+    assert findings
+    assert not any("--weights" in finding.remedy for finding in findings)
+
+
 @pytest.mark.parametrize("places", [("query", "key"), ("0", "1")])
 def test_two_places_for_one_set_are_shown_and_not_guessed(places):
     model = within(**{place: net() for place in places})

@@ -93,6 +93,11 @@ PAIRS = [
         lambda: with_keys(norm__weight=(4,), norm__bias=(4,)),
         id="LayerNorm",
     ),
+    pytest.param(
+        lambda: with_keys(q__lora_A__weight=(2, 4), q__ia3_l=(4,)),
+        lambda: with_keys(q__lora_A__default__weight=(2, 4), q__ia3_l__default=(4,)),
+        id="adapters of peft",
+    ),
 ]
 
 
@@ -113,6 +118,15 @@ def test_outputs_stay(old, new):
         source(batch)  # spectral_norm moves its vectors in training
     model.load_state_dict(repaired(renamed_by_release, source.state_dict(), model))
     assert torch.equal(model.eval()(batch), source.eval()(batch))
+
+
+@pytest.mark.parametrize("wrap", ["", "base_model__model__"])
+def test_a_plain_layer_goes_under_its_adapter_and_never_back(wrap):
+    plain = with_keys(q__weight=(4, 4), q__bias=(4,))
+    adapted = with_keys(**{f"{wrap}q__base_layer__weight": (4, 4), f"{wrap}q__base_layer__bias": (4,)})
+    state = repaired(renamed_by_release, plain.state_dict(), adapted)
+    adapted.load_state_dict(state, strict=True)
+    assert propose(renamed_by_release, adapted.state_dict(), plain) == []
 
 
 def test_the_finding_names_the_rewrite():

@@ -105,3 +105,4 @@ def test_a_transpose_is_called_so():
     state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
     (finding,) = propose(shape_mismatch, state, nn.Linear(2, 3))
     assert finding.message == "1 key of another shape than the target's, 1 of them transposed"
+    assert finding.remedy.startswith("convert the file")  # its square matrices are transposed too, and fit

@@ -146,3 +146,14 @@ def test_two_sets_of_weights_are_not_merged():
 def test_metadata_moves_along():
     model = nn.DataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
     check_repaired(model.state_dict(), model.module.state_dict(), "KEY102")
+
+
+def test_the_counter_of_mmengine_goes_only_where_a_target_has_no_place_for_it():
+    model = nn.Linear(2, 2)
+    averaged = {"steps": torch.tensor(7), **{f"module.{key}": value for key, value in model.state_dict().items()}}
+    check_repaired(averaged, dict(model.state_dict()), "KEY102", model)
+    check_noop(averaged, "KEY102")
+    holder = nn.Module()
+    holder.module = model
+    holder.register_buffer("steps", torch.tensor(0))
+    check_noop(averaged, "KEY102", holder)
