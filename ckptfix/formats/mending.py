@@ -53,6 +53,8 @@ def mend(content: Content) -> Mended | None:
             return Mended(Content(content.path, undone, None, content.member), cause)
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
+    if _has_header(content):
+        return None  # what begins further on was hung on to a safetensors file
     start = min(_starts(content), default=None)
     if start is None:
         return None
@@ -60,6 +62,12 @@ def mend(content: Content) -> Mended | None:
         WindowContent(content, start, len(content)),
         f"begins with {start} bytes that are none of the checkpoint ({bytes(content.buffer[: min(start, 20)])!r})",
     )
+
+
+def _has_header(content: Content) -> bool:
+    """Whether the content begins with a header of safetensors that ends where it says."""
+    end = 8 + int.from_bytes(content.buffer[:8], "little")
+    return bytes(content.buffer[8:9]) == b"{" and end > 9 and bytes(content.buffer[end - 1 : end]) in (b"}", b" ")
 
 
 def _is_mangled(content: Content) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from ckptfix.formats.pickles.arrays import dtype_label, numpy_type
 from ckptfix.formats.pickles.inert import MODULE_ALIASES
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.pickles.python2_text import raw_bytes
 
 _LONGEST_RANGE = 10_000
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
@@ -108,7 +109,7 @@ def _numpy_scalar(value: Opaque) -> Any:
     code, order = numpy_type(value.args[0]) if value.args else ("", "<")
     data = value.args[1] if len(value.args) > 1 else None
     if isinstance(data, str):
-        data = data.encode("latin-1", "replace")
+        data = raw_bytes(data, "replace")
     sign = ">" if order == ">" else "<"
     form = _SCALARS.get(code)
     if isinstance(data, bytes):
@@ -123,7 +124,7 @@ def _numpy_scalar(value: Opaque) -> Any:
 
 
 def _bytes(value: Any) -> bytes | None:
-    data = value.encode("latin-1", "replace") if isinstance(value, str) else value
+    data = raw_bytes(value, "replace") if isinstance(value, str) else value
     return data if isinstance(data, bytes) else None
 
 

@@ -80,7 +80,9 @@ class _Plainer:
             )
         if path == self.checkpoint.container:
             return self._state_dict(value, path, depth)
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray, TensorSpec)):
+        if isinstance(value, str):
+            return str(value)  # one of Python 2 is of a class of its own
+        if value is None or isinstance(value, (bool, int, float, complex, bytes, bytearray, TensorSpec)):
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
@@ -158,7 +160,9 @@ class _Plainer:
         if isinstance(key, Opaque) and (known := known_form(key)) is not None:
             before, key = _class_name(key), known(key)
             self._note(path, f"key {before}", type(key).__name__)
-        if key is None or isinstance(key, (bool, int, float, complex, str, bytes)):
+        if isinstance(key, str):
+            return str(key)
+        if key is None or isinstance(key, (bool, int, float, complex, bytes)):
             return key
         if isinstance(key, tuple):
             return tuple(self._key(part, path) for part in key)

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptfix.checkpoint import Storage, TensorSpec
+from ckptfix.formats.pickles.claims import TypedStorage
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.tree import holds_tensors
 
 SCRIPT_OBJECT = "torch.ScriptObject"
 
@@ -47,12 +49,34 @@ def is_packed(value: Any) -> bool:
 def composed_class(value: Any) -> str:
     """The class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all else.
 
-    Only that class puts its parts together (``_rebuild_wrapper_subclass``)."""
-    if not isinstance(value, Opaque) or value.cls.name != "_rebuild_from_type_v2" or len(value.args) < 2:
+    Only that class puts its parts together (``_rebuild_wrapper_subclass``). A dict of them, as FIL102 writes it, is
+    known too: it loads into no model either."""
+    if isinstance(value, dict) and str(value.get("class")).endswith("._rebuild_from_type_v2"):
+        args = value.get("args")
+    elif isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2":
+        args = value.args
+    else:
         return ""
-    function, cls = value.args[:2]
-    is_composed = isinstance(function, Global) and function.name == "_rebuild_wrapper_subclass"
-    return str(cls) if is_composed and isinstance(cls, Global) else ""
+    if not isinstance(args, tuple) or len(args) < 2:
+        return ""
+    function, cls = args[:2]
+    is_composed = isinstance(cls, (Global, str)) and str(function).endswith("._rebuild_wrapper_subclass")
+    return str(cls) if is_composed else ""
+
+
+def rebuilding_call(value: Any) -> str:
+    """The function that alone makes a tensor of a storage, where it is none that is known: one of a later torch or of
+    somebody's own, or a name that is misspelt in the file. Empty for all else.
+    """
+    if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
+        return ""
+    return str(value.cls)
+
+
+def part_names(value: Any) -> list[str]:
+    """What the tensors are called that a composed tensor is made of."""
+    state = value.args[3] if isinstance(value, Opaque) and len(value.args) > 3 else None
+    return [str(name) for name, part in state.items() if holds_tensors(part)] if isinstance(state, dict) else []
 
 
 def quantized_version(module: Opaque) -> int | None:

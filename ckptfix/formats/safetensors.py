@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of header length, a JSON header, and the bytes of the tensors without gaps.
 
-Specification: https://github.com/huggingface/safetensors#format. The clauses of the specification that a file can
-violate are checked one by one, and the error names the clause.
+Specification: https://github.com/huggingface/safetensors#format. Nothing in the format tells a damaged tensor from a
+whole one: where the file's size is not that of its layout, ``slips`` looks for the place.
 
 safetensors has no room for what surrounds a state_dict. ckptfix keeps it in ``__metadata__`` as JSON under three names:
 ``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and ``ckptfix.container`` (path and
@@ -9,26 +9,27 @@ plain extras)."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage, TensorSpec, contiguous_strides
-from ckptfix.dtypes import BY_SAFETENSORS, DType
+from ckptfix.dtypes import BY_SAFETENSORS
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.bounds import Bounds, shown
+from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.document import Document
 from ckptfix.formats.notes import restore_container
-from ckptfix.formats.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
+from ckptfix.formats.safetensors_header import check_layout, padding_behind, read_header, shape_of
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import TornBytes
 from ckptfix.formats.unfilled import unfilled_from
 
 NAME = "safetensors"
-_WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
+_IN_HEADER = "bytes too many or too few that may lie in its header"
+_MISSING_BEFORE = "the bytes that the file lacks may be missing before them, and not at its end"
+_TOO_MANY_BEFORE = "the bytes that the file has too many may lie before them, and not at its end"
 
 
 def read(content: Content, nesting: int = 0) -> Document:
@@ -36,7 +37,7 @@ def read(content: Content, nesting: int = 0) -> Document:
 
     Tensors that the file has lost are torn. Raises ``UnreadableError`` where the header itself is not whole or sound.
     """
-    header, start, damage = _header(content)
+    header, start, damage = read_header(content)
     notes = header.pop("__metadata__", {})
     if notes is None:
         notes = {}  # as the library takes it
@@ -44,19 +45,22 @@ def read(content: Content, nesting: int = 0) -> Document:
         raise UnreadableError(
             f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
         )
-    end = start + _check_layout(content, header)
-    if end > len(content):
-        damage.append(
-            f"is cut short: its header describes {end - start} bytes of tensors and {len(content) - start} are there "
-            "(MetadataIncompleteBuffer)"
-        )
-    elif end < len(content):
-        damage.append(
-            f"has {len(content) - end} bytes behind its last tensor (incomplete metadata, file not fully covered)"
-        )
+    nbytes = check_layout(content, header)
+    if padding_behind(content, start, len(content) - start - nbytes):
+        start = len(content) - nbytes
+        damage.append("is damaged: its header declares itself shorter than it is, without the padding behind it")
+    end = start + nbytes
     specs = {key: _spec(record) for key, record in header.items()}
     placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
     zeros = unfilled_from(content, placed)
+    slip = None
+    if end != len(content):
+        from ckptfix.formats.slips import find_slip  # few files need it
+
+        slip = find_slip(content, sorted(placed, key=lambda place: (place[0], place[0] + place[1].nbytes)), end)
+        if zeros is not None:
+            slip = replace(slip, cause="", doubtful=min(slip.first, slip.doubtful))
+        damage.append(slip.cause or _misfit(nbytes, len(content) - start))
     if zeros is not None:
         size = len(content)
         damage.append(
@@ -65,17 +69,37 @@ def read(content: Content, nesting: int = 0) -> Document:
         )
     state_dict: OrderedDict[str, Any] = OrderedDict()
     for (begin, spec), key in zip(placed, specs, strict=True):
-        storage = Storage(key, _source(content, begin, spec.nbytes, end if zeros is None else zeros))
-        state_dict[key] = replace(spec, storage=storage)
+        if slip is not None and zeros is None:
+            source = slip.source(content, begin, spec.nbytes)
+        else:
+            source = _source(content, begin, spec.nbytes, end if zeros is None else zeros)
+        state_dict[key] = replace(spec, storage=Storage(key, source))
     document = _restore(content.path, content.bounds, state_dict, notes)
     document.damage += damage
+    if slip is not None:
+        if slip.cause and slip.first == start:
+            document.remarks.append(Remark("doubtful-names", ".", f"has {_IN_HEADER}"))
+        why = _MISSING_BEFORE if slip.surplus < 0 else _TOO_MANY_BEFORE
+        for (begin, spec), key in zip(placed, specs, strict=True):
+            if slip.is_doubtful(content, begin, spec.nbytes):
+                document.remarks.append(Remark("doubtful-values", key, why))
     return document
+
+
+def _misfit(needed: int, there: int) -> str:
+    """That a file does not end where its tensors do."""
+    if needed > there:
+        return (
+            f"is cut short: its header describes {needed} bytes of tensors and {there} are there "
+            "(MetadataIncompleteBuffer)"
+        )
+    return f"has {there - needed} bytes behind its last tensor (incomplete metadata, file not fully covered)"
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     """What the header says of a tensor."""
     dtype = BY_SAFETENSORS[record["dtype"]]
-    shape = _shape(dtype, record["shape"])
+    shape = shape_of(dtype, record["shape"])
     return TensorSpec(dtype.name, shape, contiguous_strides(shape))
 
 
@@ -86,176 +110,29 @@ def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
     return source if present == nbytes else TornBytes(content.path, nbytes, present, source)
 
 
-def _header(content: Content) -> tuple[dict[str, Any], int, list[str]]:
-    """The parsed header, the offset of the first tensor byte, and what is wrong with the length that it declares."""
-    path, size = content.path, len(content)
-    length = int.from_bytes(content.buffer[:8], "little")
-    if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-        return _header_by_its_end(content, length)
-    try:
-        text = bytes(content.buffer[8 : 8 + length]).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UnreadableError(
-            f"{path}: the header is no UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
-        ) from error
-    try:
-        header = content.bounds.parse_json(text, _unique, _no_constant)
-        "".join(header).encode("utf-8")  # an escape may be half a character
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(
-            f"{path}: the header is no valid JSON ({error}): damaged, or no safetensors; fetch it again"
-        ) from error
-    if not isinstance(header, dict):
-        raise UnreadableError(f"{path}: the header is no JSON object; the file is damaged: fetch it again")
-    return header, 8 + length, []
-
-
-def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[str]]:
-    """The header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind it."""
-    path, size = content.path, len(content)
-    fault = f"the header declares {length} bytes and the file has {size}"
-    raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
-    try:
-        content.bounds.expect_json(raw)
-        text = raw.decode("utf-8", "surrogateescape")
-        header, end = json.JSONDecoder(object_pairs_hook=_unique).raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(
-            f"{path}: {fault}: a file that is cut short in its header, or no safetensors (HeaderTooLarge); fetch it"
-            " again"
-        ) from error
-    behind = 8 + len(text[:end].encode("utf-8", "surrogateescape"))
-    if not isinstance(header, dict):
-        raise UnreadableError(f"{path}: {fault} (HeaderTooLarge), and it is no JSON object; fetch the file again")
-    start = size - _check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})
-    # Writers pad the header with spaces to a multiple of 8. A space that could be padding or data leaves it open where
-    # the tensors begin, and with it whether the file is cut.
-    padding = bytes(content.buffer[behind : max(start, behind + 1)])
-    is_padded = behind <= start < behind + 8 and start % 8 == 0 and not padding[: start - behind].strip(b" ")
-    if not is_padded and not (start == behind and padding != b" "):
-        raise UnreadableError(
-            f"{path}: {fault} (HeaderTooLarge), and where its tensors begin cannot be told; fetch the file again"
-        )
-    return header, start, [f"is damaged: {fault} (HeaderTooLarge)"]
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} stands twice in it")
-    return made
-
-
-def _check_layout(content: Content, header: Mapping[str, Any]) -> int:
-    """The size of all tensors, once every one's dtype, shape and offsets agree and they leave no gap and no overlap."""
-    path = content.path
-    position = 0
-    for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
-        begin, end = record["data_offsets"]
-        needed = _nbytes(path, key, record)
-        if end - begin != needed:
-            raise _violated(
-                path,
-                key,
-                "the size is that of dtype and shape",
-                f"{record['dtype']} {_shown_shape(record['shape'])} needs {needed} bytes and its data_offsets give "
-                f"{end - begin}",
-            )
-        if begin != position:
-            fault = "overlap the tensor before" if begin < position else "leave a gap"
-            raise _violated(path, key, "no overlap, no holes", f"its data_offsets {fault} at byte {begin}")
-        position = end
-    return position
-
-
-def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
-    return UnreadableError(
-        f"{path}: tensor {key!r:.60} contradicts the specification of safetensors (clause: {clause}): {detail}; fetch "
-        "the file again"
-    )
-
-
-def _shown_shape(shape: list[int]) -> str:
-    """A shape in a message: a file may give a tensor any number of dimensions."""
-    return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
-
-
-def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
-    """The bytes of a tensor by its dtype and shape."""
-    name, shape = record["dtype"], record["shape"]
-    dtype = BY_SAFETENSORS.get(name)
-    if dtype is None:
-        known = "torch has no dtype for it" if name in _WITHOUT_TORCH else "the specification knows no such dtype"
-        raise _violated(path, key, "a known dtype", f"{name!r:.20}: {known}")
-    numel = 1
-    for size in shape:
-        numel *= size
-        if numel * 8 * dtype.itemsize >= 1 << 64:
-            raise _violated(path, key, "no overflow", f"{_shown_shape(shape)} has more elements than can be counted")
-    if (shape or [0])[-1] % dtype.packed:
-        raise _violated(
-            path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside of a byte"
-        )
-    return TensorSpec(dtype.name, _shape(dtype, shape)).nbytes
-
-
-def _shape(dtype: DType, shape: list[int]) -> tuple[int, ...]:
-    """The shape that torch gives a tensor of a dtype."""
-    return (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
-
-
-def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
-    """The offsets of a tensor, once its record has the form that the specification asks for."""
-    if not isinstance(record, dict):
-        raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it is a {type(record).__name__}")
-    for name in ("dtype", "shape", "data_offsets"):
-        if name not in record:
-            raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it has no {name}")
-    if not isinstance(record["dtype"], str):
-        raise _violated(path, key, "a known dtype", f"it is a {type(record['dtype']).__name__} and no text")
-    for name in ("shape", "data_offsets"):
-        sizes = record[name]
-        if not isinstance(sizes, list):
-            raise _violated(path, key, f"{name} is a list", f"it is a {type(sizes).__name__}")
-        wrong = next((size for size in sizes if type(size) is not int or not 0 <= size < 1 << 63), None)
-        if wrong is not None or None in sizes:
-            raise _violated(path, key, f"{name} holds whole numbers from 0 to 2^63", f"it holds {shown(wrong)}")
-    if len(record["shape"]) > 64:
-        raise _violated(path, key, "a shape that torch can have", f"it has {len(record['shape'])} dimensions")
-    if len(record["data_offsets"]) != 2:
-        raise _violated(path, key, "two data_offsets", f"it has {len(record['data_offsets'])}")
-    begin, end = record["data_offsets"]
-    if begin > end:
-        raise _violated(path, key, "data_offsets in order", f"it begins at {begin} and ends at {end}")
-    return begin, end
-
-
 def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
     """Put ties, ``_metadata`` and the container back, where ckptfix wrote the file."""
+    remarks = [Remark("note", name, value) for name, value in notes.items() if not name.startswith("ckptfix.")]
 
-    def note(name: str) -> Any:
+    def note(name: str) -> dict[str, Any]:
+        """A note of ours. One that somebody else damaged is no reason to refuse the weights."""
+        fault = "is no JSON object"
         try:
             value = bounds.parse_json(notes[name]) if name in notes else {}
         except (ValueError, RecursionError) as error:
-            raise UnreadableError(
-                f"{path}: the note {name} in __metadata__ is no valid JSON ({error}); fetch the file again"
-            ) from error
-        if not isinstance(value, dict):
-            raise UnreadableError(f"{path}: the note {name} in __metadata__ is no JSON object; fetch the file again")
-        return value
+            value, fault = None, f"is no valid JSON ({error})"
+        if isinstance(value, dict):
+            return value
+        remarks.append(Remark("damaged-note", name, fault))
+        return {}
 
-    remarks = [Remark("note", name, value) for name, value in notes.items() if not name.startswith("ckptfix.")]
-    ties = note(TIES)
-    for alias, key in ties.items():
-        if not isinstance(key, str) or key not in state_dict or alias in state_dict:
-            raise UnreadableError(
-                f"{path}: the note {TIES} ties {alias} to {key}, which does not fit the tensors; fetch the file again"
-            )
-        state_dict[alias] = state_dict[key]
+    loose = []
+    for alias, key in note(TIES).items():
+        if isinstance(key, str) and key in state_dict and alias not in state_dict:
+            state_dict[alias] = state_dict[key]
+        else:
+            loose.append(alias)
+    if loose:
+        remarks.append(Remark("damaged-note", TIES, f"does not fit the tensors (as {loose[0]!r:.60})"))
     root = restore_container(state_dict, note(CONTAINER))
     return Document(path, NAME, root, note(METADATA) or None, set(), remarks)

@@ -5,6 +5,7 @@ This is asked of every file, so it imports no reader before the first bytes spea
 from __future__ import annotations
 
 from ckptfix.formats.sources import Content
+from ckptfix.formats.wrappers.http_chunks import may_be_chunked
 from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 
 SAFETENSORS_HEADER_LIMIT = 100_000_000
@@ -81,11 +82,12 @@ def is_pickle(content: Content) -> bool:
 
 
 def may_be_wrapped(content: Content) -> bool:
-    """Whether something may lie around the checkpoint: an archive, or a compressed stream."""
+    """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
     if is_zip(content):
         names = member_names(content)
         return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
-    return may_be_tar(content) or bytes(content.buffer[:8]).startswith(_PACKED)
+    head = bytes(content.buffer[:256])
+    return may_be_tar(content) or head.startswith(_PACKED) or may_be_chunked(head)
 
 
 def may_be_json(content: Content) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from ckptfix.checkpoint import ByteSource, Remark, Storage
@@ -63,11 +64,6 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
     return bytes(source.read(0, source.nbytes))
 
 
-def is_big_endian(archive: TorchArchive) -> bool:
-    """Whether the archive was written on a big-endian machine; torch says so since 2.1."""
-    return "byteorder" in archive.members and read_member(archive, "byteorder", 16).strip() == b"big"
-
-
 LeftOf = Callable[[str | None, int], ByteSource | None]
 """What is left of a storage, by its member (None where that is gone) and size; None where it is whole."""
 
@@ -107,7 +103,25 @@ class Reading:
                     return self.storage(key, name, name, nbytes, device)
             return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
 
-        return StoragePickle(self.archive.path, find, self.archive.bounds, nesting, is_big_endian(self.archive))
+        return StoragePickle(self.archive.path, find, self.archive.bounds, nesting, self.is_big_endian)
+
+    @cached_property
+    def is_big_endian(self) -> bool:
+        """Whether the archive was written on a big-endian machine; torch says so since 2.1.
+
+        Where the word is damaged its length still tells, and whether the numbers are right has to be looked at."""
+        if "byteorder" not in self.archive.members:
+            return False
+        try:
+            word = self.member("byteorder", 16).strip()
+        except HostileError:
+            raise
+        except UnreadableError:
+            self.faults.append("has lost its byteorder, which was taken for little")
+            return False
+        if word not in (b"little", b"big") and not self.faults:
+            self.faults.append("has a byteorder that is neither little nor big")
+        return len(word) == len(b"big")
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
         """The storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not there."""

@@ -11,22 +11,25 @@ from typing import Any
 
 from ckptfix.checkpoint import Remark, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats.bounds import shown
 from ckptfix.formats.document import Document
+from ckptfix.formats.modules import is_module, module_state_dict
+from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.pickles.payload import payload_remarks
 from ckptfix.formats.pickles.torch_pickle import StoragePickle
-from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError, fold
+from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError
+from ckptfix.formats.plain_pickle import read_damaged, read_whole
 from ckptfix.formats.sources import Content, LateBytes
-from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
+from ckptfix.formats.torn import SECTOR, TornBytes, filled_end, is_torn, zero_tail
 from ckptfix.formats.tree import tensors_in
 from ckptfix.formats.unfilled import unfilled_from
 from ckptfix.formats.wrappers.windows import WindowContent
 
 NAME = "torch-legacy"
-PLAIN = "pickle"
 PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
+_DOUBT = "the file is shorter than it should be, and bytes may be missing in front of them instead of behind"
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
@@ -42,26 +45,23 @@ def read(content: Content, nesting: int = 0) -> Document:
     pickles = StoragePickle(content.path, find_storage, content.bounds, nesting)
     try:
         root, position = pickles.run(content.buffer)
-    except PickleEndError as end:
-        root = fold(end.runs, content.path) if not nesting and not pickles.storages else None
-        if not root:
-            raise
-        damage = [f"is cut short: its pickle ends at byte {end.position}, and what came behind that has no name"]
-        return Document(content.path, PLAIN, root, None, pickles.names, _plain_remarks(pickles), damage)
-    except NoOpcodeError as error:
+    except HostileError:
+        raise
+    except UnreadableError as error:
         zeros = filled_end(content)
-        if nesting or pickles.storages or not 0 < zeros <= error.position:
+        if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
+            document = read(WindowContent(content, 0, zeros))  # zeros inside of a value would pass for its bytes
+            document.damage.insert(0, f"is zeros from byte {zeros} of {len(content)} on, which were never filled")
+            return document
+        if nesting or (damaged := read_damaged(content, pickles, error)) is None:
             raise
-        document = read(WindowContent(content, 0, zeros))  # zeros inside of a value would pass for its bytes
-        document.damage.insert(0, f"is zeros from byte {zeros} of {len(content)} on, which were never filled")
-        return document
+        return damaged
     if root != MAGIC:
-        if pickles.storages:
+        if nesting:
             raise UnreadableError(
-                f"{content.path}: the data.pkl of a torch file, whose tensors are in other files beside it; name the"
-                " folder that holds them all, or the file before it was unpacked"
+                f"{content.path}: what should be a file of torch in its pickle is none; fetch it again"
             )
-        return Document(content.path, PLAIN, root, None, pickles.names, _plain_remarks(pickles))
+        return read_whole(content, pickles, root)
     version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:
         raise UnreadableError(
@@ -77,13 +77,12 @@ def read(content: Content, nesting: int = 0) -> Document:
     located.doubt_end(root)
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
     remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
+    remarks += [Remark("doubtful-values", key, _DOUBT) for key in located.doubted(root)]
     if located.position < len(content) and not located.damage:
         remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
+        if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
+            remarks.append(Remark("last-storage", str(keys[-1]), "bytes follow it"))
     return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
-
-
-def _plain_remarks(pickles: StoragePickle) -> list[Remark]:
-    return [*payload_remarks(pickles.names), Remark("plain-pickle", ".", "pickle.dump")]
 
 
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
@@ -113,6 +112,8 @@ class _Storages:
         self.content, self.pickles, self.position = content, pickles, position
         self.placed: dict[LateBytes, int] = {}
         self.damage: list[str] = []
+        self.begin = self.end = position
+        """Where the last storage should end."""
 
     def place(self, keys: Any) -> None:
         """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
@@ -121,23 +122,31 @@ class _Storages:
             raise UnreadableError(
                 f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
             )
-        needed = self.position
         behind: list[tuple[str, Storage]] = []
-        for key in map(str, keys):
+        keys = [str(key) for key in keys]
+        for key in keys:
             if key not in self.pickles.storages:
                 raise UnreadableError(
                     f"{path}: storage {shown(key)} is listed but never used; the file is damaged: fetch it again"
                 )
+        self.end += sum(8 + self.pickles.storages[key].nbytes for key in keys)
+        for key in keys:
             storage = self.pickles.storages[key]
-            needed += 8 + storage.nbytes
             if not self.damage:
                 self._place(key, storage)
             if self.damage:
                 behind.append((key, storage))
-        if behind and needed <= len(self.content):
-            self._resume(behind, is_end=needed == len(self.content))
+        shift = len(self.content) - self.end
+        if behind and self.position <= len(self.content):
+            self._resume(behind, shift, is_end=True)
+            if shift > 0:
+                self._resume(behind, 0, is_end=False)
+            elif shift < 0 and any(
+                isinstance(storage.source, LateBytes) and storage.source.inner for _, storage in behind
+            ):
+                self.damage.append(f"lacks {-shift} bytes there")
         if self.position > len(self.content):
-            self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {needed}"]
+            self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {self.end}"]
         late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
         lacking = [source for source in late if source.inner is None]
         for source in lacking:
@@ -168,16 +177,19 @@ class _Storages:
         """The bytes of a storage by the count in front of it."""
         return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
 
-    def _resume(self, behind: list[tuple[str, Storage]], *, is_end: bool) -> None:
+    def _resume(self, behind: list[tuple[str, Storage]], shift: int, *, is_end: bool) -> None:
         """Place the storages behind a wrong count where later counts are right: bytes were overwritten there, as by a
-        sector that a disk lost, and none is missing. One is whole where the next count is right too; ``is_end`` says
-        that the last one ends where the file does."""
-        position, places = self.position, []
+        sector that a disk lost, or ``shift`` of them are too many, or missing. One is whole where the next count is
+        right too; ``is_end`` says that the last one ends where the file does."""
+        position, places = self.position + shift, []
         for _, storage in behind:
             places.append(position + 8)
             position += 8 + storage.nbytes
+        lowest = max(self.placed.values(), default=self.begin)
         is_proved = is_end
         for (key, storage), start in zip(reversed(behind), reversed(places), strict=True):
+            if start - 8 < lowest:
+                break
             late = storage.source
             is_right = self._stored(key, bytes(self.content.buffer[start - 8 : start])) == storage.nbytes
             if is_right and is_proved and isinstance(late, LateBytes) and late.inner is None:
@@ -191,7 +203,9 @@ class _Storages:
         Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
         never proved to end where it should, so that it is lost too."""
         zeros = zero_tail(self.content)
-        if stored == 0 and zeros < self.position + 8:
+        # A file that was reserved has its whole size, or a part of it that fills sectors.
+        is_reserved = len(self.content) >= self.end or len(self.content) - zeros >= SECTOR
+        if stored == 0 and zeros < self.position + 8 and is_reserved:
             ends = self._unfilled(zeros)
         else:
             self.damage.append(
@@ -208,6 +222,27 @@ class _Storages:
         for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
+    def doubted(self, root: Any) -> Iterator[str]:
+        """The names of the tensors that are whole in a storage which is not: what it lacks may lie in front of them."""
+        if self.position <= len(self.content):
+            return
+        cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
+        pending, seen = [root] if cut else [], {id(root)}
+        while pending:
+            value = pending.pop()
+            if is_module(value):
+                value = module_state_dict(value, self.content.path)
+            members = list(
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            )
+            if isinstance(value, dict):
+                yield from (
+                    str(key) for key, part in value.items() if isinstance(part, TensorSpec) and _lies_in(part, cut)
+                )
+            inner = [part for part in members if isinstance(part, (dict, list, tuple, Opaque)) and id(part) not in seen]
+            seen.update(map(id, inner))
+            pending += inner
+
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
         """Where each contiguous tensor begins."""
         for spec in tensors_in(root):
@@ -223,3 +258,9 @@ class _Storages:
             "never filled"
         )
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
+
+
+def _lies_in(spec: TensorSpec, cut: set[LateBytes]) -> bool:
+    """Whether a tensor is whole in one of the storages that are not."""
+    storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
+    return not is_torn(spec) and any(storage.source in cut for storage in storages)

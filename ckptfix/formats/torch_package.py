@@ -35,6 +35,7 @@ def read(content: Content) -> Document:
             "the right file?"
         )
     root = next(iter(objects.values())) if len(objects) == 1 else objects
-    remarks = [Remark(NAME, ".", "a torch.package archive"), *payload_remarks(pickles.names), *reading.doubts]
+    remarks = [Remark(NAME, ".", "a torch.package archive"), *payload_remarks(pickles.names)]
+    remarks += [*reading.doubts, *archive.doubts]
     damage = [*reading.damage, *archive.damage(root)]
     return Document(content.path, NAME, root, None, pickles.names, remarks, damage)

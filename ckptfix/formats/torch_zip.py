@@ -5,6 +5,7 @@ Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,18 +14,33 @@ from typing import Any
 from ckptfix.checkpoint import ByteSource, Remark, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
-from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.bounds import Bounds, shown
 from ckptfix.formats.document import Document
 from ckptfix.formats.sources import Content, DeflatedBytes
-from ckptfix.formats.torch_archive import SMALL_LIMIT, read_archive
+from ckptfix.formats.torch_archive import SMALL_LIMIT, read_archive, read_member
 from ckptfix.formats.torn import TornBytes, missing_bytes
 from ckptfix.formats.tree import tensors_in
 from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
-from ckptfix.formats.wrappers.zip_listing import Listing, list_members
+from ckptfix.formats.wrappers.zip_listing import list_members
+from ckptfix.formats.wrappers.zip_settling import Listing
 from ckptfix.formats.wrappers.zip_walk import FoundMembers
 
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
+_WORDS = {
+    "version": re.compile(rb"\s*\+?0*([1-9]|10)(\D.*)?", re.DOTALL),
+    ".storage_alignment": re.compile(rb"\s*\+?\d+\s*"),
+    ".data/serialization_id": re.compile(rb"[\x00-\x7f]*"),
+}
+"""What torch takes the small members for. Its versions end at ten (``kMaxSupportedFileFormatVersion``), and ``stoull``
+reads them, which stops behind a number."""
+
+_WITH_BYTEORDER = {".format_version", ".storage_alignment"}
+"""Members that only releases of torch write which say the order of bytes."""
+
+_LONGEST = 1 << 12
+"""Bytes of a small member."""
+
 _IGNORED = ("__MACOSX/", ".DS_Store")
 
 
@@ -123,6 +139,8 @@ class Archive:
 
         It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
         (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
+        if self.listing.refusal:
+            return self.listing.refusal
         names = [info.filename for info in self.listing.infos]
         folder, slash, _ = names[0].partition("/")
         if not slash or self.root != f"{folder}/":
@@ -133,7 +151,25 @@ class Archive:
             return "storages under tensors/, as in the preview of torch 1.4"
         if not {"version", ".data/version"} & set(self.members):
             return "no member that says the version"
-        return None
+        return next(filter(None, map(self._odd_word, _WORDS)), None)
+
+    def _odd_word(self, name: str) -> str:
+        if name not in self.members:
+            return ""
+        try:
+            word = read_member(self, name, _LONGEST)
+        except UnreadableError:
+            return f"the member {name}, which cannot be read"
+        return "" if _WORDS[name].fullmatch(word) else f"the {name} {shown(word)}"
+
+    @property
+    def doubts(self) -> list[Remark]:
+        """A remark for each reason to doubt that the tensors are those that were saved."""
+        doubts = list(self.listing.doubts)
+        is_damaged = self.listing.found is not None or self.listing.damage
+        if is_damaged and "byteorder" not in self.members and _WITH_BYTEORDER & set(self.members):
+            doubts.append("has lost its byteorder, which was taken for little")
+        return [Remark("doubtful-names", ".", doubt) for doubt in doubts]
 
     def damage(self, root: Any) -> list[str]:
         """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
@@ -234,6 +270,9 @@ def read(content: Content, nesting: int = 0) -> Document:
     archive = open_archive(content)
     document = read_archive(archive, NAME, nesting, archive.left_of)
     document.damage += archive.damage(document.root)
+    document.remarks += archive.doubts
+    if archive.listing.trailing:
+        document.remarks.append(Remark("trailing-bytes", ".", str(archive.listing.trailing)))
     if not document.damage and (oddity := archive.oddity):
         document.remarks.append(Remark("odd-layout", ".", oddity))
     return document

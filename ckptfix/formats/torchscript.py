@@ -56,6 +56,9 @@ def read(content: Content, nesting: int = 0) -> Document:
         reading = Reading(archive, archive.left_of)
         document = _document(reading, read_json(reading), [], set())
     document.damage += archive.damage(document.root)
+    document.remarks += archive.doubts
+    if archive.listing.refusal:
+        document.remarks.append(Remark("odd-layout", ".", archive.listing.refusal))
     if archive.found is not None and any(remark.kind == "guessed-buffers" for remark in document.remarks):
         document.damage.append("has lost sources of its classes, so that every tensor in them counts as a weight")
     return document

@@ -15,6 +15,10 @@ Every tensor that is kept is bit for bit what was saved: it lies whole in front 
 without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
 from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
 
+A file may have lost or gained bytes elsewhere than at its end. Where its values tell the place, what lies behind it is
+read from there. Tensors of which nothing tells, and those of a packed file that fails its checksum, are kept and named,
+and that stays a warning.
+
 Where the list of the tensors (`data.pkl`) fails its own checksum, a key may be misspelt. That stays a warning, and no
 fix that adds, drops or changes a tensor counts as safe: what seems to be missing may be there under another name.
 
@@ -31,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.checkpoint import Checkpoint, Remark, TensorSpec
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rewrite, Rule, counted, rule
 from ckptfix.rules.donor import donor_fill
 
@@ -52,9 +56,14 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             remedy="fetch the file again, or compare what is written with the model by --model or --like; nothing is "
             "added or left out unasked",
         )
+    yield from _doubtful_values(rule, checkpoint)
+    yield from _unnamed(rule, context)
     trailing = [remark.detail for remark in checkpoint.remarks if remark.kind == "trailing-bytes"]
     if trailing:
-        yield rule.finding(Level.NOTE, f"{trailing[0]} bytes behind the checkpoint belong to nothing")
+        keys = _of_last_storage(checkpoint)
+        doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
+        said = f"{trailing[0]} bytes behind the checkpoint belong to nothing{doubt if keys else ''}"
+        yield rule.finding(Level.NOTE, said, keys=keys)
     strays = [remark.where for remark in checkpoint.remarks if remark.kind == "stray-file"]
     if strays:
         files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
@@ -80,6 +89,72 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedy="fetch the file again, or complete it from another checkpoint with --fill FILE",
         )
+
+
+def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The tensors whose bytes may be others than were saved, by the reason; ``.`` stands for all without a checksum."""
+    reasons: dict[str, list[str]] = {}
+    for remark in checkpoint.remarks:
+        if remark.kind == "doubtful-values":
+            reasons.setdefault(remark.detail, []).append(remark.where)
+    for reason, places in reasons.items():
+        named = set(places)
+        keys = tuple(
+            key for key, spec in checkpoint.specs.items() if key in named or ("." in named and not _has_checksum(spec))
+        )
+        if keys:
+            yield rule.finding(
+                Level.WARNING,
+                f"{counted(len(keys), 'tensor')} may hold other values than were saved: {reason}",
+                keys=keys,
+                remedy="fetch the file again, or compare what is written with another copy by ckptfix diff",
+            )
+
+
+def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
+    """What is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
+    of_kind: dict[str, list[Remark]] = {}
+    for remark in context.checkpoint.remarks:
+        of_kind.setdefault(remark.kind, []).append(remark)
+    for remark in of_kind.get("unnamed-loss", ()):
+        yield rule.finding(
+            # With a target, what is missing of it is the finding of another rule.
+            Level.ERROR if context.target is None else Level.NOTE,
+            f"tensors are lost whose names are not known: those of {remark.detail}",
+            remedy="fetch the missing files, or compare what is there with the model by --model or --like",
+        )
+    for remark in of_kind.get("damaged-note", ()):
+        yield rule.finding(
+            Level.WARNING,
+            f"the note {remark.where} in __metadata__ {remark.detail}: names that share a tensor may be missing",
+            remedy="write the file anew from the one that it was made of, or compare it with the model by --model",
+        )
+    for remark in of_kind.get("index-size", ()):
+        if remark.where == ".":
+            yield rule.finding(Level.NOTE, f"{remark.detail}: one of them may be that of another save")
+        else:
+            yield rule.finding(
+                Level.WARNING,
+                f"{remark.detail}, and {remark.where} has other dtypes than the rest: shards of two saves are mixed",
+                remedy="fetch all shards of one save again",
+            )
+    if packed := of_kind.get("packed-shard"):
+        files = packed[0].where if len(packed) == 1 else f"{packed[0].where} and {len(packed) - 1} more"
+        yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
+
+
+def _has_checksum(spec: TensorSpec) -> bool:
+    return all(storage.crc32 is not None for storage in spec.storages)
+
+
+def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The tensors in the storage that ends where bytes follow which belong to nothing."""
+    last = {remark.where for remark in checkpoint.remarks if remark.kind == "last-storage"}
+    return tuple(
+        key
+        for key, spec in checkpoint.specs.items()
+        if any(part.key in last for storage in spec.storages for part in (storage, *storage.parts))
+    )
 
 
 def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:

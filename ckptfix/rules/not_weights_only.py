@@ -4,7 +4,8 @@
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
 modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text, text
 of Python 2 that is not UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
-were packed again in another layout or without their version.
+were packed again in another layout, without their version or by a method that torch does not unpack, and those whose
+directory or small records torch's reader refuses.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -17,9 +18,13 @@ numpy scalar → number, numpy array → tensor, module or TorchScript → state
 a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
 afterwards.
 
-Three things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
-(`torch.ScriptObject` in the state_dict) and tensors that a class makes of others (torchao's quantised weights), which
-are kept as data that no module loads, and the parameters of lazy modules that never ran, which hold nothing.
+Some things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
+(`torch.ScriptObject` in the state_dict), tensors that a class makes of others (torchao's quantised weights) or that an
+unknown function makes of a storage, which are kept as data that no module loads, and the parameters of lazy modules
+that never ran, which hold nothing. A file with torchao's weights is best kept: torch.load reads it after `import
+torchao`. Where they were taken apart already, the file that is left says so.
+
+Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -35,7 +40,7 @@ from collections.abc import Iterator
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
 from ckptfix.formats.plain import plain_root
-from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
+from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed, part_names, rebuilding_call
 
 _BEFORE = {
     "protocol": ("pickle protocol {}", "protocol 2"),
@@ -66,14 +71,31 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
     composed = {key: name for key, entry in checkpoint.entries.items() if (name := composed_class(entry))}
     if composed:
-        classes = ", ".join(dict.fromkeys(composed.values()))
+        classes = list(dict.fromkeys(composed.values()))
+        package = classes[0].partition(".")[0]
+        names = [name for entry in map(checkpoint.entries.get, composed) for name in part_names(entry)]
+        parts = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+        is_taken_apart = all(isinstance(checkpoint.entries[key], dict) for key in composed)
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(composed), 'weight')} of {classes}, which that class alone makes of several tensors: as "
-            "plain data they do not load into the model",
+            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which that class alone makes of several "
+            f"tensors{parts}: as plain data they do not load into the model",
             keys=tuple(composed),
-            remedy=f"import {classes.partition('.')[0]} before torch.load, which reads the file as it is then; or "
-            "dequantise the model there and save it again",
+            remedy="the tensors were taken apart when this file was written: use the file that it was made of"
+            if is_taken_apart
+            else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
+            f"without {package}, load the model there, dequantise it, and save its state_dict",
+        )
+    rebuilt = {key: name for key, entry in checkpoint.entries.items() if (name := rebuilding_call(entry))}
+    if rebuilt:
+        calls = ", ".join(dict.fromkeys(rebuilt.values()))
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(rebuilt), 'weight')} that the unknown function {calls} alone makes of a storage: as plain "
+            "data they do not load into the model",
+            keys=tuple(rebuilt),
+            remedy="if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
+            "tensors of torch.Tensor",
         )
     empty = tuple(remark.where for remark in checkpoint.remarks if remark.kind == "uninitialized")
     if empty:

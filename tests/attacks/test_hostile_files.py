@@ -532,7 +532,7 @@ def noted(**notes: object) -> bytes:
     return safetensors({"__metadata__": texts, **GOOD}, STORAGE)
 
 
-REFUSED_NOTES: dict[str, Crafted] = {
+CONTRADICTIONS: dict[str, Crafted] = {
     "no JSON": lambda: noted(container="{"),
     "a list": lambda: noted(metadata="[]"),
     "100,000 lists deep": lambda: noted(container='{"root":' + "[" * 100_000),
@@ -615,11 +615,13 @@ def test_a_hostile_container_is_refused(build, place):
     _refused(path)
 
 
-@crafted(REFUSED_NOTES)
-def test_a_note_that_contradicts_the_tensors_is_refused(build, place):
+@crafted(CONTRADICTIONS)
+def test_the_weights_stand_beside_a_note_that_contradicts_them_and_it_is_told(build, place):
     path = place / "noted.safetensors"
     path.write_bytes(build())
-    _refused(path)
+    assert bytes(ckptfix.open_checkpoint(path).read("w").numpy()) == STORAGE
+    (told,) = (finding for finding in ckptfix.check(path).findings if finding.code == "FIL203")
+    assert told.level is Level.WARNING
 
 
 @crafted(HARMLESS_NOTES)
@@ -768,7 +770,7 @@ def test_files_that_would_take_all_memory_are_refused_within_two_gigabytes(place
     files = [str(place / f"{index}.bin") for index in range(len(EXHAUSTING))]
     command = [sys.executable, "-m", "tests.attacks.outcomes", str(2 << 30), *files]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert dict(zip(EXHAUSTING, done.stdout.splitlines(), strict=True)) == dict.fromkeys(EXHAUSTING, REFUSED)
 

@@ -199,3 +199,24 @@ def test_a_large_transposed_tensor_is_written_row_by_row(tmp_path):
     written = ckptfix.repair(source, output=tmp_path / "out.safetensors").report.output
     assert written is not None
     assert torch.equal(ckptfix.open_checkpoint(written).read("w"), tensor)
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [
+        ({"ckptfix.ties": "{"}, "ckptfix.ties in __metadata__ is no valid JSON"),
+        ({"ckptfix.ties": '{"alias": "gone"}'}, "does not fit the tensors (as 'alias')"),
+        ({"ckptfix.metadata": '"text"'}, "ckptfix.metadata in __metadata__ is no JSON object"),
+    ],
+    ids=["no JSON", "a tie to nothing", "a text"],
+)
+def test_a_note_of_ours_that_others_damaged_is_said_and_the_weights_are_read(notes, said, tmp_path):
+    """Tools that take tensors out keep the notes as they are."""
+    import ckptfix
+
+    save_file({"a": torch.ones(3)}, tmp_path / "edited.safetensors", metadata=notes)
+    assert list(opened(tmp_path / "edited.safetensors").specs) == ["a"]
+    report = ckptfix.check(tmp_path / "edited.safetensors", values=False)
+    assert [finding.code for finding in report.findings] == ["FIL203"]
+    assert said in report.findings[0].message
+    assert report.exit_code == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor
 
 import ckptfix
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.finding import Level
 from tests.checks import assert_same
 
 STATE = {
@@ -306,3 +309,87 @@ def test_a_payload_in_a_shard_is_found(tmp_path: Path) -> None:
     torch.save({**{key: STATE[key] for key in SHARDS[1]}, "extra": Payload()}, tmp_path / BIN.format(2))
     next(tmp_path.glob("*.index.json")).unlink()
     assert "FIL901" in [finding.code for finding in ckptfix.check(tmp_path).findings]
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "no index"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ""], ids=["gz", "xz", "gz under the plain name"])
+def test_shards_that_were_compressed_one_by_one_are_read_and_noted(tmp_path: Path, suffix: str, given: str) -> None:
+    write(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        data = path.read_bytes()
+        path.unlink()
+        packed = lzma.compress(data) if suffix == ".xz" else gzip.compress(data)
+        path.with_name(path.name + suffix).write_bytes(packed)
+    index = next(tmp_path.glob("*.index.json"))
+    if given == "no index":
+        index.unlink()
+    given_path = index if given == "index" else tmp_path
+    assert_same(ckptfix.open_checkpoint(given_path).state_dict(), STATE)
+    report = ckptfix.check(given_path, values=False)
+    assert [(found.code, found.level) for found in report.findings] == [("FIL203", Level.NOTE)]
+    assert "shards are compressed one by one (model-00001-of-00002.safetensors" in report.findings[0].message
+
+
+def test_a_shard_that_fails_its_checksum_puts_its_own_tensors_in_doubt(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / SAFETENSORS.format(2)
+    packed = bytearray(gzip.compress(path.read_bytes()))
+    packed[-6] ^= 1
+    path.write_bytes(packed)
+    report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "out.safetensors", values=False).report
+    (doubt,) = (found for found in report.remaining if found.level > Level.NOTE)
+    assert (doubt.code, doubt.keys, report.exit_code) == ("FIL203", SHARDS[1], 1)
+
+
+def test_a_missing_shard_without_an_index_leaves_a_loss_without_names(tmp_path: Path) -> None:
+    write(tmp_path)
+    next(tmp_path.glob("*.index.json")).unlink()
+    (tmp_path / SAFETENSORS.format(2)).unlink()
+    report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "out.safetensors", values=False).report
+    assert report.exit_code == 1
+    assert [found.message for found in report.remaining if found.level == Level.ERROR] == [
+        "tensors are lost whose names are not known: those of shards that are not there, and no index names"
+    ]
+
+
+def test_an_index_that_cannot_be_read_is_got_over_by_its_own_name_too(tmp_path: Path) -> None:
+    write(tmp_path)
+    index = next(tmp_path.glob("*.index.json"))
+    index.write_text(index.read_text()[:-3])
+    with pytest.raises(UnreadableError, match=r"has an index that cannot be read.*take all 4 tensors"):
+        ckptfix.open_checkpoint(index)
+    assert_same(ckptfix.open_checkpoint(index, salvage=True).state_dict(), STATE)
+
+
+def test_a_byte_order_mark_in_front_of_the_index_is_damage(tmp_path: Path) -> None:
+    write(tmp_path)
+    index = next(tmp_path.glob("*.index.json"))
+    index.write_bytes(b"\xef\xbb\xbf" + index.read_bytes())
+    with pytest.raises(UnreadableError, match=r"byte order mark in front.*take all 4 tensors"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("total", ["sum", None, "none"])
+def test_a_total_that_is_right_or_not_given_says_nothing(tmp_path: Path, total: str | None) -> None:
+    index = write(tmp_path)
+    index["metadata"] = {} if total is None else {"total_size": total} if total == "none" else index["metadata"]
+    write_index(tmp_path, index)
+    assert ckptfix.check(tmp_path, values=False).findings == ()
+
+
+def test_a_total_of_another_save_is_noted_and_other_dtypes_with_it_are_a_warning(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(3), "d": torch.ones(3)}
+    keys = list(state)
+    for number, part in enumerate((keys[:2], keys[2:]), 1):
+        save_file({key: state[key] for key in part}, tmp_path / SAFETENSORS.format(number))
+    weight_map = {key: SAFETENSORS.format(1 + (key in keys[2:])) for key in keys}
+    write_index(tmp_path, {"metadata": {"total_size": 40}, "weight_map": weight_map})
+    assert ckptfix.check(tmp_path, values=False).findings == ()
+    write_index(tmp_path, {"metadata": {"total_size": 64}, "weight_map": weight_map})
+    (found,) = ckptfix.check(tmp_path, values=False).findings
+    assert (found.code, found.level) == ("FIL203", Level.NOTE)
+    assert "the index counts 64 bytes of tensors and its shards hold 40" in found.message
+    save_file({key: state[key].half() for key in keys[2:]}, tmp_path / SAFETENSORS.format(2))
+    report = ckptfix.check(tmp_path, values=False)
+    assert [(found.code, found.level) for found in report.findings] == [("FIL203", Level.WARNING)]
+    assert "shards of two saves are mixed" in report.findings[0].message

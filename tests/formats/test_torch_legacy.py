@@ -5,7 +5,10 @@ import pickle
 import pytest
 import torch
 
+import ckptfix
 from ckptfix.errors import UnreadableError
+from ckptfix.finding import Level
+from ckptfix.formats import open_file
 from tests.attacks.crafted import STORAGE, legacy, name, number, sizes, state_dict, storage, tensor, text
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
@@ -87,3 +90,59 @@ def test_a_storage_declared_twice_with_two_sizes_is_refused(tmp_path):
     path.write_bytes(legacy(state_dict(x=tensor(base=storage(17)))))
     with pytest.raises(UnreadableError, match="declared with two sizes"):
         opened(path)
+
+
+LAYERS = {f"layer.{index}.weight": torch.randn(13, 17) for index in range(6)}
+
+
+@pytest.mark.parametrize("count", [1, 8, 512])
+@pytest.mark.parametrize("kind", ["lost", "doubled"])
+def test_bytes_lost_or_doubled_cost_one_storage(kind, count, tmp_path):
+    """The counts behind the damage are right again from the end of the file on."""
+    path = old(LAYERS, tmp_path)
+    content = path.read_bytes()
+    order = sorted(LAYERS, key=lambda key: content.index(LAYERS[key].numpy().tobytes()))  # that of their addresses
+    place = content.index(LAYERS[order[2]].numpy().tobytes()) + 200
+    path.write_bytes(content[:place] + content[place + count if kind == "lost" else place - count :])
+    with pytest.raises(UnreadableError, match="is damaged before byte"):
+        opened(path)
+    checkpoint = open_file(str(path), salvage=True)
+    assert set(checkpoint.lost) == {order[2]}
+    for key in checkpoint.specs:
+        assert checkpoint.read(key).numpy().tobytes() == LAYERS[key].numpy().tobytes()
+
+
+def test_bytes_behind_the_last_storage_may_have_come_into_it(tmp_path):
+    path = old({"w": torch.randn(64)}, tmp_path)
+    path.write_bytes(path.read_bytes() + b"\n")
+    (note,) = ckptfix.check(path, select=("FIL203",)).findings
+    assert (note.level, note.keys) == (Level.NOTE, ("w",))
+    path.write_bytes(path.read_bytes()[:-1] + bytes(8))
+    (note,) = ckptfix.check(path, select=("FIL203",)).findings
+    assert (note.level, note.keys) == (Level.NOTE, ())
+
+
+def test_views_in_a_storage_that_is_cut_are_doubtful(tmp_path):
+    flat = torch.randn(400)
+    path = old({"a": flat[:100], "b": flat[100:]}, tmp_path)
+    path.write_bytes(path.read_bytes()[:-200])
+    report = ckptfix.check(path, salvage=True, values=False, select=("FIL203",))
+    (doubt,) = [finding for finding in report.findings if "may hold other values" in finding.message]
+    assert doubt.keys == ("a",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_views_of_a_whole_model_are_doubtful_too(tmp_path):
+    model = torch.nn.Module()
+    flat = torch.randn(400)
+    model.a, model.b = torch.nn.Parameter(flat[:100]), torch.nn.Parameter(flat[100:])
+    path = old(model, tmp_path)
+    path.write_bytes(path.read_bytes()[:-200])
+    report = ckptfix.check(path, salvage=True, values=False, select=("FIL203",))
+    assert ("a",) in [finding.keys for finding in report.findings if "may hold other values" in finding.message]
+
+
+def test_a_storage_class_that_torch_does_not_know_is_told(tmp_path):
+    path = old(WEIGHTS, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"ctorch\nFloatStorage", b"ctorkh\nFloatStorage"))
+    assert "torkh.FloatStorage" in ckptfix.check(path, select=("FIL102",)).findings[0].message

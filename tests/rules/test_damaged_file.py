@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,19 @@ def test_a_damaged_list_of_names_fits_no_model_unasked(tmp_path: Path) -> None:
         ckptfix.load(norm, path, salvage=True)
     ckptfix.load(norm, path, salvage=True, unsafe_fixes=True)
     assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(("form", "is_doubted"), [("zip", False), ("legacy", True)])
+def test_what_was_packed_and_fails_its_checksum_is_doubted_where_nothing_else_vouches(
+    form: str, is_doubted: bool, tmp_path: Path
+) -> None:
+    file = io.BytesIO()
+    torch.save(STATE_DICT, file, _use_new_zipfile_serialization=form == "zip")
+    packed = bytearray(gzip.compress(file.getvalue()))
+    packed[-6] ^= 1
+    (tmp_path / "model.pth.gz").write_bytes(packed)
+    report = ckptfix.repair(tmp_path / "model.pth.gz", salvage=True, output=tmp_path / "out.pth").report
+    doubts = [finding for finding in report.remaining if finding.level > Level.NOTE]
+    assert [(finding.code, finding.keys) for finding in doubts] == [("FIL203", tuple(STATE_DICT))] * is_doubted
+    assert report.exit_code == int(is_doubted)
+    assert all("wrong checksum" in finding.message for finding in doubts)

@@ -221,3 +221,48 @@ def test_a_tensor_that_its_class_makes_of_others_is_said_not_to_load(tmp_path):
     report = ckptfix.repair(file, output=tmp_path / "out.pth").report
     assert report.exit_code == 1
     assert torch.load(tmp_path / "out.pth")["b"].tolist() == [1, 1]
+
+
+class Composed(torch.Tensor):
+    """A tensor that is made of others, as the quantised weights of torchao are."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Composed:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.int_data, self.scale = data, torch.ones(1)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch has no names for them
+        return args[0]
+
+
+def test_a_tensor_made_of_parts_is_named_before_and_after_it_is_taken_apart(tmp_path):
+    file = saved(tmp_path, {"weight": Composed(torch.ones(2, 2, dtype=torch.int8)), "bias": torch.ones(2)})
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    left = next(finding for finding in report.findings if finding.keys == ("weight",))
+    assert "(int_data, scale)" in left.message
+    assert "keep this file" in left.remedy
+    assert report.exit_code == 1
+    again = ckptfix.check(tmp_path / "out.pth", select=("FIL102",))
+    assert [finding.keys for finding in again.findings] == [("weight",)]
+    assert "taken apart" in again.findings[0].remedy
+
+
+def rebuild_oddly(*args: Any) -> None:
+    """A function of somebody's own, which makes tensors of storages."""
+
+
+class Odd:
+    def __reduce__(self) -> Any:
+        return rebuild_oddly, (torch.ones(2).untyped_storage(), 0, (2,), (1,))
+
+
+def test_a_function_that_nobody_knows_makes_no_tensor(tmp_path):
+    file = saved(tmp_path, {"weight": Odd(), "bias": torch.ones(2)})
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+    finding, *_ = ckptfix.check(file, select=("FIL102",)).findings
+    assert (finding.level, finding.keys) == (Level.ERROR, ("weight",))
+    assert "rebuild_oddly" in finding.message

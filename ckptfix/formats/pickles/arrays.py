@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,24 +12,36 @@ from ckptfix.dtypes import BY_NUMPY
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.pickles.claims import checked, sizes
 from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.pickles.python2_text import raw_bytes
 from ckptfix.formats.sources import MemoryBytes
 
 
 @dataclass(eq=False, slots=True)
 class NumpyArray:
-    """A numpy array that was never made: its state is kept as the pickle gives it."""
+    """A numpy array that was never made: its state is kept as the pickle gives it.
+
+    ``is_plain`` says that it is of numpy's own class, whose state has one form."""
 
     shape: tuple[int, ...] = ()
     dtype: Any = None
     fortran: bool = False
     data: Any = b""
+    is_plain: bool = False
     _spec: TensorSpec | None = field(default=None, repr=False)
 
     def build(self, state: Any) -> None:
-        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``."""
-        if isinstance(state, tuple) and len(state) == 5:
-            _, shape, self.dtype, self.fortran, self.data = state
-            self.shape, self._spec = sizes(shape), None
+        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy
+        wrote no version.
+
+        Raises ``ValueError`` where it is no state, or has more or fewer bytes than elements."""
+        if isinstance(state, tuple) and len(state) in (4, 5):
+            shape, dtype, fortran, data = state[-4:]
+            shape = sizes(shape)
+            if self.is_plain:
+                _expect_bytes(shape, dtype, data)
+            self.shape, self.dtype, self.fortran, self.data, self._spec = shape, dtype, fortran, data, None
+        elif self.is_plain:
+            raise ValueError("a numpy array whose state is none")
 
     def spec(self, path: str) -> TensorSpec | None:
         """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
@@ -39,7 +53,7 @@ class NumpyArray:
         dtype = BY_NUMPY.get(code)
         # Python 2 pickles keep the bytes of an array in a str.
         try:
-            data = self.data.encode("latin-1") if isinstance(self.data, str) else self.data
+            data = raw_bytes(self.data) if isinstance(self.data, str) else self.data
         except UnicodeEncodeError as error:
             raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
         if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
@@ -58,6 +72,31 @@ class NumpyArray:
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
         self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
         return self._spec
+
+
+def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
+    """Raise ``ValueError`` where an array has more or fewer bytes than its elements take."""
+    if not isinstance(dtype, Opaque):
+        raise ValueError("a numpy array whose dtype is none")
+    known = BY_NUMPY.get(numpy_type(dtype)[0])
+    data = raw_bytes(data) if isinstance(data, str) else data
+    if known is not None and isinstance(data, (bytes, bytearray)):
+        needed = math.prod(shape) * known.itemsize
+        if len(data) != needed:
+            raise ValueError(f"a numpy array of {len(data)} bytes, and its elements take {needed}")
+
+
+def arrays_in(root: Any) -> Iterator[NumpyArray]:
+    """Every array in a tree of dicts, lists and tuples, each container once."""
+    pending, seen = [root], {id(root)}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, NumpyArray):
+            yield value
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        inner = [part for part in members if isinstance(part, (NumpyArray, dict, list, tuple)) and id(part) not in seen]
+        seen.update(map(id, inner))
+        pending += inner
 
 
 def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
@@ -110,7 +149,7 @@ def array_fields(array: NumpyArray) -> dict[str, Any]:
     code, order = numpy_type(array.dtype)
     data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
     if isinstance(data, str):
-        data = data.encode("latin-1", "replace")
+        data = raw_bytes(data, "replace")
     if code[:1] in ("U", "S") and width and isinstance(data, bytes):
         size = width * (4 if code[0] == "U" else 1)
         parts = [data[start : start + size] for start in range(0, len(data), size)]

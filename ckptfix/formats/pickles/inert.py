@@ -24,6 +24,7 @@ from ckptfix.formats.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked
 from ckptfix.formats.pickles.executors import is_union
 from ckptfix.formats.pickles.graph_code import is_graph_code
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.pickles.python2_text import raw_bytes
 from ckptfix.formats.shards.rank_shards import local_part
 from ckptfix.formats.sources import MemoryBytes
 
@@ -82,12 +83,13 @@ class InertTable:
         return Opaque(function, args)
 
     # torch ------------------------------------------------------------------------------------------------------------
-    # ---------
 
-    def tensor(
-        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any = False, hooks: Any = None, *rest: Any
-    ) -> Any:
-        """``_rebuild_tensor``, ``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
+    def first_tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Any:
+        """``_rebuild_tensor`` of torch 0.1 to 0.3."""
+        return self.tensor(storage, offset, size, stride, False, None)
+
+    def tensor(self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, *rest: Any) -> Any:
+        """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
         if not isinstance(storage, TypedStorage):
             raise ValueError("a tensor without a storage")
         metadata = rest[0] if rest else None
@@ -228,8 +230,10 @@ class InertTable:
     def from_bytes(self, data: Any) -> Any:
         """``torch.storage._load_from_bytes``: a whole file of torch.save inside the pickle, usually one storage."""
         if isinstance(data, str):
-            data = data.encode("latin-1")
-        return self.nested(bytes(data)) if isinstance(data, (bytes, bytearray)) else NotImplemented
+            data = raw_bytes(data)
+        if not isinstance(data, (bytes, bytearray)):
+            raise ValueError("a file of torch that is no bytes")
+        return self.nested(bytes(data))
 
     def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:
         """``torch.fx.graph_module.reduce_graph_module(instance dict, import block)``: the module, without its code."""
@@ -243,11 +247,12 @@ class InertTable:
         return Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
 
     # numpy ------------------------------------------------------------------------------------------------------------
-    # ---------
 
-    def array(self, *_: Any) -> Any:
+    def array(self, cls: Any = None, *_: Any) -> Any:
         """``numpy.core.multiarray._reconstruct``: empty until its state comes."""
-        return NumpyArray()
+        if not isinstance(cls, Global):
+            raise ValueError("a numpy array of no class")
+        return NumpyArray(is_plain=str(cls) == "numpy.ndarray")
 
     def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:
         """``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
@@ -255,7 +260,7 @@ class InertTable:
 
 
 _TABLE: Mapping[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": InertTable.tensor,
+    "torch._utils._rebuild_tensor": InertTable.first_tensor,
     "torch._utils._rebuild_tensor_v2": InertTable.tensor,
     "torch._utils._rebuild_tensor_v3": InertTable.tensor_v3,
     "torch._utils._rebuild_parameter": InertTable.parameter,

@@ -3,8 +3,8 @@
 It executes the opcodes of a pickle as https://docs.python.org/3/library/pickletools.html describes them, with one
 difference: a global never becomes a callable of Python. It becomes a ``Global``, a name, and calling one asks a fixed
 table what inert value stands for the result (``inert``). What the table does not know becomes an
-``Opaque`` object. All protocols from 0 to 5 are read, those of Python 2 with their byte strings as latin-1, which keeps
-every byte.
+``Opaque`` object. All protocols from 0 to 5 are read, those of Python 2 with their byte strings as ``python2_text``
+reads them.
 
 Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
 (``ckptfix.formats.bounds``).
@@ -50,7 +50,8 @@ class PickleMachine(PickleStream):
 
     ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` has those whose results
     it calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses;
-    ``is_unicode`` tells whether all strings of Python 2 are UTF-8, which torch.load takes them for. Raises
+    ``is_unicode`` tells whether all strings of Python 2 are UTF-8, which torch.load takes them for, ``is_torn`` that a
+    frame begins before the last one has ended. Raises
     ``UnreadableError`` where the stream is not a pickle or ends early, ``HostileError`` where it is built to exhaust
     the machine."""
 
@@ -73,12 +74,23 @@ class PickleMachine(PickleStream):
         self._marks: list[list[Any]] = []
         self._below = 0
         self.memo = Memo()
+        self.frame_end, self.is_torn = 0, False
         self._seen = bytearray(256)
 
     @property
     def unsupported(self) -> set[bytes]:
         """The opcodes so far that ``weights_only=True`` refuses."""
         return {bytes([code]) for code in _REFUSED if self._seen[code]}
+
+    @property
+    def runs(self) -> list[list[Any]]:
+        """The values on the stack, split at the marks."""
+        return [*self._marks, self.stack]
+
+    def resume(self, runs: list[list[Any]], memo: Memo) -> None:
+        """Go on with what another machine had when it came to damage."""
+        *self._marks, self.stack = runs
+        self._below, self.memo = sum(map(len, self._marks)), memo
 
     def load(self) -> Any:
         """The inert value of the pickle."""
@@ -101,7 +113,7 @@ class PickleMachine(PickleStream):
                         raise NoOpcodeError(self.path, opcode, self.position - 1)
                     handler(self)
         except PickleEndError as end:
-            end.runs = [*self._marks, self.stack]
+            end.runs = self.runs
             raise
         except _MALFORMED as error:
             raise UnreadableError(
@@ -187,13 +199,16 @@ class PickleMachine(PickleStream):
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
         self.bounds.hand(*args)
         if not isinstance(function, Global):
+            if hasattr(function, "build"):
+                raise TypeError("a numpy array is called as a function")
             cls = (
                 function.cls
                 if isinstance(function, Opaque)
                 else Global(type(function).__module__, type(function).__name__)
             )
             name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
-            self.called.add(f"{cls.module}.{name}")
+            if isinstance(function, Opaque):  # Python refuses to call plain data, which damaged pickles do
+                self.called.add(f"{cls.module}.{name}")
             self.bounds.spend(_GLOBAL)
             return self.bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
         if kwargs:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptfix.errors import UnreadableError
 from ckptfix.formats import torch_legacy, torch_zip
 from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.sniffing import is_zip
@@ -17,4 +18,9 @@ def read_nested(data: bytes, path: str, nesting: int, account: Bounds) -> tuple[
     content = Content(path, data, account=account)
     reader = torch_zip.read if is_zip(content) else torch_legacy.read
     document = reader(content, nesting)
+    if any(remark.kind == "trailing-bytes" for remark in document.remarks):
+        raise UnreadableError(
+            f"{path}: a file of torch in its pickle has more bytes than its storages take: the file is damaged; fetch "
+            "it again"
+        )
     return document.root, document.names

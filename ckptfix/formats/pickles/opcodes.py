@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.pickles.common_opcodes import COMMON
+from ckptfix.formats.pickles.python2_text import Utf8Text, python2_text
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine
 
 
 def _text(raw: bytes) -> str:
-    # latin-1 keeps every byte of a Python 2 string, whatever it meant.
-    return raw.decode("latin-1")
+    return str(python2_text(raw))
+
+
+def _name(machine: PickleMachine) -> str:
+    """A part of the name of a global, which is a line."""
+    raw = machine.line()
+    if raw.endswith(b"\r"):
+        raise UnreadableError(
+            f"{machine.path}: the lines of its pickle end in CR LF; it was transferred in text mode: transfer it again "
+            "in binary mode"
+        )
+    return _text(raw)
 
 
 def _quoted(raw: bytes) -> bytes:
@@ -28,17 +39,9 @@ def _quoted(raw: bytes) -> bytes:
 
 def _string(machine: PickleMachine, raw: bytes) -> None:
     """A string of Python 2."""
-    if not raw.isascii() and machine.is_unicode:
-        machine.is_unicode = _is_utf8(raw)
-    machine.push_new(_text(raw))
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    text = python2_text(raw)
+    machine.is_unicode = machine.is_unicode and (raw.isascii() or isinstance(text, Utf8Text))
+    machine.push_new(text)
 
 
 _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|[0-7]{1,3}|[^x]|)", re.DOTALL)
@@ -80,13 +83,20 @@ def _set_protocol(machine: PickleMachine) -> None:
         )
 
 
+def _frame(machine: PickleMachine) -> None:
+    """A hint for readers that block: how many bytes of opcodes follow. Frames end where opcodes do."""
+    machine.is_torn = machine.is_torn or machine.frame_end >= machine.position
+    size = machine.unsigned(8)
+    machine.frame_end = machine.position + size
+
+
 def _obj(machine: PickleMachine) -> Any:
     values = machine.pop_mark()
     return machine.instantiate(values[0], tuple(values[1:]))
 
 
 def _inst(machine: PickleMachine) -> Any:
-    module, name = _text(machine.line()), _text(machine.line())
+    module, name = _name(machine), _name(machine)
     args = tuple(machine.pop_mark())
     machine.push_global(module, name)
     return machine.instantiate(machine.pop(), args)
@@ -151,7 +161,7 @@ def _buffer(machine: PickleMachine) -> None:
 
 OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"\x80": _set_protocol,
-    b"\x95": lambda m: m.take(8),  # FRAME: a hint for readers that block
+    b"\x95": _frame,
     b"(": lambda m: m.mark(),
     b"0": lambda m: m.drop(),
     b"1": lambda m: m.pop_mark(),
@@ -208,7 +218,7 @@ OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"h": lambda m: m.recall(m.byte()),
     b"j": lambda m: m.recall(m.unsigned(4)),
     # Objects
-    b"c": lambda m: m.push_global(_text(m.line()), _text(m.line())),
+    b"c": lambda m: m.push_global(_name(m), _name(m)),
     b"\x93": _stack_global,
     b"R": lambda m: m.reduce(),
     b"b": lambda m: m.build(),

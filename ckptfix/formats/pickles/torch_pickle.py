@@ -17,6 +17,7 @@ from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.pickles.payload import name_calls
 from ckptfix.formats.pickles.stream import Bytes
+from ckptfix.formats.pickles.unfinished import has_misfits, is_suspicious
 from ckptfix.formats.sources import SwappedBytes
 
 _TEXT_ID = re.compile(
@@ -30,6 +31,9 @@ _TEXT_ID = re.compile(
 _TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
 """The same of the class of a module, which legacy files keep with its source."""
 
+_STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
+"""Where the storage classes are that ``weights_only`` knows."""
+
 NESTING_LIMIT = 4
 """How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
 
@@ -40,8 +44,9 @@ class StoragePickle:
     ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
     gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
     run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their
-    strings of Python 2 are UTF-8, ``big_endian`` that the storages are from such a machine. ``bounds`` is the account
-    of the file, one for all of its pickles."""
+    strings of Python 2 are UTF-8, ``is_suspicious`` and ``has_misfits`` what the last one tells (``unfinished``),
+    ``big_endian`` that the storages are from such a machine. ``bounds`` is the account of the file, one for all of its
+    pickles."""
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class StoragePickle:
         self.table = InertTable(path, partial(_read_nested, path, nesting, bounds, self.names))
         self.protocol = 0
         self.is_plain, self.is_unicode = True, True
+        self.is_suspicious = self.has_misfits = False
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._find_storage = find_storage
@@ -63,18 +69,27 @@ class StoragePickle:
 
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
         """The inert value of the pickle at ``position`` and the position behind it."""
-        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
+        machine = self.machine(data, position, self._bounds)
         try:
             value = machine.load()
         finally:
-            self.names.update(str(name) for name in machine.globals.values())
-            self.names.update(self.table.derived)
-            self.names.update(name_calls(machine.called | self.table.called))
-            machine.bounds.names |= self.names
-        self.protocol = max(self.protocol, machine.protocol)
+            self.note(machine)
         self.is_plain = self.is_plain and not machine.unsupported
         self.is_unicode = self.is_unicode and machine.is_unicode
+        self.is_suspicious, self.has_misfits = is_suspicious(machine), has_misfits(machine)
         return value, machine.position
+
+    def machine(self, data: Bytes, position: int, bounds: Bounds) -> PickleMachine:
+        """A machine for the pickle at ``position``."""
+        return PickleMachine(data, self.path, self.table.call, self._persistent, position, bounds)
+
+    def note(self, machine: PickleMachine) -> None:
+        """Take over which globals a machine came to, whether it came to the end or not."""
+        self.names.update(str(name) for name in machine.globals.values())
+        self.names.update(self.table.derived)
+        self.names.update(name_calls(machine.called | self.table.called))
+        self._bounds.names |= self.names
+        self.protocol = max(self.protocol, machine.protocol)
 
     def protocol_remarks(self, where: str) -> list[Remark]:
         """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
@@ -94,6 +109,8 @@ class StoragePickle:
         if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
             raise ValueError("a storage that is named by neither text nor number")
         dtype = storage_dtype(cls)
+        if cls.module not in _STORAGE_MODULES:
+            self.table.foreign[str(cls)] = None
         nbytes = int(numel) * DTYPES[dtype].itemsize
         key = str(key)
         storage = self.storages.get(key)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
+from ckptfix.checkpoint import Remark, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats import safetensors
@@ -48,6 +48,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         [f"lacks the shards of {counted(len(missing), 'rank')}, the first shard-{missing[0]:05}"] if missing else []
     )
     chunks: dict[str, dict[Box, TensorSpec]] = {}
+    read: list[str] = []
     for name in names:
         try:
             shard, offsets = _shard(folder, name, salvage)
@@ -56,6 +57,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         except UnreadableError as error:
             damage.append(f"has a shard that cannot be read ({error})")
             continue
+        read.append(name)
         damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
         for key, spec in shard.root.items():
             box = Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape)
@@ -67,7 +69,9 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     damage += faults[:1] + ([f"lacks chunks of {counted(len(faults) - 1, 'more tensor')}"] if len(faults) > 1 else [])
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
         raise UnreadableError(f"{folder}: {'; '.join(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
-    return Document(str(folder), NAME, entries, damage=damage)
+    lacking = bool(missing) or len(read) < len(names)
+    remarks = [Remark("unnamed-loss", ".", "shards that are not there")] if lacking else []
+    return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
 
 
 def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, tuple[int, ...]]]:

@@ -6,6 +6,7 @@ that leads out of the folder is refused."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from ckptfix.formats.sources import Content
 
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
+PACKED = (".gz", ".bz2", ".xz")
+"""How the names of shards end that were compressed one by one."""
+
 INDEX_LIMIT = 256 << 20
 """Bytes of the largest index that is parsed; a million keys take a third of it."""
 
@@ -99,6 +103,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
         raise ValueError(f"the key {doubled!r:.60} stands twice in it")
     return found
+
+
+def name_as_stored(folder: Path, name: str) -> str:
+    """The name of a shard in the folder: its own, or with the suffix of what it was compressed by."""
+    names = (name, *(name + suffix for suffix in PACKED))
+    # That of Path raises where a name is too long.
+    return next((other for other in names if os.path.isfile(folder / other)), name)  # noqa: PTH113
+
+
+def name_unpacked(name: str) -> str:
+    """The name of a file before it was compressed."""
+    return next((name.removesuffix(suffix) for suffix in PACKED if name.endswith(suffix)), name)
 
 
 def file_inside(folder: Path, name: str, said_by: str) -> Path:

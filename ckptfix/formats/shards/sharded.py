@@ -8,18 +8,30 @@ that two shards hold. Any of these is damage; loaders that look one way only fil
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
+from ckptfix.checkpoint import Checkpoint, Remark, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
 from ckptfix.formats import safetensors
 from ckptfix.formats.containers import open_document
 from ckptfix.formats.document import Document
-from ckptfix.formats.shards.shard_index import Numbering, ShardIndex, file_inside, is_index, parse_index
+from ckptfix.formats.shards.shard_contents import is_same, odd_shard, remarks_of, surroundings
+from ckptfix.formats.shards.shard_index import (
+    Numbering,
+    ShardIndex,
+    file_inside,
+    is_index,
+    name_as_stored,
+    name_unpacked,
+    parse_index,
+)
+from ckptfix.formats.sniffing import may_be_wrapped
 from ckptfix.formats.sources import Content
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
@@ -40,8 +52,25 @@ def read(content: Content, salvage: bool = False) -> Document:
         raise UnreadableError(
             f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
         )
-    index = parse_index(content)
-    return _Merge(content.path, Path(content.path).parent, index, salvage).document()
+    return _merge(content.path, Path(content.path).parent, content.path, salvage)
+
+
+def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
+    """The document of the shards that an index names; of the only set in the folder where it cannot be read."""
+    try:
+        content = Content.of_file(index)
+        merge = _Merge(path, folder, parse_index(content), salvage)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        if len(_sets(folder)) != 1:
+            raise
+        merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
+        merge.damage.append(f"has an index that cannot be read ({error})")
+    else:
+        if bytes(content.buffer[:3]) == BOM_UTF8:
+            merge.damage.append("has an index with a byte order mark in front, which json.loads refuses")
+    return merge.document()
 
 
 def looks_like(folder: Path) -> bool:
@@ -56,19 +85,9 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     if chosen is None and len(indexes) > 1:
         names = ", ".join(path.name for path in indexes)
         raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
-    sets = _sets(folder)
     if indexes:
-        try:
-            index = parse_index(Content.of_file(str(chosen or indexes[0])))
-        except HostileError:
-            raise
-        except UnreadableError as error:
-            if len(sets) != 1:
-                raise
-            merge = _Merge(str(folder), folder, None, salvage)  # numbered shards say themselves what they hold
-            merge.damage.append(f"has an index that cannot be read ({error})")
-            return merge.document()
-        return _Merge(str(folder), folder, index, salvage).document()
+        return _merge(str(folder), folder, str(chosen or indexes[0]), salvage)
+    sets = _sets(folder)
     if len(sets) > 1:
         names = ", ".join(str(numbering) for numbering in sets)
         raise UnreadableError(
@@ -89,6 +108,7 @@ class _Merge:
         self.lost: dict[str, TensorSpec | None] = {}
         self.damage: list[str] = []
         self.absent: list[str] = []
+        self.remarks: list[Remark] = []
 
     def document(self) -> Document:
         """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
@@ -103,14 +123,15 @@ class _Merge:
         metadata: dict[str, Mapping[str, Any]] = {}
         for shard in reversed(self.opened.values()):
             metadata.update(shard.metadata or {})
-        remarks = dict.fromkeys(remark for shard in self.opened.values() for remark in shard.remarks)
+        self._note_unnamed()
+        remarks = dict.fromkeys(remark for shard in self.opened.values() for remark in remarks_of(shard))
         kinds = {shard.format for shard in self.opened.values()}
         return Document(
             self.path,
             NAME_SAFETENSORS if kinds == {safetensors.NAME} else NAME,
             self._root(),
             metadata or None,
-            remarks=list(remarks),
+            remarks=[*remarks, *self.remarks],
             damage=self.damage,
             lost=self.lost,
         )
@@ -122,11 +143,12 @@ class _Merge:
             return numbering.names()
         named = self.index.files
         sets = {Numbering.of(name) for name in named} - {None}
-        siblings = [name for name in _file_names(self.folder) if Numbering.of(name) in sets]
+        siblings = [name for name in map(name_unpacked, _file_names(self.folder)) if Numbering.of(name) in sets]
         return list(dict.fromkeys([*named, *siblings]))
 
     def _open(self, name: str) -> None:
-        file = file_inside(self.folder, name, self.said_by)
+        stored = name_as_stored(self.folder, name)
+        file = file_inside(self.folder, stored, self.said_by)
         if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
             self.absent.append(name)
             return
@@ -137,6 +159,8 @@ class _Merge:
         except UnreadableError as error:
             self.damage.append(f"has a shard that cannot be read ({error})")
             return
+        if shard.member:
+            self.remarks.append(Remark("packed-shard", stored, "compressed by itself"))
         self.damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
 
     def _note_absent(self) -> None:
@@ -153,14 +177,28 @@ class _Merge:
             clause += f", {gone} of {total} bytes ({100 * gone / total:.3g} %)"
         self.damage.insert(0, clause)
 
+    def _note_unnamed(self) -> None:
+        """Say what cannot be said by name: tensors that no index knows, and a sum that is not that of the index."""
+        whole = len(self.opened) == len(self._files())
+        if self.index is None:
+            if not whole:
+                self.remarks.append(Remark("unnamed-loss", ".", "shards that are not there, and no index names"))
+            return
+        specs = [spec for shard in self.opened.values() for spec in shard.specs.values()]
+        sums = {sum(spec.nbytes for spec in kept) for kept in (specs, {spec.view: spec for spec in specs}.values())}
+        total = self.index.total_size
+        if whole and not self.lost and total is not None and total not in sums:
+            detail = f"the index counts {total} bytes of tensors and its shards hold {min(sums)}"
+            self.remarks.append(Remark("index-size", odd_shard(self.opened) or ".", detail))
+
     def _root(self) -> Any:
         """The merged state_dict, in the container that every shard has around its part, where it is the same.
 
         Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
         first, *others = self.opened.values()
-        around = _surroundings(first)
+        around = surroundings(first)
         if around is None or any(
-            (shard.container, _surroundings(shard)) != (first.container, around) for shard in others
+            (shard.container, surroundings(shard)) != (first.container, around) for shard in others
         ):
             raise UnreadableError(
                 f"{self.path}: its shards hold more than a state_dict each, and not the same in all of them (weights at"
@@ -208,7 +246,7 @@ class _Merge:
     def _contradict(self, key: str, names: list[str]) -> bool:
         """Whether shards hold different values for a key. Then the one of the index is meant, and without one, none."""
         first, *others = (self.opened[name].entries[key] for name in names)
-        if all(_same(first, other, self.path) for other in others):
+        if all(is_same(first, other, self.path) for other in others):
             return False
         if self.weight_map.get(key) not in names:
             raise UnreadableError(
@@ -220,41 +258,13 @@ class _Merge:
 
 def _open_shard(path: str, salvage: bool) -> Checkpoint:
     # The table of formats lists this module.
-    from ckptfix.formats import read_content
+    from ckptfix.formats import read_unwrapped
+    from ckptfix.formats.wrappers.wrapped import unwrap
 
-    return open_document(read_content(Content.of_file(path), salvage), salvage=True)
-
-
-def _surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
-    """What a shard has around its state_dict, level by level, with None in the place of the next one.
-
-    None where that is more than numbers and texts."""
-    levels = []
-    value = shard.root
-    for part in shard.container:
-        if not isinstance(value, dict):
-            return None
-        level = [(name, None if name == part else member) for name, member in value.items()]
-        if not all(member is None or isinstance(member, (bool, int, float, str)) for _, member in level):
-            return None
-        levels.append(level)
-        value = value[part]
-    return levels
-
-
-def _same(one: Any, other: Any, path: str) -> bool:
-    """Whether two entries are the same tensor, byte for byte."""
-    if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
-        return bool(one == other)
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    from ckptfix.formats.safetensors_write import contiguous_blocks
-
-    return all(
-        first == second
-        for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
-        for first, second in zip(contiguous_blocks(before, path), contiguous_blocks(after, path), strict=True)
-    )
+    content = Content.of_file(path)
+    if may_be_wrapped(content):
+        content = unwrap(content)
+    return replace(open_document(read_unwrapped(content, salvage), salvage=True), member=content.member)
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -269,7 +279,7 @@ def _indexes(folder: Path) -> list[Path]:
 
 
 def _sets(folder: Path) -> list[Numbering]:
-    found = (Numbering.of(name) for name in _file_names(folder))
+    found = (Numbering.of(name_unpacked(name)) for name in _file_names(folder))
     return list(dict.fromkeys(numbering for numbering in found if numbering is not None))
 
 

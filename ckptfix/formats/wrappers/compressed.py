@@ -16,6 +16,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import filled_end
 from ckptfix.formats.wrappers import decoders
+from ckptfix.formats.wrappers.expanding import WrongBytes
 from ckptfix.formats.wrappers.streams import Stream
 
 _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
@@ -78,8 +79,10 @@ class Compression:
                 position += 8
             if fault:
                 damage.append(
-                    f"is damaged: its {self.name} stream fails after {expanded} bytes were expanded ({fault}), and the "
-                    "checkpoint in it may have wrong bytes"
+                    WrongBytes(
+                        f"is damaged: its {self.name} stream fails after {expanded} bytes were expanded ({fault}), and "
+                        "the checkpoint in it may have wrong bytes"
+                    )
                 )
             elif not is_whole:
                 damage.append(

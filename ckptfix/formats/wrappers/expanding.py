@@ -85,6 +85,12 @@ Blocks = Callable[[list[str]], Iterator[tuple[bytes, int]]]
 The list is told what is wrong with the file, in clauses that follow its name; the blocks then end early."""
 
 
+class WrongBytes(str):
+    """A clause on damage that may have left wrong bytes, and has not only cut the file short."""
+
+    __slots__ = ()
+
+
 def expand(path: str, member: str, blocks: Blocks) -> Content:
     """The content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
     expansion = Expansion(path)

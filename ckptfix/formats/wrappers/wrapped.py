@@ -1,4 +1,5 @@
-"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar, an ordinary zip, and one inside of another.
+"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar, an ordinary zip, the chunks of an HTTP
+answer, and one inside of another.
 
 They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip`` may be the torch file itself."""
 
@@ -7,13 +8,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.formats.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
 from ckptfix.formats.foreign.bundles import OF_TORCH, is_part, name_bundle
 from ckptfix.formats.sniffing import is_torch_tar
 from ckptfix.formats.sources import Content
-from ckptfix.formats.wrappers import compressed, tar_members, zip_members
+from ckptfix.formats.wrappers import compressed, http_chunks, tar_members, zip_members
 from ckptfix.formats.wrappers.expanding import Blocks, expand
 
 DEPTH_LIMIT = 4
@@ -72,6 +74,10 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             name = compression.name_inside(content.member or outer)
             content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
             damage += content.damage
+        elif _is_chunked(content):
+            name = PurePath(content.member or outer).name
+            content = _replaced(content, expand(content.path, name, partial(http_chunks.blocks, content)))
+            damage += content.damage
         elif (packer := _foreign(content)) is not None:
             raise UnreadableError(
                 f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
@@ -82,6 +88,15 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             content.damage = damage
             return content
     raise HostileError(f"{outer}: archives lie inside each other more than {DEPTH_LIMIT} deep; do not use this file")
+
+
+def _is_chunked(content: Content) -> bool:
+    """Whether the content is an answer in chunks of which the first begins as a checkpoint does."""
+    chunk = http_chunks.first_chunk(content)
+    if chunk is None:
+        return False
+    start, size = chunk
+    return looks_like_checkpoint(bytes(content.buffer[start : start + min(size, 512)]))
 
 
 def _foreign(content: Content) -> str | None:

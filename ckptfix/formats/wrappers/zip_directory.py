@@ -10,12 +10,15 @@ from weakref import WeakKeyDictionary
 
 from ckptfix.errors import HostileError
 from ckptfix.formats.sources import Content
+from ckptfix.formats.wrappers.zip_headers import plain_name
 
-_END = struct.Struct("<4s4H2LH")
+END = struct.Struct("<4s4H2LH")
+"""The record at the end of an archive."""
+
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
-_TAIL = 65535 + _END.size + _LOCATOR.size
+_TAIL = 65535 + END.size + _LOCATOR.size
 """The end record has a comment of at most 65535 bytes behind it."""
 
 _USUAL = 256
@@ -23,6 +26,9 @@ _USUAL = 256
 
 _PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")
 """Where a torch file keeps its storages."""
+
+_LARGEST = 64 << 20
+"""Bytes of a damaged directory that are looked at."""
 
 PACKAGE_MARK = ".data/extern_modules"
 """What every archive of torch.package has below its root: the modules that it does not bring along."""
@@ -45,9 +51,9 @@ def _member_names(content: Content) -> list[str]:
         at = tail.rfind(b"PK\x05\x06")
         if at >= _LOCATOR.size:
             break
-    if at < 0 or at + _END.size > len(tail):
+    if at < 0 or at + END.size > len(tail):
         return []
-    *_, size, _, _ = _END.unpack_from(tail, at)
+    *_, size, _, _ = END.unpack_from(tail, at)
     end = start + at
     if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\x06\x07":
         # The end record of zip64 lies right before its locator, whose own word is off by any junk in front.
@@ -86,9 +92,34 @@ def _entries(directory: bytes) -> list[str]:
             return []
         name, extra, comment = fields[9:12]
         position += _ENTRY.size
-        names.append(directory[position : position + name].decode("latin-1"))
+        names.append(plain_name(directory[position : position + name].decode("latin-1")))
         position += name + extra + comment
     return names if position == len(directory) else []
+
+
+def has_end(content: Content) -> bool:
+    """Whether the archive ends as one does, with a record of where its directory begins, be that damaged or not."""
+    tail = bytes(content.buffer[-END.size :])
+    if len(tail) < END.size:
+        return False
+    *_, size, offset, _ = END.unpack(tail)
+    is_told = size >= _ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
+    return tail[:4] == b"PK\x05\x06" or is_told
+
+
+def checksums_left(content: Content, start: int) -> dict[str, int]:
+    """The checksums by name in the entries that are left of a damaged directory, which lies behind ``start``."""
+    found: dict[str, int] = {}
+    at = content.buffer.find(b"PK\x01\x02", start)
+    directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
+    at = 0
+    while 0 <= at <= len(directory) - _ENTRY.size:
+        _, *fields = _ENTRY.unpack_from(directory, at)
+        name = directory[at + _ENTRY.size : at + _ENTRY.size + fields[9]]
+        if name.isascii() and fields[6]:
+            found[plain_name(name.decode())] = fields[6]
+        at = directory.find(b"PK\x01\x02", at + 4)
+    return found
 
 
 def is_torch_save(names: list[str]) -> bool:

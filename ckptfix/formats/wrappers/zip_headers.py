@@ -48,9 +48,14 @@ def header_name(info: zipfile.ZipInfo, header: Header) -> str | None:
     """The name in a header, read as that in the directory; None where it is none."""
     try:
         # ASCII is the same in both, and decoding it as UTF-8 takes no time.
-        return header.name.decode("utf-8" if info.flag_bits & 0x800 or header.name.isascii() else "cp437")
+        return plain_name(header.name.decode("utf-8" if info.flag_bits & 0x800 or header.name.isascii() else "cp437"))
     except UnicodeDecodeError:
         return None
+
+
+def plain_name(name: str) -> str:
+    """A member's name with the separator of the format, where a program for Windows wrote its own (APPNOTE 4.4.17)."""
+    return name.replace("\\", "/")
 
 
 def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:

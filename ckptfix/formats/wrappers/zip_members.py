@@ -12,10 +12,11 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import filled_end
 from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
-from ckptfix.formats.wrappers.expanding import Blocks
+from ckptfix.formats.wrappers.expanding import Blocks, WrongBytes
 from ckptfix.formats.wrappers.streams import Stream
 from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.formats.wrappers.zip_listing import Listing, list_members
+from ckptfix.formats.wrappers.zip_listing import list_members
+from ckptfix.formats.wrappers.zip_settling import Listing
 from ckptfix.formats.wrappers.zip_walk import first_names
 
 OVERLAP_LIMIT = 4
@@ -124,14 +125,16 @@ def _blocks(
     is_known = listing.found is None or info.filename not in listing.found.open_at
     if stream.fault:
         damage.append(
-            f"is damaged: its packed bytes fail after {stream.expanded} bytes were expanded ({stream.fault}), and the "
-            "last of these may be wrong"
+            WrongBytes(
+                f"is damaged: its packed bytes fail after {stream.expanded} bytes were expanded ({stream.fault}), and "
+                "the last of these may be wrong"
+            )
         )
     elif not is_known or not _is_whole(stream, info):
         whole = f"of its {info.file_size} bytes" if info.file_size else "bytes of an unknown size"
         damage.append(f"is cut short: the zip archive has {stream.expanded} {whole}")
     elif crc != info.CRC:
-        damage.append("fails the checksum of the zip archive: some of its bytes are wrong")
+        damage.append(WrongBytes("fails the checksum of the zip archive: some of its bytes are wrong"))
 
 
 def _is_whole(stream: Stream, info: zipfile.ZipInfo) -> bool:

@@ -16,8 +16,10 @@ from ckptfix.errors import HostileError
 from ckptfix.formats.sources import Content
 from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
 from ckptfix.formats.wrappers.zip_directory import member_limit
+from ckptfix.formats.wrappers.zip_headers import plain_name
 
 _HEADER = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = b"PK\x07\x08"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
@@ -29,6 +31,8 @@ class FoundMembers:
     infos: list[zipfile.ZipInfo] = field(default_factory=list)
     open_at: dict[str, int] = field(default_factory=dict)
     zeros: int = 0
+    end: int = 0
+    """Where the last member that is whole ends."""
 
     def left_of(self, name: str, nbytes: int) -> ByteSource:
         """What is there of the storage of ``nbytes`` that an open member holds.
@@ -36,9 +40,13 @@ class FoundMembers:
         A file that was reserved before it was fetched goes on in zeros behind the storage; then the zeros inside of it
         are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
         end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
-        of the file is damaged in a way that nobody knows."""
+        of the file is damaged in a way that nobody knows, and so is one with something else than its descriptor behind
+        it: bytes of it were lost, or overwritten."""
         start = self.open_at[name]
         if name != self.infos[-1].filename or self.infos[-1].compress_type != zipfile.ZIP_STORED:
+            return TornBytes(self.content.path, nbytes)
+        behind = bytes(self.content.buffer[start + nbytes : min(start + nbytes + len(_DESCRIPTOR), self.zeros)])
+        if not _DESCRIPTOR.startswith(behind):
             return TornBytes(self.content.path, nbytes)
         stop = filled_end(self.content) if start + nbytes >= len(self.content) else self.zeros
         whole = max(0, min(nbytes, stop - start))
@@ -69,6 +77,7 @@ def walk(content: Content) -> FoundMembers:
         else:
             position = start + info.compress_size
         found.infos.append(info)
+    found.end = position
     return found
 
 
@@ -111,7 +120,7 @@ def _data_start(content: Content, header: int) -> int:
 def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int, int, int]]:
     """Checksum, both sizes and the end, by the place where the data begins. Sizes have 4 or (zip64) 8 bytes."""
     found: dict[int, tuple[int, int, int, int]] = {}
-    for position in _signatures(content, b"PK\x07\x08"):
+    for position in _signatures(content, _DESCRIPTOR):
         record = bytes(content.buffer[position + 4 : position + 24])
         for form in (struct.Struct("<3I"), struct.Struct("<I2Q")):
             if len(record) >= form.size:
@@ -127,6 +136,7 @@ def _member(content: Content, header: int, start: int) -> zipfile.ZipInfo:
     )
     names = header + _HEADER.size
     info = zipfile.ZipInfo(bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace"))
+    info.filename = plain_name(info.filename)
     extra = bytes(content.buffer[names + name_length : start])
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])

@@ -1,0 +1,57 @@
+"""A header whose length is wrong is read where its JSON shows where it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+import ckptfix
+from tests.checks import bytes_of
+
+STATE_DICT = {"a": torch.arange(1.0, 40.0), "b": torch.arange(5.0, 30.0)}
+
+
+def padded(spaces: int) -> bytes:
+    """A file whose header has so many spaces behind it."""
+    return next(
+        data
+        for size in range(8)
+        if (data := save(STATE_DICT, {"by": "x" * size}))[8 : header(data)].endswith(b"}" + b" " * spaces)
+    )
+
+
+def header(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+@pytest.mark.parametrize("off", [-100, -9, -4, -1, 1, 8, 30, 1 << 20, 1 << 40])
+def test_another_length_is_got_over(off: int, tmp_path: Path) -> None:
+    data = padded(5)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((header(data) - 8 + off).to_bytes(8, "little") + data[8:])
+    with pytest.raises(ckptfix.UnreadableError, match=r"header declares .* take all 2 tensors with --salvage"):
+        ckptfix.open_checkpoint(path)
+    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
+    assert {key: bytes_of(checkpoint.read(key)) for key in checkpoint.specs} == {
+        key: bytes_of(tensor) for key, tensor in STATE_DICT.items()
+    }
+    assert ckptfix.repair(path, salvage=True, values=False).report.exit_code == 0
+
+
+def test_a_length_that_is_right_is_not_doubted_for_what_the_json_holds(tmp_path: Path) -> None:
+    data = padded(0)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data.replace(b'"a"', b'"\xff"'))
+    with pytest.raises(ckptfix.UnreadableError, match="the header is no UTF-8"):
+        ckptfix.open_checkpoint(path, salvage=True)
+
+
+def test_another_file_behind_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "two.safetensors"
+    path.write_bytes(padded(2) + save({"other": torch.ones(400)}))
+    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
+    assert list(checkpoint.specs) == ["a", "b"]
+    assert "bytes behind its last tensor" in checkpoint.damage[0]
