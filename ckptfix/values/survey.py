@@ -67,7 +67,7 @@ class Part(NamedTuple):
             crc = crc32(block, crc) if self.is_summed else 0
         return Found(scanner.tally, crc)
 
-    def range(self) -> Range | None:
+    def file_range(self) -> Range | None:
         """Where it lies in a file, if it is so small that the kernel had better read it itself; None where it is not,
         or where the kernel does not know its numbers.
         """
@@ -130,7 +130,7 @@ def looks(parts: Sequence[Part]) -> Iterator[Found]:
 def _look_at_all(parts: Sequence[Part]) -> list[Found]:
     """What is found in the parts of one batch. The small ones are looked at in one go."""
     compiled = kernel()
-    ranges = {} if compiled is None else {at: where for at, part in enumerate(parts) if (where := part.range())}
+    ranges = {} if compiled is None else {at: where for at, part in enumerate(parts) if (where := part.file_range())}
     if compiled is None or not ranges:
         return [part.look() for part in parts]
     seen = dict(zip(ranges, compiled.look_in_files(list(ranges.values())), strict=True))

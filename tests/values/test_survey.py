@@ -98,7 +98,7 @@ def test_small_tensors_that_the_kernel_reads_have_the_figures_of_those_that_are_
         asked.append(part)
 
     together = all_figures(file)
-    monkeypatch.setattr(survey.Part, "range", nowhere)
+    monkeypatch.setattr(survey.Part, "file_range", nowhere)
     assert all_figures(file) == together
     assert len(asked) > 30
 
