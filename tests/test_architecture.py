@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def room(module: str) -> str:
     return module.partition("/")[0]
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(module: str) -> tuple[tuple[str, bool], ...]:
     """The modules that a module imports when it runs, in full, and whether the import is inside of a function."""
     tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    return _imports(tree, False)
+    return tuple(_imports(tree, False))
 
 
 def _imports(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:

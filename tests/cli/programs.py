@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from ckptfix.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,3 +36,56 @@ def run(*words: str | Path, cwd: Path, **changes: str) -> subprocess.CompletedPr
     return subprocess.run(
         command(*words), cwd=cwd, env=environment(**changes), capture_output=True, encoding="utf-8", timeout=300
     )
+
+
+def run_here(*words: str | Path, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run ckptfix to its end in this process, where torch is there already.
+
+    Its words, its folder, its environment and its streams are the same; what becomes of signals and of closed streams
+    is left out, and so is what Python itself says at its end."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
+    argv = ["ckptfix", *map(str, words)]
+    with (
+        patch.dict(os.environ, environment(**changes), clear=True),
+        patch.object(sys, "argv", argv),
+        _in_folder(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        _warnings_on_stderr(),
+        pytest.raises(SystemExit) as end,
+    ):
+        app()
+    assert isinstance(end.value.code, int)
+    said = []
+    for stream in (out, err):
+        stream.seek(0)
+        said.append(stream.read())
+    return subprocess.CompletedProcess(argv, end.value.code, *said)
+
+
+@contextlib.contextmanager
+def _in_folder(folder: Path) -> Iterator[None]:
+    """Work in a folder, and forget the modules that lie in it: another folder has others of the same names."""
+    before, modules = Path.cwd(), {*sys.modules}
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        for name in {*sys.modules} - modules:
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == folder:
+                del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Show warnings as Python does by itself, and not in the summary of the tests."""
+
+    def show(message, category, filename, lineno, file=None, line=None) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        warnings.showwarning = show
+        yield

@@ -3,6 +3,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ckptfix import __version__
 from tests.cli.programs import ROOT, command, environment, run
 
+FULL = Path("/dev/full")
 SLOW = ("torch", "numpy", "rich", "safetensors")
 
 
@@ -79,25 +81,32 @@ def test_a_closed_pipe_is_quiet(tmp_path):
     assert program.wait(60) == 141
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
-)
-def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import time, sys\n\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+def test_a_full_disk_behind_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
+    torch.save({"module.w": torch.zeros(1)}, tmp_path / "a.pth")
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            command("check", "a.pth"), cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE
+        )
+    told = (
+        "ckptfix: error: a.pth: the report cannot be written to stdout: No space left on device; let it go elsewhere\n"
     )
-    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pth")
-    program = subprocess.Popen(
-        command("check", "a.pth", "--model", "slow:model"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    assert (done.returncode, done.stderr.decode()) == (2, told)
+
+
+def checking(body: str) -> list[str]:
+    """The words of a program whose check of ``a.pth`` does this and then waits; it does not wait for torch first."""
+    program = "import os, sys, time, ckptfix\nfrom ckptfix.cli import main\n\n"
+    program += f"def check(path, **arguments):\n    {body}\n    time.sleep(60)\n\nckptfix.check = check\nmain()\n"
+    return [sys.executable, "-c", program, "check", "a.pth"]
+
+
+def assert_a_signal_ends_it(words, number, name, folder):
+    """The program says that it is ready, and gets the signal."""
+    program = subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert program.stdout is not None
     assert program.stderr is not None
-    assert program.stderr.readline() == b"ready\n"  # what a factory prints goes to stderr
+    assert program.stderr.readline() == b"ready\n"
     program.send_signal(number)
     line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
     assert program.stderr.read().decode() == line
@@ -105,16 +114,44 @@ def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
     assert program.wait(60) == 128 + number
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
+)
+def test_a_signal_ends_it_with_one_line(number, name, tmp_path):
+    assert_a_signal_ends_it(checking("print('ready', file=sys.stderr, flush=True)"), number, name, tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Interrupt"), (signal.SIGTERM, "Terminated"), (signal.SIGHUP, "Hangup")]
+)
+def test_a_signal_that_comes_before_the_command_begins_is_told_too(number, name, tmp_path):
+    program = (
+        "import os\nfrom ckptfix.cli import main, program\n"
+        f"program._command = lambda name: (os.kill(os.getpid(), {int(number)}), len(name))\nmain()\n"
+    )
+    words = [sys.executable, "-c", program, "check", "a.pth"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, encoding="utf-8")
+    line = f"ckptfix: error: stopped ({name}): no unfinished file is left, and no source was changed\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", line)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
+def test_a_signal_ends_the_code_of_the_user_too(tmp_path):
+    # What a factory prints goes to stderr.
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pth")
+    assert_a_signal_ends_it(command("check", "a.pth", "--model", "slow:model"), signal.SIGTERM, "Terminated", tmp_path)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_comes_while_an_object_is_cleared_up_is_not_lost(number, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import os, time\n\nclass Held:\n    def __del__(self):\n"
-        f"        os.kill(os.getpid(), {int(number)})\n        time.sleep(0)\n\n"
-        "def model():\n    Held()\n    time.sleep(60)\n"
-    )
-    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pth")
-    done = run("check", "a.pth", "--model", "slow:model", cwd=tmp_path)
+    held = f"type('Held', (), {{'__del__': lambda self: (os.kill(os.getpid(), {int(number)}), time.sleep(0))}})()"
+    done = subprocess.run(checking(held), cwd=tmp_path, env=environment(), capture_output=True, encoding="utf-8")
     assert done.returncode == 128 + number
     (line,) = done.stderr.splitlines()
     assert line.startswith("ckptfix: error: a.pth: stopped (")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.checks import bytes_of
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from tests.cli.programs import run
     ],
 )
 def test_exit_code(folder, words, code):
-    assert run("check", *words, cwd=folder).returncode == code
+    assert run_here("check", *words, cwd=folder).returncode == code
 
 
 def test_one_bad_file_does_not_stop_the_others(folder):
-    done = run("check", "torn.pth", "nowhere.pth", "wrapped.pth", "--output-format", "concise", cwd=folder)
+    done = run_here("check", "torn.pth", "nowhere.pth", "wrapped.pth", "--output-format", "concise", cwd=folder)
     assert done.returncode == 2
     assert done.stdout.startswith("wrapped.pth: KEY102 wrapper-prefix: ")
     assert [line.split(": ")[2] for line in done.stderr.splitlines()] == ["torn.pth", "nowhere.pth"]
@@ -42,8 +42,8 @@ def test_a_pipe_gets_no_escape_codes(folder):
 
 
 def test_force_color(folder):
-    assert "\x1b[1;31m" in run("check", "wrapped.pth", cwd=folder, FORCE_COLOR="1").stdout
-    assert "\x1b" not in run("check", "wrapped.pth", cwd=folder, FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert "\x1b[1;31m" in run_here("check", "wrapped.pth", cwd=folder, FORCE_COLOR="1").stdout
+    assert "\x1b" not in run_here("check", "wrapped.pth", cwd=folder, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 def test_an_ascii_stream(folder):
@@ -53,14 +53,14 @@ def test_an_ascii_stream(folder):
 
 
 def test_json_alone_is_on_stdout(folder):
-    done = run("check", "wrapped.pth", "torn.pth", "--output-format", "json", cwd=folder)
+    done = run_here("check", "wrapped.pth", "torn.pth", "--output-format", "json", cwd=folder)
     data = json.loads(done.stdout)
     assert [entry["exit_code"] for entry in data["reports"]] == [1, 2]
     assert "torn.pth" in data["reports"][1]["error"]
 
 
 def test_the_users_own_traceback_and_nothing_of_ours(folder):
-    done = run("check", "good.pth", "wrapped.pth", "--model", "zoo:broken", cwd=folder)
+    done = run_here("check", "good.pth", "wrapped.pth", "--model", "zoo:broken", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "zoo.py" in done.stderr
     assert "ckptfix/" not in done.stderr
@@ -70,34 +70,34 @@ def test_the_users_own_traceback_and_nothing_of_ours(folder):
 
 def test_nothing_is_written(folder):
     before = sorted(path.name for path in folder.iterdir())
-    run("check", "wrapped.pth", cwd=folder)
+    run_here("check", "wrapped.pth", cwd=folder)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_configuration_and_command_line(folder):
     (folder / "ckptfix.toml").write_text('ignore = ["KEY"]\noutput-format = "concise"\n')
-    assert run("check", "wrapped.pth", cwd=folder).returncode == 0
-    assert run("check", "wrapped.pth", "--ignore", "VAL", cwd=folder).returncode == 1
+    assert run_here("check", "wrapped.pth", cwd=folder).returncode == 0
+    assert run_here("check", "wrapped.pth", "--ignore", "VAL", cwd=folder).returncode == 1
 
 
 def test_a_model_out_of_a_configuration_file_is_told(folder):
     (folder / "ckptfix.toml").write_text('model = "zoo:tiny"\n')
-    done = run("check", "good.pth", cwd=folder)
+    done = run_here("check", "good.pth", cwd=folder)
     assert done.returncode == 0
     assert f"the model zoo:tiny comes from {folder / 'ckptfix.toml'}" in done.stderr
 
 
 def test_a_wrong_configuration_is_one_line(folder):
     (folder / "ckptfix.toml").write_text("sed = 3\n")
-    done = run("check", "good.pth", cwd=folder)
+    done = run_here("check", "good.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"ckptfix: error: {folder / 'ckptfix.toml'}: there is no key sed; did you mean seed?\n"
 
 
 def test_the_advice_is_a_command_that_works(folder):
-    advice = run("check", "wrapped.pth", "--model", "zoo:tiny", cwd=folder).stdout.splitlines()[-1]
+    advice = run_here("check", "wrapped.pth", "--model", "zoo:tiny", cwd=folder).stdout.splitlines()[-1]
     assert advice.startswith("  run: ckptfix ")
-    assert run(*advice.split()[2:], cwd=folder).returncode == 0
+    assert run_here(*advice.split()[2:], cwd=folder).returncode == 0
 
 
 @pytest.mark.parametrize("more", [["--salvage"], ["--model", "zoo:rotary"]])

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.cli.programs import run
+from tests.cli.programs import run_here
 
 
 @pytest.mark.parametrize(
@@ -14,4 +14,4 @@ from tests.cli.programs import run
     ],
 )
 def test_the_usage_line_has_no_braces(command, usage, tmp_path):
-    assert run(command, "--help", cwd=tmp_path).stdout.splitlines()[0].endswith(f"ckptfix {usage}")
+    assert run_here(command, "--help", cwd=tmp_path).stdout.splitlines()[0].endswith(f"ckptfix {usage}")

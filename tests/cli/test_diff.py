@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 
 
 def test_no_difference(folder: Path):
-    done = run("diff", "good.pth", "good.pth", cwd=folder)
+    done = run_here("diff", "good.pth", "good.pth", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
         "A  good.pth: torch-zip, 2 tensors, 8 elements\n"
@@ -22,7 +22,7 @@ def test_no_difference(folder: Path):
 
 
 def test_quiet_says_nothing_of_no_difference(folder: Path):
-    assert run("diff", "good.pth", "good.pth", "-q", cwd=folder).stdout == ""
+    assert run_here("diff", "good.pth", "good.pth", "-q", cwd=folder).stdout == ""
 
 
 def test_a_difference_has_exit_code_1(folder: Path):
@@ -32,14 +32,14 @@ def test_a_difference_has_exit_code_1(folder: Path):
 
 
 def test_json(folder: Path):
-    done = run("diff", "wrapped.pth", "good.pth", "--output-format", "json", cwd=folder)
+    done = run_here("diff", "wrapped.pth", "good.pth", "--output-format", "json", cwd=folder)
     told = json.loads(done.stdout)
     assert (done.returncode, told["exit_code"]) == (1, 1)
     assert told["renamed"] == {"module.weight": "weight", "module.bias": "bias"}
 
 
 def test_an_error_names_the_file_that_it_is_about_and_no_other(folder: Path):
-    assert run("diff", "good.pth", "torn.pth", cwd=folder).stderr.startswith("ckptfix: error: torn.pth: ")
+    assert run_here("diff", "good.pth", "torn.pth", cwd=folder).stderr.startswith("ckptfix: error: torn.pth: ")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_an_error_names_the_file_that_it_is_about_and_no_other(folder: Path):
     ],
 )
 def test_what_cannot_be_done_has_exit_code_2(folder: Path, words: tuple[str, ...], says: str):
-    done = run("diff", *words, cwd=folder)
+    done = run_here("diff", *words, cwd=folder)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stdout == ""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.cli.programs import ROOT, command, environment, run
+from tests.cli.programs import ROOT, command, environment, run, run_here
 
 PREFIX = (
     'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'
@@ -21,14 +21,14 @@ def piped(text, cwd, *words):
 
 
 def test_unknown_text(tmp_path):
-    done = run("explain", "ValueError: the kettle is empty", cwd=tmp_path)
+    done = run_here("explain", "ValueError: the kettle is empty", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("not recognised: ")
     assert "nearest" not in done.stdout
 
 
 def test_unknown_text_near_a_known_one(tmp_path):
-    done = run("explain", "zip archive reading failed, no central directory found", cwd=tmp_path)
+    done = run_here("explain", "zip archive reading failed, no central directory found", cwd=tmp_path)
     assert done.returncode == 1
     assert "The nearest one that it knows is damaged-archive" in done.stdout
 
@@ -42,7 +42,7 @@ def test_full(tmp_path):
 
 
 def test_words_without_quotes(tmp_path):
-    done = run("explain", "RuntimeError:", "Torch", "not", "compiled", "with", "CUDA", "enabled", cwd=tmp_path)
+    done = run_here("explain", "RuntimeError:", "Torch", "not", "compiled", "with", "CUDA", "enabled", cwd=tmp_path)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "no-cuda-build")
 
 
@@ -59,7 +59,7 @@ def test_stdin_of_no_encoding_at_all(tmp_path):
 
 
 def test_json(tmp_path):
-    data = json.loads(run("explain", PREFIX, "--output-format", "json", cwd=tmp_path).stdout)
+    data = json.loads(run_here("explain", PREFIX, "--output-format", "json", cwd=tmp_path).stdout)
     assert (data["version"], data["recognised"], data["name"]) == (1, True, "does-not-fit")
     assert "All 2 unexpected keys begin with `module.`" in data["causes"][1]["text"]
     assert data["advice"][0]["command"] == "ckptfix repair FILE"
@@ -67,7 +67,7 @@ def test_json(tmp_path):
 
 
 def test_json_of_an_unknown_text(tmp_path):
-    done = run(
+    done = run_here(
         "explain", "zip archive reading failed, no central directory found", "--output-format", "json", cwd=tmp_path
     )
     data = json.loads(done.stdout)
@@ -75,26 +75,26 @@ def test_json_of_an_unknown_text(tmp_path):
 
 
 def test_concise(tmp_path):
-    lines = run("explain", MAGIC, "--output-format", "concise", cwd=tmp_path).stdout.splitlines()
+    lines = run_here("explain", MAGIC, "--output-format", "concise", cwd=tmp_path).stdout.splitlines()
     assert all(line.startswith("foreign-pickle: ") for line in lines)
     assert "foreign-pickle: run: ckptfix inspect FILE" in lines
 
 
 def test_with_the_file_and_the_model(folder):
-    done = run("explain", PREFIX, "--file", "wrapped.pth", "--model", "zoo:tiny", cwd=folder)
+    done = run_here("explain", PREFIX, "--file", "wrapped.pth", "--model", "zoo:tiny", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "this file: wrapped.pth has what the message tells of:\n  KEY102 wrapper-prefix error" in done.stdout
     assert done.stdout.endswith("  run: ckptfix repair wrapped.pth --model zoo:tiny\n")
 
 
 def test_with_a_file_that_cannot_be_read(folder):
-    done = run("explain", "failed finding central directory", "--file", "torn.pth", cwd=folder)
+    done = run_here("explain", "failed finding central directory", "--file", "torn.pth", cwd=folder)
     assert done.returncode == 0
     assert "this file: it cannot be read as it is: torn.pth: " in done.stdout
 
 
 def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
-    done = run("explain", "FileNotFoundError: No such file or directory: 'a\x1b]0;x\x07.pth'", cwd=tmp_path)
+    done = run_here("explain", "FileNotFoundError: No such file or directory: 'a\x1b]0;x\x07.pth'", cwd=tmp_path)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
 
@@ -109,7 +109,7 @@ def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
     ],
 )
 def test_usage(folder, words, complaint):
-    done = run("explain", *words, cwd=folder)
+    done = run_here("explain", *words, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
@@ -117,7 +117,9 @@ def test_usage(folder, words, complaint):
 
 def test_a_configured_model_is_named_and_not_run(folder):
     (folder / "ckptfix.toml").write_text('model = "zoo:broken"\n')
-    done = run("explain", "size mismatch for fc.weight: copying a param with shape [1] from checkpoint,", cwd=folder)
+    done = run_here(
+        "explain", "size mismatch for fc.weight: copying a param with shape [1] from checkpoint,", cwd=folder
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "ckptfix check FILE --model zoo:broken" in done.stdout
 
@@ -157,4 +159,4 @@ def test_the_readme_shows_a_true_screen():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     message = "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."
     file = "sample_checkpoints/imagenet_dataparallel_cuda3.pth"
-    assert run("explain", message, "--file", file, cwd=ROOT).stdout in readme
+    assert run_here("explain", message, "--file", file, cwd=ROOT).stdout in readme

@@ -1,6 +1,6 @@
 import json
 
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 
 
 def test_full(folder):
@@ -15,19 +15,19 @@ def test_full(folder):
 
 
 def test_concise(folder):
-    assert run("inspect", "good.pth", "--output-format", "concise", cwd=folder).stdout == (
+    assert run_here("inspect", "good.pth", "--output-format", "concise", cwd=folder).stdout == (
         "weight float32[2, 3]\nbias float32[2]\n"
     )
 
 
 def test_json(folder):
-    data = json.loads(run("inspect", "good.pth", "--output-format", "json", cwd=folder).stdout)
+    data = json.loads(run_here("inspect", "good.pth", "--output-format", "json", cwd=folder).stdout)
     assert data["keys"]["weight"] == {"dtype": "float32", "shape": [2, 3]}
     assert data["file_size"] == (folder / "good.pth").stat().st_size
 
 
 def test_unreadable(folder):
-    done = run("inspect", "torn.pth", cwd=folder)
+    done = run_here("inspect", "torn.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ckptfix: error: torn.pth: ")
     assert done.stderr.count("\n") == 1
@@ -35,6 +35,6 @@ def test_unreadable(folder):
 
 def test_github_is_no_format_of_it(folder):
     (folder / "ckptfix.toml").write_text('output-format = "github"\n')
-    done = run("inspect", "good.pth", cwd=folder)
+    done = run_here("inspect", "good.pth", cwd=folder)
     assert done.returncode == 2
     assert "inspect has no output format github" in done.stderr

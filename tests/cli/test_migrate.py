@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,19 +48,19 @@ def test_a_healthy_zoo_ends_with_0_and_a_table(healthy, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"repaired +1 .*\n.*already fine +1 ", done.stdout)
     assert re.search(r"done: 2 files", done.stdout)
-    again = zoos.migrate(healthy, tmp_path / "new")
+    again = zoos.migrate_here(healthy, tmp_path / "new")
     assert "done: 0 files in 0 s, 2 by an earlier run" in again.stdout
 
 
 def test_json_has_every_record(healthy, tmp_path):
-    done = zoos.migrate(healthy, tmp_path / "new", "--output-format", "json")
+    done = zoos.migrate_here(healthy, tmp_path / "new", "--output-format", "json")
     document = json.loads(done.stdout)
     assert document["outcomes"]["repaired"] == document["outcomes"]["already fine"] == 1
     assert [record["source"] for record in document["records"]] == ["fine.pth", "prefixed.pth"]
 
 
 def test_a_dry_run_writes_nothing(healthy, tmp_path):
-    done = zoos.migrate(healthy, tmp_path / "new", "--dry-run")
+    done = zoos.migrate_here(healthy, tmp_path / "new", "--dry-run")
     assert re.search(r"to be repaired +1 ", done.stdout)
     assert "written: nothing; the same command without --dry-run" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
@@ -73,43 +72,48 @@ def test_the_command_of_a_decision_carries_it_out(tmp_path):
     nan = zoos.weights(1)
     nan["layers.0.bias"][0] = float("inf")
     torch.save(nan, old / "nan weights.pth")
-    done = zoos.migrate(old, new)
+    done = zoos.migrate_here(old, new)
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
     words = shlex.split(line)
     assert words[:2] == ["ckptfix", "migrate"]
-    assert zoos.migrate(*words[2:]).returncode == 0
-    assert zoos.migrate(old, new).returncode == 0
+    assert zoos.migrate_here(*words[2:]).returncode == 0
+    assert zoos.migrate_here(old, new).returncode == 0
     assert zoos.outcomes(new) == {"nan weights.pth": "already fine"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["-x.pth", "two\nlines.pth", "--only", "it's \\ odd.pth"])
-def test_a_printed_command_can_be_pasted_whatever_the_names_are(name, tmp_path, monkeypatch):
+def test_a_printed_command_can_be_pasted_whatever_the_names_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-old").mkdir()
-    torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "-old" / name)
-    done = zoos.migrate("--", "-old", "-new")
+    names = ["-x.pth", "two\nlines.pth", "--only", "it's \\ odd.pth"]
+    for name in names:
+        torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "-old" / name)
+    done = zoos.migrate_here("--", "-old", "-new")
     assert done.returncode == 1, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
-    pasted = line.replace("ckptfix migrate", f"{sys.executable} -m ckptfix migrate")
-    assert subprocess.run(["bash", "-c", pasted], check=False).returncode == 0
-    assert zoos.outcomes(tmp_path / "-new") == {name: "already fine"}
+    printed = [line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate")]
+    assert len(printed) == len(names)
+    for line in printed:
+        # The shell says which words it would have called the program with.
+        pasted = f"ckptfix() {{ printf '%s\\0' \"$@\"; }}\n{line}"
+        words = subprocess.run(["bash", "-c", pasted], check=True, capture_output=True, encoding="utf-8").stdout
+        assert words.startswith("migrate\0")
+        assert zoos.migrate_here(*words.split("\0")[1:-1]).returncode == 0
+    assert zoos.outcomes(tmp_path / "-new") == dict.fromkeys(names, "already fine")
 
 
 def test_the_flags_of_the_migration_are_in_the_command_of_a_decision(tmp_path):
     (tmp_path / "old").mkdir()
     torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "old" / "nan.pth")
-    done = zoos.migrate(tmp_path / "old", tmp_path / "new", "--format", "safetensors")
+    done = zoos.migrate_here(tmp_path / "old", tmp_path / "new", "--format", "safetensors")
     line = next(line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
     assert shlex.split(line)[4:] == ["--format", "safetensors", "--only", "nan.pth", "--ignore", "VAL101"]
-    assert zoos.migrate(*shlex.split(line)[2:]).returncode == 0
-    assert zoos.migrate(tmp_path / "old", tmp_path / "new", "--format", "safetensors").returncode == 0
+    assert zoos.migrate_here(*shlex.split(line)[2:]).returncode == 0
+    assert zoos.migrate_here(tmp_path / "old", tmp_path / "new", "--format", "safetensors").returncode == 0
     assert sorted(path.name for path in (tmp_path / "new").glob("nan.*")) == ["nan.safetensors"]
 
 
 def test_a_draft_under_another_name_says_how_to_use_it(healthy, tmp_path):
-    done = zoos.migrate(healthy, "--init", "--table", tmp_path / "my zoo.toml")
+    done = zoos.migrate_here(healthy, "--init", "--table", tmp_path / "my zoo.toml")
     assert shlex.split(done.stderr.partition("run: ")[2])[2:] == [
         str(healthy),
         "NEW_ZOO",
@@ -119,7 +123,7 @@ def test_a_draft_under_another_name_says_how_to_use_it(healthy, tmp_path):
 
 
 def test_what_gives_something_up_is_for_named_files_alone(healthy, tmp_path):
-    done = zoos.migrate(healthy, tmp_path / "new", "--salvage")
+    done = zoos.migrate_here(healthy, tmp_path / "new", "--salvage")
     assert done.returncode == 2
     assert "--only" in done.stderr
     assert not (tmp_path / "new").exists()
@@ -137,12 +141,12 @@ def test_a_stop_says_how_to_go_on_and_leaves_nothing_half_done(sent, zoo, tmp_pa
     told = {name for line in lines for name in line["output_parts"] or [line["output"]] if name is not None}
     assert written - {"manifest.jsonl", "weights.jsonl"} == told
     assert lines
-    assert zoos.migrate(zoo, goal).returncode == 2
+    assert zoos.migrate_here(zoo, goal).returncode == 2
     assert len(zoos.outcomes(goal)) > len(lines)
 
 
 @pytest.mark.slow
 def test_the_report_is_written_beside(healthy, tmp_path):
-    done = zoos.migrate(healthy, tmp_path / "new", "--report", tmp_path / "report.html")
+    done = zoos.migrate_here(healthy, tmp_path / "new", "--report", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr
     assert "prefixed.pth" in (tmp_path / "report.html").read_text()

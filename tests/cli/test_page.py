@@ -1,6 +1,6 @@
 import json
 
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 from tests.report.page.reading import Page
 
 
@@ -10,7 +10,7 @@ def page_of(file):
 
 def test_without_the_flag_no_page(folder):
     before = sorted(path.name for path in folder.iterdir())
-    run("check", "good.pth", cwd=folder)
+    run_here("check", "good.pth", cwd=folder)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -30,7 +30,7 @@ def test_one_file(folder):
 
 
 def test_several_files_and_one_that_is_torn(folder):
-    done = run("check", "good.pth", "torn.pth", "wrapped.pth", "--report", "out.html", "-q", cwd=folder)
+    done = run_here("check", "good.pth", "torn.pth", "wrapped.pth", "--report", "out.html", "-q", cwd=folder)
     assert done.returncode == 2
     page = page_of(folder / "out.html")
     assert page.data["run"]["title"] == "3 checkpoints"
@@ -47,19 +47,19 @@ def test_several_files_and_one_that_is_torn(folder):
 
 
 def test_without_values_no_weights(folder):
-    run("check", "good.pth", "--no-values", "--report", "out.html", cwd=folder)
+    run_here("check", "good.pth", "--no-values", "--report", "out.html", cwd=folder)
     assert not [name for name in page_of(folder / "out.html").data if name.startswith("weights")]
 
 
 def test_stdout_is_as_ever(folder):
     words = ("check", "wrapped.pth", "--output-format", "json")
-    with_page, without = run(*words, "--report", "out.html", cwd=folder), run(*words, cwd=folder)
+    with_page, without = run_here(*words, "--report", "out.html", cwd=folder), run_here(*words, cwd=folder)
     assert (with_page.stdout, with_page.returncode) == (without.stdout, 1)
     assert json.loads(with_page.stdout)["reports"][0]["source"] == "wrapped.pth"
 
 
 def test_a_repair(folder):
-    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", "-o", "new.pth", "--report", "out.html", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "--model", "zoo:tiny", "-o", "new.pth", "--report", "out.html", cwd=folder)
     assert done.returncode == 0
     page = page_of(folder / "out.html")
     [row] = page.rows()
@@ -69,20 +69,20 @@ def test_a_repair(folder):
 
 def test_a_checkpoint_is_not_replaced_by_a_page(folder):
     before = (folder / "good.pth").read_bytes()
-    done = run("check", "wrapped.pth", "--report", "good.pth", cwd=folder)
+    done = run_here("check", "wrapped.pth", "--report", "good.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ckptfix: error: good.pth: is there already and is no report of ckptfix")
     assert (folder / "good.pth").read_bytes() == before
 
 
 def test_the_output_and_the_page_are_two_files(folder):
-    done = run("repair", "wrapped.pth", "-o", "new.pth", "--report", "./new.pth", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "-o", "new.pth", "--report", "./new.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert "is the file of --output" in done.stderr
     assert not (folder / "new.pth").exists()
 
 
 def test_a_page_is_made_anew(folder):
-    run("check", "good.pth", "--report", "out.html", cwd=folder)
-    assert run("check", "wrapped.pth", "--report", "out.html", cwd=folder).returncode == 1
+    run_here("check", "good.pth", "--report", "out.html", cwd=folder)
+    assert run_here("check", "wrapped.pth", "--report", "out.html", cwd=folder).returncode == 1
     assert page_of(folder / "out.html").rows()[0]["name"] == "wrapped.pth"

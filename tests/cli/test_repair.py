@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 
 
 def keys_of(path):
@@ -11,7 +11,7 @@ def keys_of(path):
 
 
 def test_a_clean_file_is_not_copied(folder):
-    done = run("repair", "good.pth", cwd=folder)
+    done = run_here("repair", "good.pth", cwd=folder)
     assert done.returncode == 0
     assert not (folder / "good.fixed.pth").exists()
     assert "written: nothing, as there is nothing to repair\n" in done.stdout
@@ -29,35 +29,35 @@ def test_repair_beside_the_source(folder):
 
 
 def test_output_and_format(folder):
-    assert run("repair", "wrapped.pth", "-o", "new.safetensors", cwd=folder).returncode == 0
+    assert run_here("repair", "wrapped.pth", "-o", "new.safetensors", cwd=folder).returncode == 0
     assert (folder / "new.safetensors").read_bytes()[8:9] == b"{"
 
 
 def test_in_place_with_backup(folder):
     before = (folder / "wrapped.pth").read_bytes()
-    assert run("repair", "wrapped.pth", "--in-place", "--backup", cwd=folder).returncode == 0
+    assert run_here("repair", "wrapped.pth", "--in-place", "--backup", cwd=folder).returncode == 0
     assert keys_of(folder / "wrapped.pth") == ["weight", "bias"]
     assert (folder / "wrapped.pth.bak").read_bytes() == before
 
 
 def test_dry_run_writes_nothing_but_the_plan(folder):
     names = sorted(path.name for path in folder.iterdir())
-    done = run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     assert "written: nothing (dry run)\n" in done.stdout
     assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "plan.json"])
     assert json.loads((folder / "plan.json").read_text())["steps"][0]["rule"] == "KEY102"
 
 
 def test_a_saved_plan_is_applied(folder):
-    run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
-    done = run("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
+    run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
     assert done.returncode == 0
     assert keys_of(folder / "new.pth") == ["weight", "bias"]
 
 
 def test_forward_test_and_coverage(folder):
     words = ("--device", "cpu", "--input", "4x3", "--compare", "source")
-    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", *words, cwd=folder)
+    done = run_here("repair", "wrapped.pth", "--model", "zoo:tiny", *words, cwd=folder)
     assert done.returncode == 0
     assert "  outputs against wrapped.pth after safe repairs: bit-equal\n" in done.stdout
     assert "coverage: 100 % of 8 parameters (by number of elements) came from the file; buffers none\n" in done.stdout
@@ -66,12 +66,14 @@ def test_forward_test_and_coverage(folder):
 
 
 def test_the_forward_test_can_be_left_out(folder):
-    assert "forward test" not in run("repair", "wrapped.pth", "--model", "zoo:tiny", "--no-smoke", cwd=folder).stdout
+    assert (
+        "forward test" not in run_here("repair", "wrapped.pth", "--model", "zoo:tiny", "--no-smoke", cwd=folder).stdout
+    )
 
 
 def test_a_result_that_does_not_fit_is_not_written(folder):
     words = ("wrapped.pth", "--model", "zoo:tiny", "--model-args", '{"width": 5}', "--no-smoke")
-    done = run("repair", *words, cwd=folder)
+    done = run_here("repair", *words, cwd=folder)
     assert done.returncode == 1
     assert "written: nothing\n" in done.stdout
     assert not (folder / "wrapped.fixed.pth").exists()
@@ -91,7 +93,7 @@ def test_a_result_that_does_not_fit_is_not_written(folder):
 )
 def test_usage(folder, words, said):
     names = sorted(path.name for path in folder.iterdir())
-    done = run("repair", "wrapped.pth", *words, cwd=folder)
+    done = run_here("repair", "wrapped.pth", *words, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -99,13 +101,13 @@ def test_usage(folder, words, said):
 
 
 def test_json(folder):
-    data = json.loads(run("repair", "wrapped.pth", "--output-format", "json", cwd=folder).stdout)
+    data = json.loads(run_here("repair", "wrapped.pth", "--output-format", "json", cwd=folder).stdout)
     (entry,) = data["reports"]
     assert (entry["exit_code"], entry["output"], len(entry["edits"])) == (0, "wrapped.fixed.pth", 2)
 
 
 def test_quiet_says_nothing_of_a_success(folder):
-    done = run("repair", "wrapped.pth", "-q", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "-q", cwd=folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -115,7 +117,7 @@ def test_a_plan_never_replaces_a_checkpoint(folder, plan, options):
     (folder / "link.pth").symlink_to("good.pth")
     (folder / "out.pth").write_bytes(b"something of the user's")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = run("repair", "good.pth", "-o", "out.pth", "--plan", plan, *options, cwd=folder)
+    done = run_here("repair", "good.pth", "-o", "out.pth", "--plan", plan, *options, cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith("ckptfix: error: ")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -123,7 +125,7 @@ def test_a_plan_never_replaces_a_checkpoint(folder, plan, options):
 
 def test_a_plan_replaces_an_older_plan(folder):
     for _ in range(2):
-        assert run("repair", "good.pth", "--dry-run", "--plan", "plan.json", cwd=folder).returncode == 0
+        assert run_here("repair", "good.pth", "--dry-run", "--plan", "plan.json", cwd=folder).returncode == 0
     assert json.loads((folder / "plan.json").read_bytes())["ckptfix-plan"] == 1
 
 
@@ -151,21 +153,21 @@ def test_a_plan_replaces_an_older_plan(folder):
 )
 def test_what_has_no_meaning_is_refused_before_anything_is_done(folder, words):
     (folder / "link.pth").symlink_to("good.pth")
-    run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    done = run("repair", "wrapped.pth", *words, cwd=folder)
+    done = run_here("repair", "wrapped.pth", *words, cwd=folder)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
 def test_what_a_saved_plan_does_stands_at_the_top(folder):
-    run("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
-    done = run("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
+    run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
     assert done.stdout.startswith("wrapped.pth: a saved plan: rename 2 keys: module.{…} → {…}")
 
 
 def test_a_result_that_does_not_load_is_never_said_to_need_no_repair(folder):
-    done = run("repair", "wrapped.pth", "--model", "zoo:tiny", "--select", "VAL", cwd=folder)
+    done = run_here("repair", "wrapped.pth", "--model", "zoo:tiny", "--select", "VAL", cwd=folder)
     assert done.returncode == 1
     assert "written: nothing\n" in done.stdout
     assert "nothing to repair" not in done.stdout
@@ -176,6 +178,6 @@ def test_the_forward_test_is_left_to_the_torch_that_the_result_is_for(folder):
         "import torch\n\n\ndef norm():\n    return torch.nn.Sequential(torch.nn.BatchNorm1d(2))\n"
     )
     torch.save(torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(), folder / "norm.pth")
-    done = run("repair", "norm.pth", "--model", "norm:norm", "--for-torch", "0.4.0", "-o", "old.pth", cwd=folder)
+    done = run_here("repair", "norm.pth", "--model", "norm:norm", "--for-torch", "0.4.0", "-o", "old.pth", cwd=folder)
     assert "forward test: no verdict: the result is for torch 0.4.0, which is not this one\n" in done.stdout
     assert (done.returncode, (folder / "old.pth").exists()) == (0, True)

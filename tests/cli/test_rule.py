@@ -1,19 +1,19 @@
 import pytest
 
 from ckptfix.rules import RULES
-from tests.cli.programs import run
+from tests.cli.programs import run_here
 
 
 @pytest.mark.parametrize("word", ["KEY102", "key102", "wrapper-prefix"])
 def test_the_manual_of_a_rule(tmp_path, word):
-    done = run("rule", word, cwd=tmp_path)
+    done = run_here("rule", word, cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.startswith("KEY102 wrapper-prefix: ")
     assert "\n## Fix safety\n" in done.stdout
 
 
 def test_all_rules_have_a_line(tmp_path):
-    lines = run("rule", "--all", cwd=tmp_path).stdout.splitlines()
+    lines = run_here("rule", "--all", cwd=tmp_path).stdout.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{rule.code} {rule.name}" for rule in RULES]
 
 
@@ -27,6 +27,6 @@ def test_all_rules_have_a_line(tmp_path):
     ],
 )
 def test_usage(tmp_path, words, said):
-    done = run("rule", *words, cwd=tmp_path)
+    done = run_here("rule", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr

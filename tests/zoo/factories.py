@@ -15,11 +15,6 @@ def crash(number: int) -> nn.Module:
     raise AssertionError("the process is gone")
 
 
-def leave() -> nn.Module:
-    os.write(2, b"cannot go on\n")
-    os._exit(3)
-
-
 def hang() -> nn.Module:
     signal.pause()
     raise AssertionError("no signal comes")

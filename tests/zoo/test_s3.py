@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import pytest
 from ckptfix.zoo.books.manifest import OWN_NAMES
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.places import Place, open_place
-from ckptfix.zoo.work.job import Done, Job
-from ckptfix.zoo.work.performing import perform
 from tests.zoo import zoos
 from tests.zoo.bucket import Bucket, Trouble
 
@@ -38,22 +35,6 @@ SAME = (
 """What a record says, however the files came."""
 
 
-class HereAndNow:
-    """An engine without processes, for the pauses between tries to be those of the test."""
-
-    is_grouped = False
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-
-    def run_jobs(
-        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """One after the other."""
-        for job in jobs:
-            on_done(perform(job, self.scratch))
-
-
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoos.build(tmp_path_factory.mktemp("zoos") / "zoo", samples=tmp_path_factory.mktemp("none"))
@@ -63,19 +44,21 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The tree of the same migration on this machine."""
     goal = tmp_path_factory.mktemp("expected") / "new"
-    with migrate(str(zoo), str(goal), engine=HereAndNow):
+    with migrate(str(zoo), str(goal), engine=zoos.Alone):
         pass
     return comparable(open_place(str(goal)), tmp_path_factory.mktemp("read"))
 
 
-@pytest.fixture
-def old(zoo: Path, bucket: S3) -> str:
-    """The zoo in a bucket."""
-    place = open_place(f"{bucket[1]}/old")
+@pytest.fixture(scope="module")
+def old(zoo: Path, s3_server: Bucket) -> str:
+    """The zoo in a bucket, which nobody writes to."""
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir("old-zoo")
+    place = open_place("s3://old-zoo/old")
     for path in sorted(zoo.rglob("*")):
         if path.is_file():
             place.put(path, path.relative_to(zoo).as_posix())
-    bucket[0].requests.clear()
     return place.name
 
 
@@ -98,11 +81,11 @@ def comparable(place: Place, folder: Path) -> dict[str, Any]:
 
 def test_it_is_the_same_as_on_this_machine(old: str, bucket: S3, expected: dict[str, Any], tmp_path: Path):
     server, url = bucket
-    with migrate(old, f"{url}/new", engine=HereAndNow) as first:
+    with migrate(old, f"{url}/new", engine=zoos.Alone) as first:
         assert first.summary.exit_code == 2
     assert comparable(open_place(f"{url}/new"), tmp_path) == expected
     server.requests.clear()
-    with migrate(old, f"{url}/new", engine=HereAndNow) as second:
+    with migrate(old, f"{url}/new", engine=zoos.Alone) as second:
         assert second.summary.earlier_files == second.summary.files
     read = [request for request in server.requests if request.startswith("GET") and "/old/" in request]
     assert [request.rpartition("/")[2] for request in read] == ["model.safetensors.index.json"]
@@ -119,7 +102,7 @@ def test_trouble_on_the_way_changes_nothing(old: str, bucket: S3, expected: dict
     server.plan(Trouble.SHORT, "GET", "old/fine/model3.pth", times=2)
     server.plan(Trouble.HALF_STORED, "PUT", "new/old/deep/run3.pth", times=2)
     server.plan(Trouble.THROTTLED, "PUT", "new/manifest.jsonl", times=2)
-    with migrate(old, f"{url}/new", engine=HereAndNow):
+    with migrate(old, f"{url}/new", engine=zoos.Alone):
         pass
     assert all(plan.times == 0 for plan in server.planned)
     assert comparable(open_place(f"{url}/new"), tmp_path) == expected
@@ -132,7 +115,7 @@ def test_what_never_comes_through_fails_alone_and_is_done_by_the_next_run(
     server.plan(Trouble.SHORT, "GET", "old/fine/model0.pth", times=1000)
     server.plan(Trouble.HALF_STORED, "PUT", "new/old/deep/run0.pth", times=1000)
     server.plan(Trouble.FORBIDDEN, "GET", "old/fine/model1.pth", times=1000)
-    with migrate(old, f"{url}/new", engine=HereAndNow) as migration:
+    with migrate(old, f"{url}/new", engine=zoos.Alone) as migration:
         records = {record["source"]: record for record in migration.records()}
     failed = {source: record["error"] for source, record in records.items() if record["outcome"] == "failed"}
     assert failed.keys() == {"fine/model0.pth", "fine/model1.pth", "old/deep/run0.pth"}
@@ -142,7 +125,7 @@ def test_what_never_comes_through_fails_alone_and_is_done_by_the_next_run(
     there = {entry.name for entry in open_place(f"{url}/new").walk()}
     assert not there & failed.keys()
     server.planned.clear()
-    with migrate(old, f"{url}/new", engine=HereAndNow) as migration:
+    with migrate(old, f"{url}/new", engine=zoos.Alone) as migration:
         assert migration.summary.files - migration.summary.earlier_files == 3
     assert comparable(open_place(f"{url}/new"), tmp_path) == expected
 
@@ -163,7 +146,7 @@ def test_killed_and_resumed(old: str, bucket: S3, expected: dict[str, Any], tmp_
     server.end_trouble()
     there = comparable_files(open_place(f"{url}/new"), tmp_path)
     assert {name: raw for name, raw in there.items() if name not in OWN_NAMES}.items() <= expected.items()
-    with migrate(old, f"{url}/new", engine=HereAndNow):
+    with migrate(old, f"{url}/new", engine=zoos.Alone):
         pass
     assert comparable(open_place(f"{url}/new"), tmp_path) == expected
 
@@ -173,7 +156,7 @@ def test_a_zoo_in_memory_comes_to_this_machine(zoo: Path, memory: str, expected:
     for path in sorted(zoo.rglob("*")):
         if path.is_file():
             place.put(path, path.relative_to(zoo).as_posix())
-    with migrate(memory, str(tmp_path / "new"), engine=HereAndNow):
+    with migrate(memory, str(tmp_path / "new"), engine=zoos.Alone):
         pass
     (tmp_path / "read").mkdir()
     assert comparable(open_place(str(tmp_path / "new")), tmp_path / "read") == expected

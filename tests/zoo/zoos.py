@@ -10,14 +10,36 @@ import shutil
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
+from ckptfix.zoo.work.job import Done, Job
+from ckptfix.zoo.work.performing import perform
+from tests.cli.programs import run_here
+
 TIMES = ("seconds", "peak_memory", "finished")
 """The fields of a record that two runs need not have in common."""
+
+
+@dataclass
+class Alone:
+    """An engine without processes: they take a second to start, and see nothing of what is in memory here."""
+
+    scratch: Path
+    is_grouped: bool = False
+
+    def run_jobs(
+        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """One after the other."""
+        for job in jobs:
+            on_done(perform(job, self.scratch))
 
 
 def weights(seed: int, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
@@ -103,3 +125,9 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
         check=False,
         cwd=Path(str(words[0])).parent,
     )
+
+
+def migrate_here(*words: object) -> subprocess.CompletedProcess[str]:
+    """The command line in this process, with no others beside it."""
+    with patch("ckptfix.zoo.engines.local.LocalEngine", lambda workers, budget, scratch: Alone(scratch, True)):
+        return run_here("migrate", *map(str, words), cwd=Path(str(words[0])).parent)

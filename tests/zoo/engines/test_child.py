@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from ckptfix.zoo.engines.child import Child
+from ckptfix.zoo.engines.budget import Cost
+from ckptfix.zoo.engines.child import Child, Order
+from ckptfix.zoo.work.job import Job
 
 ORPHAN = """
 import os, subprocess, sys
@@ -18,6 +21,13 @@ child = subprocess.Popen([sys.executable, "-m", "ckptfix.zoo.engines.worker", st
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
+
+
+class Leaving:
+    """What a job runs may end the process."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import os; os.write(2, b'cannot go on\\n'); os._exit(3)",)
 
 
 def test_a_worker_without_jobs_ends_when_its_pipe_does(tmp_path):
@@ -36,10 +46,19 @@ def test_a_worker_dies_with_its_driver():
 
 
 def test_how_it_ended_is_told(tmp_path):
+    for number, told in ((signal.SIGKILL, "memory"), (signal.SIGSEGV, "crashed with SIGSEGV")):
+        child = Child(tmp_path, 1)
+        child.process.send_signal(number)
+        assert child.take() is None
+        assert told in child.cause_of_death()
+        child.kill()
+
+
+def test_the_last_words_of_one_that_leaves_are_told(tmp_path):
     child = Child(tmp_path, 1)
-    child.process.kill()
+    child.give(Order(cast(Job, Leaving()), Cost(0, 0)))
     assert child.take() is None
-    assert "memory" in child.cause_of_death()
+    assert "by itself with exit status 3 (cannot go on)" in child.cause_of_death()
     child.kill()
 
 

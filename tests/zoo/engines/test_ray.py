@@ -19,12 +19,12 @@ import torch
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.books.manifest import MANIFEST, WEIGHTS
-from ckptfix.zoo.engines.budget import Budget, cost_of
-from ckptfix.zoo.engines.local import LocalEngine
-from ckptfix.zoo.engines.ray import RayEngine, _Cluster
+from ckptfix.zoo.engines.budget import cost_of
+from ckptfix.zoo.engines.ray import RayEngine, _Cluster, label_of
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.table import Table, Treatment, read_table
 from tests.zoo.bucket import Bucket
+from tests.zoo.zoos import Alone
 
 ray = pytest.importorskip("ray", reason="pip install 'ckptfix[ray]'")
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def cluster(s3_server: Bucket, stopping: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A zoo with files of every outcome, and the models for them in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.py").write_text(MODELS)
@@ -104,7 +104,8 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.save({"weight": torch.randn(2, 2)}, old / "misfit.pth")
     (old / "cut.pth").write_bytes((old / "fine.pth").read_bytes()[:300])
     (old / "notes.txt").write_text("trained on a Tuesday")
-    return old
+    yield old
+    sys.modules.pop("models", None)
 
 
 def table_of(folder: Path, **models: str) -> Table:
@@ -118,10 +119,6 @@ def table_of(folder: Path, **models: str) -> Table:
 
 def on_ray(scratch: Path) -> RayEngine:
     return RayEngine(scratch)
-
-
-def on_this_machine(scratch: Path) -> LocalEngine:
-    return LocalEngine(1, Budget(4 << 30), scratch)
 
 
 def migrated(source: str, destination: str, table: Table, engine) -> dict[str, dict[str, Any]]:
@@ -155,7 +152,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_file_changes_nothing(cluster
     killer.start()
     told = migrated("old", "on_ray", table, on_ray)
     killer.join(0)  # a migration that came to its end without it waits for nobody
-    expected = migrated("old", "here", table, on_this_machine)
+    expected = migrated("old", "here", table, Alone)
     assert killed
     assert told == expected
     assert {name: record["outcome"] for name, record in told.items()} == {
@@ -171,14 +168,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_file_changes_nothing(cluster
     assert {line["source"]: line["attempts"] for line in lines}["stopping.pth"] == 2
 
 
-def test_a_file_that_takes_its_worker_with_it_every_time_has_failed(cluster, zoo, tmp_path):
-    told = migrated("old", "new", table_of(tmp_path, fine="dying"), on_ray)
-    assert told["fine.pth"]["outcome"] == "failed"
-    assert "the process that worked on it was killed, or crashed" in told["fine.pth"]["error"]
-    assert told["deep/wrapped.pth"]["outcome"] == "repaired"
-    assert not (tmp_path / "new" / ".ckptfix-tmp").exists()
-
-
 def test_from_s3_to_s3(cluster, bucket, zoo, tmp_path):
     import s3fs
 
@@ -187,7 +176,7 @@ def test_from_s3_to_s3(cluster, bucket, zoo, tmp_path):
     files.put(str(zoo), f"{url}/old", recursive=True)
     table = table_of(tmp_path, misfit="build")
     told = migrated(f"{url}/old", f"{url}/new", table, on_ray)
-    assert told == migrated("old", "here", table, on_this_machine)
+    assert told == migrated("old", "here", table, Alone)
     files.invalidate_cache()
     files.get(f"{url}/new", str(tmp_path / "back"), recursive=True)
     assert tree(tmp_path / "back") == tree(tmp_path / "here")
@@ -217,7 +206,7 @@ def test_what_stops_the_driver_stops_the_tasks(cluster, stopping, zoo, tmp_path)
     assert not (tmp_path / "new" / ".ckptfix-tmp").exists()
     assert not (tmp_path / "new" / "stopping.pth").exists()
     told = migrated("old", "new", table, on_ray)
-    assert told == migrated("old", "here", table, on_this_machine)
+    assert told == migrated("old", "here", table, Alone)
     assert tree(tmp_path / "new") == tree(tmp_path / "here")
 
 
@@ -266,6 +255,21 @@ def test_a_job_is_declared_with_its_memory_and_never_with_more_than_a_node_has(c
     assert room.declared(large) == room.memory > room.declared(small)
 
 
+def test_a_name_that_is_no_text_can_be_sent(cluster, zoo, tmp_path):
+    (zoo / os.fsdecode(b"\xff.pth")).write_bytes((zoo / "fine.pth").read_bytes())
+    jobs: list[Any] = []
+
+    class Recorder(RayEngine):
+        def run_jobs(self, these, on_done, on_wait=lambda count: None):
+            jobs.extend(these)
+
+    migrated("old", "new", Table(), Recorder)
+    assert {"?.pth", "fine.pth"} <= {label_of(job) for job in jobs}
+    label = ray.remote(lambda: ray.get_runtime_context().get_task_name()).options
+    for job in jobs:
+        assert ray.get(label(name=label_of(job)).remote()) == label_of(job)
+
+
 def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
     from ckptfix.zoo.books.versions import version
     from ckptfix.zoo.engines.ray import perform_on_node
@@ -284,8 +288,9 @@ def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
     assert "and the driver 0.0.0" in str(done.record.error)
 
 
-def test_the_command_line(zoo, tmp_path):
+def test_the_command_line_and_a_file_that_takes_its_worker_with_it_every_time(zoo, tmp_path):
     """A cluster of its own, which ends with the run."""
+    table_of(tmp_path, fine="dying")
     done = subprocess.run(
         [sys.executable, "-m", "ckptfix", "migrate", "old", "new", "--engine", "ray", "--jobs", "1"],
         cwd=tmp_path,
@@ -295,13 +300,16 @@ def test_the_command_line(zoo, tmp_path):
         timeout=300,
         check=False,
     )
-    assert done.returncode == 2, done.stderr  # cut.pth cannot be read
+    assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "new" / "deep" / "wrapped.pth").exists()
-    assert {json.loads(line)["source"] for line in (tmp_path / "new" / MANIFEST).read_text().splitlines()} >= {
-        "cut.pth"
-    }
+    told = {line["source"]: line for line in map(json.loads, (tmp_path / "new" / MANIFEST).open())}
+    assert told.keys() == {path.relative_to(zoo).as_posix() for path in zoo.rglob("*.*")}
+    assert told["fine.pth"]["outcome"] == "failed"
+    assert "the process that worked on it was killed, or crashed" in told["fine.pth"]["error"]
+    assert told["deep/wrapped.pth"]["outcome"] == "repaired"
     assert (tmp_path / "new" / WEIGHTS).exists()
+    assert not (tmp_path / "new" / ".ckptfix-tmp").exists()
 
 
 @pytest.mark.parametrize(

@@ -197,4 +197,4 @@ def test_ten_thousand_files_take_little_more_than_a_look_at_each(tmp_path: Path)
             (tmp_path / f"{folder:02}/{number}").write_bytes(b"no suffix")
     place = LocalPlace(str(tmp_path))
     # The two take about the same; how long that is depends on the machine.
-    assert min(took(lambda: len(list_zoo(place))) / took(look) for _ in range(3)) < 4
+    assert any(took(lambda: len(list_zoo(place))) / took(look) < 4 for _ in range(3))

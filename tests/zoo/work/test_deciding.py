@@ -15,6 +15,7 @@ from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.table import Table, plain_table
 from ckptfix.zoo.treatment import treatment_of_choices
+from tests.zoo.zoos import Alone
 
 
 def flip(file: Path, tensor: torch.Tensor) -> None:
@@ -39,7 +40,7 @@ def zoo(tmp_path: Path) -> Path:
 def run(zoo: Path, only: str | None = None, **flags: object) -> dict[str, dict[str, object]]:
     decided = plain_table(flags) if flags else None
     listed = None if only is None else [only]
-    with migrate(str(zoo), str(zoo.parent / "new"), listed=listed, decided=decided, jobs=1) as migration:
+    with migrate(str(zoo), str(zoo.parent / "new"), listed=listed, decided=decided, engine=Alone) as migration:
         return {line["source"]: line for line in migration.records()}
 
 
@@ -86,7 +87,7 @@ def test_a_decision_ends_with_the_file_that_it_was_for(zoo):
 
 def test_what_the_table_ignores_stays_ignored(zoo):
     table = plain_table({"ignore": ["KEY"]})
-    with migrate(str(zoo), str(zoo.parent / "new"), table, jobs=1) as migration:
+    with migrate(str(zoo), str(zoo.parent / "new"), table, engine=Alone) as migration:
         commands = {line["source"]: line["command"] for line in migration.records()}
     assert flags_of(commands["nan.pth"]) == ["--ignore", "KEY", "--ignore", "VAL101"]
 
@@ -111,7 +112,7 @@ def test_what_the_machine_is_to_blame_for_is_tried_again(tmp_path):
     model = {"model": "tests.zoo.factories:starved", "model_args": [str(marker)], "input": ["1x2"]}
     table = Table((treatment_of_choices(("large.pth",), model, None, ""),))
     for outcome, code in ((Outcome.FAILED, 2), (Outcome.FINE, 0)):
-        with migrate(str(zoo), str(tmp_path / "new"), table, jobs=2) as migration:
+        with migrate(str(zoo), str(tmp_path / "new"), table, engine=Alone) as migration:
             assert migration.summary.exit_code == code
             large, small = migration.records()
         assert (large["outcome"], small["outcome"]) == (outcome.value, "already fine")
