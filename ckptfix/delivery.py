@@ -30,6 +30,7 @@ from ckptfix.formats.shards import sharded
 from ckptfix.formats.shards.shard_write import deliver_shards, temporary_shards
 from ckptfix.formats.verification import verify
 from ckptfix.report import Report
+from ckptfix.rules.not_weights_only import TAKEN_APART
 from ckptfix.settings import Settings
 from ckptfix.smoke.result import SmokeResult
 
@@ -42,7 +43,8 @@ class Destination:
 
     ``backup_of`` is the source whose old content is kept, ``source`` the file whose permissions it gets. With
     ``only_changes`` nothing is written where there is nothing to repair. Without ``flush`` the file is not on the disk
-    yet when it is delivered: the caller flushes many in one go."""
+    yet when it is delivered: the caller flushes many in one go. ``state`` is that of the file to be replaced before it
+    was read (``state_of``)."""
 
     output: Path
     form: str
@@ -50,6 +52,7 @@ class Destination:
     backup_of: Path | None = None
     only_changes: bool = False
     flush: bool = True
+    state: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -139,6 +142,8 @@ def refusal(report: Report, settings: Settings) -> str:
         return "nothing is written while a storage fails its checksum; --salvage leaves its tensors out"
     if any(finding.code == "FIL104" and finding.level == Level.ERROR for finding in report.remaining):
         return "nothing is written: safetensors cannot hold all of the state_dict; --format pth does"
+    if any(finding.code == "FIL102" and TAKEN_APART in finding.evidence for finding in report.remaining):
+        return "nothing is written: tensors would be taken apart that no model loads then; --ignore FIL102 does so"
     if report.obstacles:
         return f"nothing is written: a strict load would still fail on {counted(len(report.obstacles), 'key')}"
     return ""
@@ -180,8 +185,28 @@ def deliver(
         smoke, findings = _smoke(temporary, result, settings, factory)
         if smoke is not None and smoke.passed is False:
             return Delivery(None, smoke, tuple(findings))
+        _refuse_replaced(destination)
         deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
     return Delivery(str(destination.output), smoke, tuple(findings))
+
+
+def state_of(file: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """What is another once somebody writes to a file, or renames another one over it; None where there is none."""
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _refuse_replaced(destination: Destination) -> None:
+    """Raise ``WriteError`` where the file to be replaced is not the one that was read: a training run that saves anew
+    renames its file over the old one, and that one would be lost.
+    """
+    if destination.state is not None and state_of(destination.output) != destination.state:
+        raise WriteError(
+            f"{destination.output}: is another file than the one that was read, or is gone; run the same command again"
+        )
 
 
 def _refuse_loss(result: Checkpoint) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ckptfix.checkpoint import Checkpoint
 
 
+_WRITING = {"output", "beside", "in_place", "backup", "only_changes", "flush", "dry_run"}
+
+
 def load(
     model: nn.Module,
     source: Source,
@@ -38,7 +41,11 @@ def load(
     With ``assign``, as in ``load_state_dict``, the checkpoint's tensors take the places of the model's own, which may
     lie on the meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` and
     in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
-    it may be removed or replaced; but it must not be written in place or cut short as long as the model lives."""
+    it may be removed or replaced; but it must not be written in place or cut short as long as the model lives.
+
+    ``settings`` are those of ``repair``, but for those that write a file."""
+    if writes := _WRITING & settings.keys():
+        raise UsageError(f"{min(writes)} writes a file, and a load writes none; see ckptfix.repair")
     check_loadable(model, map_location, assign)
     stays = assign or not is_loaded_by_torch(model)
     with kept_mapped(stays):  # its values are looked at, and then copied

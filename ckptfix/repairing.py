@@ -112,12 +112,13 @@ def repair(
     be flushed to the disk. ``plan`` applies saved edits instead of proposing any. Where a target is given and a strict
     load would still fail, where the forward test fails, or where the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
-    from ckptfix.delivery import Destination, deliver, refuse_inputs
+    from ckptfix.delivery import Destination, deliver, refuse_inputs, state_of
     from ckptfix.formats.output import output_format
 
     checked = checked_settings(settings)
     if checked.smoke and not isinstance(model, str):
         raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
+    state = state_of(source) if in_place and isinstance(source, (str, os.PathLike)) else None
     checkpoint = _open(source, checked)
     compared = None
     if checked.smoke_settings.compare is not None:
@@ -131,7 +132,7 @@ def repair(
         is_whole = not checkpoint.member and not checkpoint.damage
         is_same = is_whole and destination.form == output_format(checkpoint, None)
         destination = replace(
-            destination, only_changes=destination.only_changes or (only_changes and is_same), flush=flush
+            destination, only_changes=destination.only_changes or (only_changes and is_same), flush=flush, state=state
         )
         checked = replace(checked, format=destination.form)
     target = _target(model, like, model_args, checked)

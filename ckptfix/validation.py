@@ -29,6 +29,8 @@ def checked_settings(given: Mapping[str, Any]) -> Settings:
     if settings.cast_dtype and not settings.values:
         raise UsageError("--dtype looks at the values before it casts them; leave --no-values out")
     if settings.fill is not None:
+        if not isinstance(settings.fill, (str, os.PathLike)):
+            raise UsageError(f"fill is {settings.fill!r:.60}; give 'target', 'twin', or the path of a checkpoint")
         settings = replace(settings, fill=os.fspath(settings.fill))
     if settings.format not in (None, "pth", "safetensors"):
         raise UsageError(f"format {settings.format!r} is not known; give pth or safetensors")

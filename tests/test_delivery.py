@@ -142,10 +142,14 @@ def test_a_folder_that_is_not_there_is_named(source):
 
 def test_a_folder_that_refuses_is_named(source, monkeypatch):
     # Root may write anywhere, so the refusal is made here.
-    def refuse(**_: object) -> tuple[int, str]:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    real = os.open
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    def refuse(path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(WriteError, match="Permission denied; choose another place"):
         ckptfix.repair(source, beside=True)
 
@@ -280,6 +284,29 @@ def test_an_interrupt_leaves_nothing(step, source, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ckptfix.repair(source, beside=True)
     assert (digest(source), names(source.parent)) == (before, ["model.pth"])
+
+
+@pytest.mark.parametrize("change", ["renamed over", "written to", "removed"])
+@pytest.mark.parametrize("backup", [False, True])
+def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backup, source, monkeypatch):
+    newer, real = source.with_name("newer"), verification.verify
+    newer.write_bytes(source.read_bytes() + b"newer")
+
+    def verify(*given) -> None:
+        real(*given)
+        if change == "renamed over":
+            newer.replace(source)
+        elif change == "written to":
+            source.write_bytes(newer.read_bytes())
+        else:
+            source.unlink()
+
+    monkeypatch.setattr("ckptfix.delivery.verify", verify)
+    with pytest.raises(WriteError, match=r"model\.pth: is another file than the one that was read, or is gone; run"):
+        ckptfix.repair(source, in_place=True, backup=backup)
+    newer.unlink(missing_ok=True)
+    assert names(source.parent) == ([] if change == "removed" else ["model.pth"])
+    assert change == "removed" or source.read_bytes().endswith(b"newer")
 
 
 def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):

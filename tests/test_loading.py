@@ -34,6 +34,16 @@ def test_a_map_location_that_is_no_device_is_refused_in_one_line(map_location: A
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", ["in_place", "output", "beside"])
+def test_a_load_writes_no_file(setting: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    torch.save(nn.DataParallel(nn.Linear(2, 2)).state_dict(), path)
+    content = path.read_bytes()
+    with pytest.raises(ckptfix.UsageError, match=f"^{setting} writes a file, and a load writes none"):
+        ckptfix.load(nn.Linear(2, 2), path, **{setting: True})
+    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (content, ["model.pth"])
+
+
 class Stubborn(nn.Linear):
     """Raises what it was told to from its own hook."""
 

@@ -35,6 +35,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"select": ("XYZ",)}, "no rule has a code that begins with 'XYZ'", id="no code"),
         pytest.param({"ignore": "EY101"}, "no rule has a code", id="the end of a code"),
         pytest.param({"select": 101}, "the codes of rules are 101", id="a number for a code"),
+        pytest.param({"fill": 3}, "fill is 3; give", id="fill with a number"),
         pytest.param({"replace": ("VAL",)}, "add --fill", id="replace without fill"),
         pytest.param({"dtype": "float16", "values": False}, "leave --no-values out", id="cast unseen"),
         pytest.param({"format": "h5"}, "give pth or safetensors", id="format"),

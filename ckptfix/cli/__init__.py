@@ -1,6 +1,7 @@
 """The command line. This package is the only place of ckptfix that prints or exits."""
 
 import gc
+import sys
 
 __all__ = ["main"]
 
@@ -12,6 +13,9 @@ none of them is garbage."""
 def main() -> None:
     """Run the program and exit."""
     gc.set_threshold(_NEW_OBJECTS)
-    from ckptfix.cli.app import run
-
+    try:
+        from ckptfix.cli.app import run
+    except KeyboardInterrupt:
+        sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was begun\n")
+        raise SystemExit(130) from None
     run()

@@ -20,7 +20,7 @@ import typer
 from ckptfix.cli.choices import choose
 from ckptfix.cli.meter import Meter
 from ckptfix.config import load_configuration
-from ckptfix.errors import CkptfixError, TargetError, UsageError
+from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
 from ckptfix.progress import watched_by
 from ckptfix.report.style import Line, Paper, Span
 
@@ -155,9 +155,7 @@ class Console:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
-            name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
-            self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and no source was changed"))
-            raise typer.Exit(_BY_SIGNAL + number) from None
+            raise typer.Exit(self.tell_stop(stop, source)) from None
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
             if self.verbose:
                 sys.stderr.write(traceback.format_exc())
@@ -171,6 +169,12 @@ class Console:
             yield
         if len(self.failures) > told:
             raise typer.Exit(FAILED)
+
+    def tell_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
+        """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
+        name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
+        self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and no source was changed"))
+        return _BY_SIGNAL + int(number)
 
     def _fail(self, message: str) -> None:
         self.failures.append(message)
@@ -196,9 +200,17 @@ def begin(context: typer.Context, runs_model: bool = True) -> tuple[Console, dic
 
 
 def write_output(text: str) -> None:
-    """Write to stdout now, so that a closed pipe shows here and not when Python ends."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write to stdout now, so that a closed pipe shows here and not when Python ends. Raises ``WriteError`` where it
+    goes to a disk that is full.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _close_quietly()
+        raise WriteError(f"the report cannot be written to stdout: {error.strerror}; let it go elsewhere") from error
 
 
 def _write_error(lines: Iterable[Line]) -> None:

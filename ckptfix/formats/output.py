@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckptfix.formats import safetensors, safetensors_write, torch_write
 from ckptfix.formats.copying import Copied, Copier, background
 
 PTH, SAFETENSORS = "pth", "safetensors"
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 FIRST_ZIP = Version("1.6")
 """The first torch that writes and reads the zip container by default."""
 
@@ -51,19 +52,27 @@ def temporary_beside(output: Path, like: Path | None) -> Iterator[Path]:
     """A temporary file in the folder of the output, with the permissions of ``like``, and readable for us; gone at the
     end unless it was renamed.
     """
+    temporary = temporary_name(output)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{output.name[:50]}.", suffix=".ckptfix-tmp", dir=output.parent)
-    except OSError as error:
-        raise WriteError(
-            f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
-        ) from error
-    temporary = Path(name)
-    try:
+        try:
+            handle = os.open(temporary, _NEW, 0o600)
+        except OSError as error:
+            raise WriteError(
+                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
+            ) from error
         os.fchmod(handle, _mode_of(like) | stat.S_IRUSR)
         os.close(handle)
         yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        if os.path.lexists(temporary):
+            temporary.unlink()
+
+
+def temporary_name(output: Path) -> Path:
+    """A new name beside the output. It is known before anything has it: a signal may come while the system makes the
+    file, and then ``tempfile`` would not say what to remove.
+    """
+    return output.parent / f".{output.name[:50]}.{secrets.token_hex(8)}.ckptfix-tmp"
 
 
 def _mode_of(like: Path | None) -> int:

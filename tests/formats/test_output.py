@@ -53,6 +53,19 @@ def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["like"]
 
 
+def test_a_signal_while_the_system_makes_the_file_leaves_none(tmp_path, monkeypatch):
+    real = os.open
+
+    def interrupted(path, flags: int, *mode: int) -> int:
+        os.close(real(path, flags, *mode))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.open", interrupted)
+    with pytest.raises(KeyboardInterrupt), temporary_beside(tmp_path / "out.pth", None):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writing(tmp_path, monkeypatch):
     like = tmp_path / "like"
     like.touch()

@@ -127,6 +127,20 @@ def test_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert placed == [*ShardNames(tmp_path / "model.safetensors", 3).shards, "model.safetensors.index.json"]
 
 
+def test_an_interrupt_between_two_shards_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if "00002" in self.name:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        ckptfix.repair(state(), output=tmp_path / "model.safetensors", shard_size="90B")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_single_source_is_not_replaced_by_several(tmp_path: Path) -> None:
     source = tmp_path / "model.pth"
     torch.save({f"module.{key}": value for key, value in state().items()}, source)

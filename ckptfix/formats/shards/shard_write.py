@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.formats.output import Write, flushing, write_to
+from ckptfix.formats.output import Write, flushing, temporary_name, write_to
 from ckptfix.formats.shards.shard_index import WEIGHT_MAP
 from ckptfix.formats.verification import verify
 
@@ -84,13 +83,14 @@ def temporary_shards(
     parts = split(checkpoint, limit)
     names = ShardNames(output, len(parts))
     names.check_free()
+    folder = temporary_name(output)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".ckptfix-tmp", dir=output.parent))
-    except OSError as error:
-        raise WriteError(
-            f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
-        ) from error
-    try:
+        try:
+            folder.mkdir(0o700)
+        except OSError as error:
+            raise WriteError(
+                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
+            ) from error
         written = []
         for name, part in zip(names.shards, parts, strict=True):
             written.append(write_to(folder / name, part, write, output))
@@ -100,7 +100,8 @@ def temporary_shards(
             verify(index, checkpoint, output, written)
         yield index, names
     finally:
-        shutil.rmtree(folder)
+        if os.path.lexists(folder):
+            shutil.rmtree(folder)
 
 
 def _write_index(index: Path, shards: list[str], parts: list[Checkpoint], checkpoint: Checkpoint, output: Path) -> None:
@@ -128,6 +129,11 @@ def deliver_shards(index: Path, names: ShardNames) -> None:
         _flush(target)
     except OSError as error:
         raise WriteError(f"{names.index}: cannot be put in place: {error.strerror}; the source is unchanged") from error
+    finally:
+        if not names.index.exists():
+            for name in names.shards:
+                if not (index.parent / name).exists():  # it was put in place, and leads nowhere without the index
+                    (target / name).unlink(missing_ok=True)
 
 
 def _flush(folder: Path) -> None:

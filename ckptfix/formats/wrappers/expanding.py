@@ -14,6 +14,7 @@ from typing import BinaryIO
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.files import OpenFile
 from ckptfix.formats.sources import Content
+from ckptfix.progress import tell_slower
 
 MEMORY_LIMIT = 8 << 20
 """Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
@@ -99,6 +100,7 @@ def expand(path: str, member: str, blocks: Blocks) -> Content:
         expansion.write(block, packed)
     if damage and not expansion.nbytes:
         raise UnreadableError(f"{path}: {'; '.join(damage)}: nothing of it is left; fetch it again")
+    tell_slower("unpacked first", expansion.nbytes)
     content = expansion.content(member)
     content.damage = damage
     return content

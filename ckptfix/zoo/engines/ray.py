@@ -104,6 +104,11 @@ def _imported() -> Any:
     return ray
 
 
+def label_of(job: Job) -> str:
+    """What Ray calls the task of a job: the end of the file's name, as text, which not every name is."""
+    return job.item.name[-100:].encode(errors="replace").decode()
+
+
 class _Cluster:
     """What the cluster has room for."""
 
@@ -163,7 +168,7 @@ class _Flight:
     def _send(self, job: Job) -> None:
         # A rename puts outputs in place where the destination is a folder: then temporary files have to lie in it.
         scratch = str(self._engine.scratch.absolute()) if "://" not in job.destination else self._run
-        options = {"num_cpus": 1, "memory": self._cluster.declared(job), "name": job.item.name[-100:]}
+        options = {"num_cpus": 1, "memory": self._cluster.declared(job), "name": label_of(job)}
         task = self._task.options(**options).remote(job, scratch, str(Path.cwd()), version())
         self._flying[task] = job, time.monotonic()
 
