@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ckptfix.checkpoint import Candidate, Remark
+from ckptfix.checkpoint import Candidate, PathPart, Remark
 from ckptfix.finding import counted
 
 PREFERRED = tuple(
@@ -36,15 +37,22 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
 
 
-def beside(ranked: list[Candidate]) -> Iterator[Remark]:
-    """Remarks on what has too few tensors for a set that could be meant, and yet many elements: the parts of one model,
-    where its state_dict is nested, or the smaller network of two.
+def beside(ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> Iterator[Remark]:
+    """Remarks on what has too few tensors for a set that could be meant, and yet many elements, and the names that
+    layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller network of two.
+
+    ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps.
     """
-    sets = plausible(ranked)
+    sets = set(plausible(ranked))
     for candidate in ranked:
-        if candidate not in sets and SHARE * candidate.numel >= ranked[0].numel:
+        is_large = SHARE * candidate.numel >= ranked[0].numel
+        if candidate not in sets and is_large and any(map(_is_of_layer, found[candidate.path])):
             yield Remark(
                 "weights-beside",
                 candidate.name,
                 f"{counted(candidate.tensors, 'tensor')}, {counted(candidate.numel, 'element')}",
             )
+
+
+def _is_of_layer(key: Any) -> bool:
+    return isinstance(key, str) and key.rpartition(".")[2] in ("weight", "bias")

@@ -89,7 +89,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             *document.remarks,
             *remarks,
             *loose_remarks(document.root, path, entries),
-            *(beside(ranked) if weights is None else ()),
+            *(beside(ranked, found) if weights is None else ()),
         ),
         damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
         lost=lost,
@@ -211,8 +211,8 @@ def _packs_tensors(item: Any) -> bool:
 
 
 def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
-    specs = [spec for spec in value.values() if isinstance(spec, TensorSpec)]
-    return Candidate(path, _count_tensors(value), sum(spec.numel for spec in specs))
+    tensors = [tensor for tensor in value.values() if isinstance(tensor, (TensorSpec, NumpyArray))]
+    return Candidate(path, _count_tensors(value), sum(math.prod(tensor.shape) for tensor in tensors))
 
 
 def _pick(

@@ -6,7 +6,6 @@ file, so that nothing here decides; ``--weights PREFIX`` does."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -25,10 +24,15 @@ network."""
 DEPTH = 3
 """Segments of a prefix at most, where it is looked for."""
 
-_FOLLOWS = re.compile(
-    r"(^|_)(ema|averaged|average|swa|shadow|teacher|target|momentum|offline)(_|$)|_k$|^key_|_m$", re.IGNORECASE
-)
-"""Names of networks that follow another one while it is trained."""
+_LEADERS = {
+    **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("",)),
+    "teacher": ("student", ""),
+    "target": ("online", "context", "policy", "local", "q", ""),
+    "momentum": ("online", "base", ""),
+    "k": ("q",),
+}
+"""Words in the names of networks that follow another one while it is trained, and what the name of that one has in
+their place; empty where it lacks the word. A letter is such a word at the end alone."""
 
 
 def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
@@ -41,46 +45,47 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     prefix = f"{name.rstrip('.')}."
     if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
         return found
-    outer = Counter(key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0)
-    wide = [front for front in outer if 2 * sum(key.startswith(front) for key in keys) > len(keys)]
+    outer = {key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0}
+    middle = sorted(keys)[len(keys) // 2] if outer else ""  # begins with whatever most of the keys begin with
+    wide = [
+        front
+        for front in outer
+        if middle.startswith(front) and 2 * sum(key.startswith(front) for key in keys) > len(keys)
+    ]
     whole = f"{wide[0]}{prefix}" if len(wide) == 1 else None
     return {key: key[len(whole) :] for key in keys if key.startswith(whole)} if whole else {}
 
 
 def copied_under(keys: Collection[str]) -> tuple[str, ...]:
     """The prefixes under which most of the keys that stand beside them stand once more."""
-    known = set(keys)
+    known, sizes = set(keys), _sizes(keys)
     twins = Counter(prefix for key in keys for prefix, rest in _cuts(key) if rest in known)
-    found = []
-    for prefix, number in twins.items():
-        under = sum(key.startswith(prefix) for key in keys)
-        if 2 * number > max(under, len(keys) - under):
-            found.append(prefix)
-    return tuple(found)
+    return tuple(
+        prefix for prefix, number in twins.items() if 2 * number > max(sizes[prefix], len(keys) - sizes[prefix])
+    )
 
 
 def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """The names of the two sets that make up most of a state_dict, where one follows the other by its name and has the
-    same tensors; none where there are no such.
+    same tensors, in modules of the same names; none where there are no such.
     """
-    prefixes = dict.fromkeys(prefix for key in specs for prefix, _ in _cuts(key))
-    followers = [prefix for prefix in prefixes if is_follower(prefix[:-1])]
-    for prefix in followers:
-        parent = prefix.removesuffix(f"{_last(prefix)}.")
-        tensors = _under(specs, prefix)
-        for other in prefixes:
-            if other == prefix or other != f"{parent}{_last(other)}.":
-                continue
-            theirs = _under(specs, other)
-            if _are_alike(tensors, theirs) and 2 * (len(tensors) + len(theirs)) > len(specs):
-                return (other[:-1], prefix[:-1])
-    copies = copied_under(specs) if followers else ()
-    return (PLAIN, copies[0][:-1]) if len(copies) == 1 and copies[0] in followers else ()
+    sizes = _sizes(specs)
+    for prefix, size in sizes.items():
+        for leader in _leaders(prefix):
+            few, many = sorted((size, sizes[leader]))
+            may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
+            if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
+                return (leader[:-1], prefix[:-1])
+    copies = copied_under(specs)
+    if len(copies) != 1 or not is_follower(copies[0][:-1]):
+        return ()
+    plain = {key: specs[key].shape for key in keys_of_set(specs, PLAIN)}
+    return (PLAIN, copies[0][:-1]) if _are_alike(plain, _under(specs, copies[0])) else ()
 
 
 def is_follower(name: str) -> bool:
     """Whether the name is that of a network which follows another one while it is trained, as its average does."""
-    return bool(_FOLLOWS.search(name.rpartition(".")[2]))
+    return bool(_following(name.rpartition(".")[2].split("_")))
 
 
 def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -110,8 +115,27 @@ def _cuts(key: str) -> Iterator[tuple[str, str]]:
         yield key[:position], key[position:]
 
 
-def _last(prefix: str) -> str:
-    return prefix[:-1].rpartition(".")[2]
+def _sizes(keys: Collection[str]) -> Counter[str]:
+    """How many keys stand under each prefix."""
+    return Counter(prefix for key in keys for prefix, _ in _cuts(key))
+
+
+def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
+    """Where a word of a follower is among those of a name, with what its leader has there."""
+    known = {at: _LEADERS[word.lower()] for at, word in enumerate(words) if word.lower() in _LEADERS}
+    return {at: leaders for at, leaders in known.items() if len(words[at]) > 1 or 0 < at == len(words) - 1}
+
+
+def _leaders(prefix: str) -> Iterator[str]:
+    """What the network may be called that one under this prefix follows: `a.net.` and `a.student_net.` for
+    `a.teacher_net.`.
+    """
+    parent, dot, name = prefix[:-1].rpartition(".")
+    words = name.split("_")
+    for at, leaders in _following(words).items():
+        for leader in leaders:
+            if other := "_".join(filter(None, [*words[:at], leader, *words[at + 1 :]])):
+                yield f"{parent}{dot}{other}."
 
 
 def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int, ...]]:
@@ -120,5 +144,6 @@ def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int,
 
 
 def _are_alike(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether both are of one network, and not of single layers, which two heads of a model are as well."""
     common = sum(other.get(name) == shape for name, shape in one.items())
-    return common > 1 and common >= ALIKE * max(len(one), len(other))
+    return common > 1 and common >= ALIKE * max(len(one), len(other)) and any("." in name for name in one)

@@ -16,7 +16,7 @@ What neither tells stays in doubt, and is said."""
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,6 +37,9 @@ takes twenty to thirty for each tensor, and a slip in the middle of one makes tw
 
 WINDOW = 1 << 14
 """Bytes on both sides of a tensor's edge that are looked at; the middle of a large tensor tells nothing."""
+
+MOST_TENSORS = 1 << 14
+"""Tensors of a file whose values are compared, which takes about a second for a thousand."""
 
 _LEAST_BLOCK, _LEAST_VARIETY, _HEAD = 32, 16, 1 << 12
 _LEAST_TEXT = 8
@@ -166,7 +169,7 @@ def _by_values(content: Content, placed: Sequence[tuple[int, TensorSpec]], end: 
     start = placed[0][0] if placed else end
     gap = max(surplus, 0)
     stop = min(end, size)
-    if gap > 2 * WINDOW:
+    if gap > 2 * WINDOW or len(placed) > MOST_TENSORS:
         return Slip(surplus, stop, size, start)  # it is not seen as a whole, so that places cannot be compared
     edges = {begin for begin, _ in before.placed} | {begin - gap for begin, _ in behind.placed} | {start, stop}
     inner = {begin + spec.nbytes // spec.itemsize // 2 * spec.itemsize for begin, spec in placed}
@@ -203,26 +206,25 @@ def _scores(
     return [sum(parts) for parts in zip(up_to, between, from_on, strict=True)]
 
 
-@dataclass(frozen=True)
 class _Windows:
-    """The ranges of a file that are looked at: those around edges, in order and apart."""
+    """The ranges of a file that are looked at: those around edges, which are in order. Where they meet they are one."""
 
-    edges: Sequence[int]
-    size: int
+    def __init__(self, edges: Sequence[int], size: int) -> None:
+        self.size = size
+        self._lows: list[int] = []
+        self._highs: list[int] = []
+        for edge in edges:
+            low, high = edge - WINDOW, min(edge + WINDOW, size)
+            if self._highs and low <= self._highs[-1]:
+                self._highs[-1] = high
+            elif low < high:
+                self._lows.append(low)
+                self._highs.append(high)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges between two bytes."""
-        position = start
-        at = bisect_left(self.edges, start - WINDOW)
-        while at < len(self.edges) and self.edges[at] < stop + WINDOW:
-            low, high = max(self.edges[at] - WINDOW, position), min(self.edges[at] + WINDOW, stop, self.size)
-            while at + 1 < len(self.edges) and self.edges[at + 1] - WINDOW <= high < stop:
-                at += 1
-                high = min(self.edges[at] + WINDOW, stop, self.size)
-            if low < high:
-                yield low, high
-                position = high
-            at += 1
+        for at in range(bisect_right(self._highs, start), bisect_left(self._lows, stop)):
+            yield max(self._lows[at], start), min(self._highs[at], stop)
 
     def read(self, content: Content, start: int, stop: int, first: int | None = None, step: int = 1) -> bytes:
         """The bytes that are looked at between two bytes: whole elements of ``step`` bytes, one of which begins at

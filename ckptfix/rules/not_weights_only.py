@@ -21,8 +21,9 @@ afterwards.
 Some things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
 (`torch.ScriptObject` in the state_dict), tensors that a class makes of others (torchao's quantised weights) or that an
 unknown function makes of a storage, which are kept as data that no module loads, and the parameters of lazy modules
-that never ran, which hold nothing. A file with torchao's weights is best kept: torch.load reads it after `import
-torchao`. Where they were taken apart already, the file that is left says so.
+that never ran, which hold nothing. From a file with torchao's weights nothing is written: torch.load reads it as it is
+after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
+that is left says so.
 
 Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
 
@@ -41,6 +42,9 @@ from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
 from ckptfix.formats.plain import plain_root
 from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed, part_names, rebuilding_call
+
+TAKEN_APART = "parts"
+"""In the evidence where writing the file would take tensors apart that its reader puts together."""
 
 _BEFORE = {
     "protocol": ("pickle protocol {}", "protocol 2"),
@@ -73,14 +77,15 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     if composed:
         classes = list(dict.fromkeys(composed.values()))
         package = classes[0].partition(".")[0]
-        names = [name for entry in map(checkpoint.entries.get, composed) for name in part_names(entry)]
-        parts = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+        names = list(dict.fromkeys(name for key in composed for name in part_names(checkpoint.entries[key])))
+        parts = f" ({', '.join(names)})" if names else ""
         is_taken_apart = all(isinstance(checkpoint.entries[key], dict) for key in composed)
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which that class alone makes of several "
             f"tensors{parts}: as plain data they do not load into the model",
             keys=tuple(composed),
+            evidence={} if is_taken_apart else {TAKEN_APART: names},
             remedy="the tensors were taken apart when this file was written: use the file that it was made of"
             if is_taken_apart
             else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "

@@ -7,6 +7,7 @@ tensor for query, key and value or three of them, experts stacked or each for it
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +26,11 @@ _PARTS = {
 }
 """The tensors that a parametrization has in the place of one, in old releases of torch and in new ones."""
 
-
 MANY = 8
 """Missing tensors from which on it is no chance that all of their shapes are among those left over."""
+
+DEEPEST = 32
+"""Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept."""
 
 
 def other_layout(checkpoint: Checkpoint, target: Target) -> str:
@@ -119,7 +122,7 @@ def _rearranged(
     """The innermost modules in which as many elements are left over as are missing, in tensors of other shapes."""
     mine, theirs = _sums(left), _sums(gone)
     equal = {path for path, own in mine.items() if path in theirs and own.numel == theirs[path].numel > 1}
-    outer = {path[:at] for path in equal for at, letter in enumerate(path) if letter == "."}
+    outer = {above for path in equal for above in _paths(path)}
     for path in mine:
         if path in equal and path not in outer:
             shapes = ({key: left[key] for key in mine[path].keys}, {key: gone[key] for key in theirs[path].keys})
@@ -131,14 +134,21 @@ def _sums(tensors: Mapping[str, Shape]) -> dict[str, _Sum]:
     """By the path of each module that has some of the tensors somewhere below it."""
     sums: dict[str, _Sum] = defaultdict(_Sum)
     for key, shape in tensors.items():
-        numel = 1
-        for size in shape:
-            numel *= size
-        for at, letter in enumerate(key):
-            if letter == ".":
-                sums[key[:at]].numel += numel
-                sums[key[:at]].keys.append(key)
+        numel = math.prod(shape)
+        for path in _paths(key):
+            sums[path].numel += numel
+            sums[path].keys.append(key)
     return sums
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules that a name is in."""
+    at = name.find(".")
+    for _ in range(DEEPEST):
+        if at < 0:
+            return
+        yield name[:at]
+        at = name.find(".", at + 1)
 
 
 def _shown(path: str, keys: Iterable[str]) -> str:

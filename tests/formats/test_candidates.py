@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -33,8 +36,20 @@ def test_which_are_meant(tensors, names):
 
 def test_few_tensors_of_many_elements_are_remarked_on():
     large, small, tiny = Candidate(("a",), 40, 4000), Candidate(("b", "c"), 1, 200), Candidate(("d",), 2, 199)
-    assert [remark.where for remark in beside([large, small, tiny])] == ["b.c"]
-    assert list(beside(candidates(state_dict=5, ema=5))) == []
+    batch = Candidate(("batch",), 2, 4000)
+    found = {one.path: {"x.weight": None} for one in (large, small, tiny)} | {("batch",): {"images": None, 0: None}}
+    assert [remark.where for remark in beside([large, batch, small, tiny], found)] == ["b.c"]
+    sets = candidates(state_dict=5, ema=5)
+    assert list(beside(sets, {one.path: {"weight": None} for one in sets})) == []
+
+
+@pytest.mark.parametrize("form", [torch.from_numpy, np.asarray], ids=["tensors", "arrays"])
+def test_what_is_kept_beside_the_weights_is_no_part_of_them(tmp_path, form):
+    layers = {f"layers.{at}.weight": form(np.ones((4, 4), "f4")) for at in range(5)}
+    others = {"last_batch": {"x": form(np.ones((9, 9), "f4"))}, "queue": form(np.ones((9, 9), "f4"))}
+    pca = {"pca": {"weight": form(np.ones(3, "f4"))}}
+    (tmp_path / "f.pkl").write_bytes(pickle.dumps({"model": layers, **others, **pca}, 2))
+    assert ckptfix.check(tmp_path / "f.pkl", select=("FIL101",)).findings == ()
 
 
 def test_parts_of_a_nested_state_dict_are_a_note(tmp_path):

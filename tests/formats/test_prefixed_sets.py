@@ -31,6 +31,11 @@ def specs(keys, shapes=lambda key: (len(key.rpartition(".")[2]),)):
         pytest.param([*under("body.", keys=NET), "target.weight", "target.bias"], id="a head called target"),
         pytest.param([*under("student."), "teacher.fc.weight"], id="the teacher is another network"),
         pytest.param(under("a.", "b.", "c.", "m.student.", "m.teacher."), id="a part of a larger model"),
+        pytest.param(under("source_encoder.", "target_encoder."), id="two domains"),
+        pytest.param(under("query_proj.", "key_proj."), id="parts of attention"),
+        pytest.param(under("branch_s.", "branch_m.", "branch_l."), id="three sizes"),
+        pytest.param(under("average_branch.", "max_branch."), id="two ways of pooling"),
+        pytest.param(under("to_q.", "to_k.", keys=("weight", "bias")), id="single layers"),
     ],
 )
 def test_one_set(keys):
@@ -45,6 +50,9 @@ def test_one_set(keys):
         (under("module.online_encoder.", "module.target_encoder."), ("module.online_encoder", "module.target_encoder")),
         (under("", "ema_model."), ("plain", "ema_model")),
         (under("model.", "model_ema."), ("model", "model_ema")),
+        (under("actor.", "critic.", "critic_target."), ("critic", "critic_target")),
+        (under("context_encoder.", "target_encoder."), ("context_encoder", "target_encoder")),
+        (under("visual_encoder.", "visual_encoder_m."), ("visual_encoder", "visual_encoder_m")),
     ],
     ids=lambda value: " ".join(value[:2]),
 )
@@ -57,6 +65,8 @@ def test_two_sets(keys, names):
 def test_two_networks_of_other_shapes_are_not_sets_of_one():
     keys = under("student.", "teacher.")
     assert sets_of(specs(keys, lambda key: (2,) if key.startswith("student") else (3,))) == ()
+    keys = under("", "teacher.")
+    assert sets_of(specs(keys, lambda key: (2,) if key.startswith("teacher") else (3,))) == ()
 
 
 def test_what_stands_in_front_of_all_need_not_be_named():

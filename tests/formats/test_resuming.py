@@ -8,6 +8,7 @@ import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.finding import Level
+from ckptfix.formats.pickles import resuming
 from ckptfix.formats.pickles.resuming import first_break
 from tests.checks import bytes_of
 
@@ -110,3 +112,18 @@ def test_no_damage_gives_wrong_bytes_unsaid(form: str, tmp_path: Path) -> None:
             continue
         for key in set(checkpoint.specs) & set(KEYS):
             assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key])
+
+
+def test_deep_nesting_in_front_of_damage_is_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "deep.pkl").write_bytes(b"\x80\x02" + b"}(X\x01\0\0\0a" * 3000 + b"\xff")
+    with pytest.raises(ckptfix.UnreadableError, match="no pickle opcode"):
+        ckptfix.check(tmp_path / "deep.pkl", values=False)
+
+
+def test_places_that_look_like_keys_are_not_tried_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key, scan = b"X\x01\0\0\0a", Mock(wraps=resuming._long_strings)
+    (tmp_path / "keys.pkl").write_bytes(b"\x80\x02}q\x00(" + key + b"q\x01\xff" + (key + b"q\x09") * 500)
+    monkeypatch.setattr(resuming, "_long_strings", scan)
+    with pytest.raises(ckptfix.UnreadableError):
+        ckptfix.check(tmp_path / "keys.pkl", values=False)
+    assert 1 < scan.call_count <= resuming.PASSES + 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,24 @@ def test_runs_are_those_that_a_plain_search_finds(data: bytes, start: int, dista
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slips, "BLOCK", 64)
         assert list(slips._runs(Content("x", data), distance)) == expected
+
+
+@given(st.sets(st.integers(0, 120)), st.integers(1, 100), st.integers(0, 100), st.integers(1, 30))
+def test_windows_are_the_bytes_around_edges(edges: set[int], size: int, start: int, length: int) -> None:
+    stop = start + length
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slips, "WINDOW", 4)
+        ranges = list(slips._Windows(sorted(edges), size).within(start, stop))
+    seen = [at for low, high in ranges for at in range(low, high)]
+    assert seen == [at for at in range(start, min(stop, size)) if any(edge - 4 <= at < edge + 4 for edge in edges)]
+    assert all(before[1] < behind[0] for before, behind in pairwise(ranges))
+
+
+def test_of_too_many_tensors_the_values_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(save({f"w{number}": torch.full((4,), float(number)) for number in range(9)})[:-8])
+    monkeypatch.setattr(slips, "MOST_TENSORS", 8)
+    monkeypatch.setattr(slips, "_scores", None)
+    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
+    assert len(checkpoint.specs) == 8
+    assert {remark.where for remark in checkpoint.remarks if remark.kind == "doubtful-values"} == {*checkpoint.specs}

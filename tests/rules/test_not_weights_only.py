@@ -220,6 +220,8 @@ def test_a_tensor_that_its_class_makes_of_others_is_said_not_to_load(tmp_path):
     assert "1 weight of torch.testing._internal.two_tensor.TwoTensor" in stays[0].message
     report = ckptfix.repair(file, output=tmp_path / "out.pth").report
     assert report.exit_code == 1
+    assert not (tmp_path / "out.pth").exists()
+    assert ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL102",)).report.exit_code == 0
     assert torch.load(tmp_path / "out.pth")["b"].tolist() == [1, 1]
 
 
@@ -240,14 +242,18 @@ class Composed(torch.Tensor):
 
 def test_a_tensor_made_of_parts_is_named_before_and_after_it_is_taken_apart(tmp_path):
     file = saved(tmp_path, {"weight": Composed(torch.ones(2, 2, dtype=torch.int8)), "bias": torch.ones(2)})
-    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    report = ckptfix.repair(file, output=tmp_path / "kept.pth").report
     left = next(finding for finding in report.findings if finding.keys == ("weight",))
     assert "(int_data, scale)" in left.message
     assert "keep this file" in left.remedy
     assert report.exit_code == 1
+    assert not (tmp_path / "kept.pth").exists()
+    ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL102",))
     again = ckptfix.check(tmp_path / "out.pth", select=("FIL102",))
     assert [finding.keys for finding in again.findings] == [("weight",)]
     assert "taken apart" in again.findings[0].remedy
+    assert ckptfix.repair(tmp_path / "out.pth", output=tmp_path / "again.pth").report.exit_code == 1
+    assert (tmp_path / "again.pth").exists()
 
 
 def rebuild_oddly(*args: Any) -> None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import io
 import pickletools
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats.bounds import Bounds
-from ckptfix.formats.pickles.arrays import NumpyArray
+from ckptfix.formats.pickles.arrays import arrays_in
 from ckptfix.formats.pickles.key_search import keys_behind
 from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.memo import Memo
@@ -30,6 +27,9 @@ from ckptfix.formats.tree import holds_tensors
 
 TRIALS = 50
 """Keys at which it is tried to go on."""
+
+PASSES = 4
+"""How many times the length of the pickle all trials together read; at a place that is no key, one ends soon."""
 
 _LONG = 16
 """Bytes of a value that may be the data of a tensor."""
@@ -74,32 +74,39 @@ class Salvaged:
 
 def first_break(data: bytes, start: int = 0) -> tuple[int, int] | None:
     """Where a string of bytes begins and ends that is not kept under a number, in a pickle that keeps the others."""
-    kept, unkept = 0, []
-    for (code, value, position), (following, _, stop) in pairwise(_opcodes(data, start)):
-        if code in _DATA and isinstance(value, (str, bytes, bytearray)) and len(value) >= _LONG:
-            if following in _KEEPS:
-                kept += 1
-            else:
-                unkept.append((position, stop))
-    return unkept[0] if unkept and kept > 2 * len(unkept) else None
+    return _first_unkept(_long_strings(data, start)[0])
 
 
-def _opcodes(data: bytes, start: int) -> Iterator[tuple[str, Any, int]]:
-    """The opcodes of a pickle as far as there are any."""
+class _LongString(NamedTuple):
+    start: int
+    stop: int
+    is_kept: bool
+
+
+def _first_unkept(strings: list[_LongString]) -> tuple[int, int] | None:
+    unkept = [string for string in strings if not string.is_kept]
+    is_odd = unkept and len(strings) > 3 * len(unkept)
+    return (unkept[0].start, unkept[0].stop) if is_odd else None
+
+
+def _long_strings(data: bytes, start: int) -> tuple[list[_LongString], int]:
+    """The values of a pickle that may be the data of tensors, and where its opcodes end or go wrong."""
     stream = io.BytesIO(data)
     stream.seek(start)
-    opcodes = pickletools.genops(stream)
-    while True:
+    found: list[_LongString] = []
+    begin = None  # of a long string, while it is not known whether it is kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # escapes that no string has by right
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # escapes that no string has by right
-                opcode, value, position = next(opcodes)
-        except StopIteration:
-            return
+            for opcode, value, place in pickletools.genops(stream):
+                if begin is not None:
+                    found.append(_LongString(begin, place or 0, opcode.name in _KEEPS))
+                is_long = opcode.name in _DATA and isinstance(value, (str, bytes, bytearray)) and len(value) >= _LONG
+                begin = place if is_long else None
         except (ValueError, OverflowError):
-            yield "", None, stream.tell()
-            return
-        yield opcode.name, value, position or 0
+            if begin is not None:
+                found.append(_LongString(begin, stream.tell(), is_kept=False))
+    return found, stream.tell()
 
 
 def resume(pickles: StoragePickle, data: bytes) -> Salvaged | None:
@@ -108,7 +115,7 @@ def resume(pickles: StoragePickle, data: bytes) -> Salvaged | None:
     """
     reader = _Resumption(pickles, data)
     made = reader.run() or reader.run_to_damage()
-    return made if made is not None and holds_tensor(made.root) else None
+    return made if made is not None and _holds_tensor(made.root) else None
 
 
 @dataclass
@@ -116,6 +123,7 @@ class _Resumption:
     pickles: StoragePickle
     data: bytes
     trials: int = TRIALS
+    read: int = 0
 
     def run(self) -> Salvaged | None:
         """Read to the damage, and on behind it."""
@@ -153,7 +161,9 @@ class _Resumption:
 
     def _read(self, start: int, runs: list[list[Any]] | None, memo: Memo | None) -> tuple[PickleMachine, int | None]:
         """The machine that read from a place on, and where it came to damage; None where it came to the end."""
-        unkept = first_break(self.data, start)
+        strings, end = _long_strings(self.data, start)
+        self.read += end - start
+        unkept = _first_unkept(strings)
         data: Bytes = self.data if unkept is None else _Walled(self.data, unkept[1])
         machine = self.pickles.machine(data, start, Bounds(self.pickles.path, len(self.data)))
         if runs is not None and memo is not None:
@@ -163,21 +173,13 @@ class _Resumption:
         except HostileError:
             raise
         except UnreadableError:
-            return machine, unkept[0] if unkept is not None else self._before(start, machine.position)
+            # Bytes that are missing in front of where the opcodes went wrong may be those of the last long string.
+            before = [string.start for string in strings if string.start < machine.position]
+            return machine, unkept[0] if unkept is not None else max(before, default=machine.position)
         finally:
             self.pickles.note(machine)
         machine.push(root)
         return machine, None
-
-    def _before(self, start: int, position: int) -> int:
-        """Where the last long string of bytes begins in front of a place where the opcodes went wrong."""
-        last = position
-        for code, value, place in _opcodes(self.data, start):
-            if place >= position:
-                break
-            if code in _DATA and isinstance(value, (str, bytes, bytearray)) and len(value) >= _LONG:
-                last = place
-        return last
 
     def _go_on(
         self, machine: PickleMachine, runs: list[list[Any]], key: str | None, damage: int
@@ -187,7 +189,7 @@ class _Resumption:
         known = {*target, *(item for item in runs[-1] if isinstance(item, str))}
         for start, memo in keys_behind(self.data, damage + 1, machine, key):
             self.trials -= 1
-            if self.trials < 0:
+            if self.trials < 0 or self.read > PASSES * len(self.data):
                 break
             tried, further = self._read(start, [[*run] for run in runs], memo)
             new = [value for key, value in target.items() if key not in known]
@@ -238,13 +240,11 @@ def _filled(runs: list[list[Any]]) -> dict[Any, Any]:
 def _is_grown(runs: list[list[Any]], depth: int, count: int, new: list[Any]) -> bool:
     """Whether a first item with a tensor came in behind the damage, into the dict or onto the stack."""
     if new or len(runs) < depth:
-        return bool(new) and holds_tensor(new[0])
+        return bool(new) and _holds_tensor(new[0])
     items = runs[depth - 1][count:]
-    return len(items) > 1 and isinstance(items[0], str) and holds_tensor(items[1])
+    return len(items) > 1 and isinstance(items[0], str) and _holds_tensor(items[1])
 
 
-def holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: Any) -> bool:
     """Whether there is a tensor or an array in a value."""
-    if isinstance(value, dict):
-        return any(map(holds_tensor, value.values()))
-    return isinstance(value, (TensorSpec, NumpyArray)) or holds_tensors(value)
+    return any(True for _ in arrays_in(value)) or holds_tensors(value)

@@ -19,15 +19,21 @@ def remarks_of(shard: Checkpoint) -> Iterator[Remark]:
             yield remark
 
 
-def odd_shard(shards: Mapping[str, Checkpoint]) -> str | None:
-    """The first shard that has no dtype of floats in common with any of the others; None where there is none."""
-    dtypes = {
-        name: {spec.dtype for spec in shard.specs.values() if DTYPES[spec.dtype].is_float}
-        for name, shard in shards.items()
+def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
+    """The shard that, had its floats a dtype of the others, would make the sum of all bytes the total.
+
+    None where there is none. That a shard has dtypes of its own tells nothing: a head may be kept in float32, and many
+    an index counts wrong."""
+    whole = sum(spec.nbytes for shard in shards.values() for spec in shard.specs.values())
+    floats = {
+        name: [spec for spec in shard.specs.values() if DTYPES[spec.dtype].is_float] for name, shard in shards.items()
     }
-    for name, own in dtypes.items():
-        others = set().union(*(held for other, held in dtypes.items() if other != name))
-        if own and others and not own & others:
+    for name, own in floats.items():
+        others = {spec.dtype for other, held in floats.items() if other != name for spec in held}
+        rest = whole - sum(spec.nbytes for spec in own)
+        count = sum(spec.nbytes // spec.itemsize for spec in own)
+        is_apart = others.isdisjoint(spec.dtype for spec in own)
+        if own and is_apart and any(rest + count * DTYPES[dtype].itemsize == total for dtype in others):
             return name
     return None
 

@@ -189,7 +189,7 @@ class _Merge:
         total = self.index.total_size
         if whole and not self.lost and total is not None and total not in sums:
             detail = f"the index counts {total} bytes of tensors and its shards hold {min(sums)}"
-            self.remarks.append(Remark("index-size", odd_shard(self.opened) or ".", detail))
+            self.remarks.append(Remark("index-size", odd_shard(self.opened, total) or ".", detail))
 
     def _root(self) -> Any:
         """The merged state_dict, in the container that every shard has around its part, where it is the same.

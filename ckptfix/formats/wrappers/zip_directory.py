@@ -15,10 +15,11 @@ from ckptfix.formats.wrappers.zip_headers import plain_name
 END = struct.Struct("<4s4H2LH")
 """The record at the end of an archive."""
 
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
+END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+"""The two records that zip64 has in front of it."""
+
 _ENTRY = struct.Struct("<4s6H3L5H2L")
-_TAIL = 65535 + END.size + _LOCATOR.size
+_TAIL = 65535 + END.size + LOCATOR.size
 """The end record has a comment of at most 65535 bytes behind it."""
 
 _USUAL = 256
@@ -49,18 +50,18 @@ def _member_names(content: Content) -> list[str]:
         start = max(len(content) - size, 0)
         tail = bytes(content.buffer[start:])
         at = tail.rfind(b"PK\x05\x06")
-        if at >= _LOCATOR.size:
+        if at >= LOCATOR.size:
             break
     if at < 0 or at + END.size > len(tail):
         return []
     *_, size, _, _ = END.unpack_from(tail, at)
     end = start + at
-    if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\x06\x07":
+    if at >= LOCATOR.size and tail[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\x06\x07":
         # The end record of zip64 lies right before its locator, whose own word is off by any junk in front.
-        end -= _LOCATOR.size + _END64.size
-        record = bytes(content.buffer[max(end, 0) : max(end, 0) + _END64.size])
-        if len(record) == _END64.size and record[:4] == b"PK\x06\x06":
-            *_, size, _ = _END64.unpack(record)
+        end -= LOCATOR.size + END64.size
+        record = bytes(content.buffer[max(end, 0) : max(end, 0) + END64.size])
+        if len(record) == END64.size and record[:4] == b"PK\x06\x06":
+            *_, size, _ = END64.unpack(record)
     return _entries(bounded_directory(content, max(end - size, 0), end))
 
 
@@ -115,10 +116,13 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
     at = 0
     while 0 <= at <= len(directory) - _ENTRY.size:
         _, *fields = _ENTRY.unpack_from(directory, at)
-        name = directory[at + _ENTRY.size : at + _ENTRY.size + fields[9]]
+        start, stop = at + _ENTRY.size, at + _ENTRY.size + fields[9]
+        at = directory.find(b"PK\x01\x02", at + 4)
+        if at >= 0 and stop > at:
+            continue  # a name has no entry inside
+        name = directory[start:stop]
         if name.isascii() and fields[6]:
             found[plain_name(name.decode())] = fields[6]
-        at = directory.find(b"PK\x01\x02", at + 4)
     return found
 
 

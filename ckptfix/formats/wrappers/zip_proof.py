@@ -14,7 +14,7 @@ _LOOK = 1 << 13
 """Bytes that a look at a claim counts as, beside those that are looked at."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Claim:
     """What somebody says of a member: where its data begins, and what of it."""
 

@@ -30,7 +30,8 @@ NOWHERE = -1
 
 _RECORD = re.compile(
     r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
-    r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))"
+    r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))",
+    re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
 )
 """The names of a torch file's members; storages are numbered from 0 on, in old files by where they lay in memory."""
 
@@ -265,7 +266,7 @@ class Settling:
         match = _RECORD.fullmatch(name)
         if match is None or match["number"] is None:
             return match is not None
-        return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < self.names.total()
+        return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
 
 
 def _shown(name: str) -> str:

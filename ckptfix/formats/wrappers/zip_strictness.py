@@ -5,16 +5,14 @@ It reads the directory with miniz, which compares fields that others pass by
 
 from __future__ import annotations
 
-import struct
 import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 from ckptfix.formats.sources import Content
 from ckptfix.formats.wrappers.decoders import METHODS
-from ckptfix.formats.wrappers.zip_directory import END, member_names
+from ckptfix.formats.wrappers.zip_directory import END, END64, LOCATOR, member_names
 
-_LOCATOR, _END64 = struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
 _ENTRY, _HEADER = 46, 30
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
@@ -43,21 +41,21 @@ def refusal(content: Content, end: Sequence[Any], infos: Sequence[zipfile.ZipInf
 
 def _refusal64(content: Content, end: int) -> str:
     """The same of the two records that zip64 has in front of the end."""
-    raw = bytes(content.buffer[max(end - _LOCATOR.size, 0) : end])
-    if len(raw) < _LOCATOR.size or raw[:4] != b"PK\x06\x07":
+    raw = bytes(content.buffer[max(end - LOCATOR.size, 0) : end])
+    if len(raw) < LOCATOR.size or raw[:4] != b"PK\x06\x07":
         return ""
-    _, _, place, disks = _LOCATOR.unpack(raw)
-    record = bytes(content.buffer[place : place + _END64.size]) if place <= len(content) else b""
+    _, _, place, disks = LOCATOR.unpack(raw)
+    record = bytes(content.buffer[place : place + END64.size]) if place <= len(content) else b""
     is_found = record[:4] == b"PK\x06\x06"
     *_, count, size, start, _ = END.unpack(content.buffer[end : end + END.size])
-    if len(record) < _END64.size or (not is_found and (count == _NO_NUMBER or _NO_PLACE in (size, start))):
+    if len(record) < END64.size or (not is_found and (count == _NO_NUMBER or _NO_PLACE in (size, start))):
         return "a zip64 directory whose end record is not where it is said to be"
     if not is_found:
         return ""  # then torch goes by the plain end record
     if disks != 1:
         return f"a zip directory on {disks} disks"
-    length = _END64.unpack(record)[1]
-    return f"a zip64 end record of {length} bytes" if length < _END64.size - 12 else ""
+    length = END64.unpack(record)[1]
+    return f"a zip64 end record of {length} bytes" if length < END64.size - 12 else ""
 
 
 def _is_plain(content: Content, info: zipfile.ZipInfo) -> bool:
