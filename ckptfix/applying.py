@@ -27,7 +27,7 @@ from ckptfix.finding import (
     Zero,
 )
 from ckptfix.formats.pickles.payload import GRAPH_CODE
-from ckptfix.formats.plain import plain_root
+from ckptfix.formats.weights.plain import plain_root
 from ckptfix.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.supplies import Supplies, filled, replaced, with_measurements
 from ckptfix.values.zeroing import WHICH, can_be_zeroed, zeroed_spec

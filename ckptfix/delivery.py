@@ -211,8 +211,8 @@ def _refuse_replaced(destination: Destination) -> None:
 
 def _refuse_loss(result: Checkpoint) -> None:
     """Raise ``WriteError`` where weights have no form in safetensors. FIL104 says so before, unless it was left out."""
-    from ckptfix.formats.safetensors_write import lost_extras  # nobody else needs it
-    from ckptfix.formats.tree import holds_tensors
+    from ckptfix.formats.safetensors_files.safetensors_write import lost_extras  # nobody else needs it
+    from ckptfix.formats.weights.tree import holds_tensors
 
     for place in lost_extras(result):
         if holds_tensors(result.entries.get(place)):
@@ -236,7 +236,7 @@ def _deliver_in_shards(
         )
     flat = replace(result, container=(), root=dict(result.entries))
     if destination.form == SAFETENSORS:
-        from ckptfix.formats.safetensors_write import lost_extras  # nobody else needs it
+        from ckptfix.formats.safetensors_files.safetensors_write import lost_extras  # nobody else needs it
 
         # What has no form there (FIL104) is not promised by the index either.
         lost = set(lost_extras(flat)) - set(flat.specs)

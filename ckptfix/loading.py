@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.assigning import left_empty, prepare
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.finding import counted
-from ckptfix.formats.mapping import kept_mapped
+from ckptfix.formats.raw.mapping import kept_mapped
 from ckptfix.repairing import Source, repair
 from ckptfix.report import Report
 from ckptfix.transfer import Transfer, is_loaded_by_torch

@@ -168,7 +168,7 @@ def _open(source: Source, settings: Settings) -> Checkpoint:
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
         path, weights = os.fspath(source), settings.weights
         return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
-    from ckptfix.formats.prefixed_sets import with_pick
+    from ckptfix.formats.weights.prefixed_sets import with_pick
     from ckptfix.live import open_state_dict
 
     checkpoint = open_state_dict(source)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.finding import Edit, Fill, Replace
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.values.integrity import Integrity
 from ckptfix.values.twins import entry_at
 

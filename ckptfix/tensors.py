@@ -14,12 +14,12 @@ from ckptfix.checkpoint import (
     TensorSpec,
 )
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
-from ckptfix.formats.mapping import Mapping as FileMapping
 from ckptfix.formats.pickles.claims import sizes
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.sources import stream
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.raw.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
+from ckptfix.formats.raw.mapping import Mapping as FileMapping
+from ckptfix.formats.raw.sources import stream
+from ckptfix.formats.weights.tree import tensors_in
 from ckptfix.live import LiveBytes, bytes_of
 from ckptfix.regions import Region, Regions
 

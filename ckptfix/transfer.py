@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.batches import batched, side_by_side
-from ckptfix.formats.compiled import MemoryGone, copy, library
-from ckptfix.formats.mapping import Mapping as FileMapping
+from ckptfix.formats.raw.batches import batched, side_by_side
+from ckptfix.formats.raw.compiled import MemoryGone, copy, library
+from ckptfix.formats.raw.mapping import Mapping as FileMapping
 
 if TYPE_CHECKING:
     import torch

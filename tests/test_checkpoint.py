@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.checkpoint import Checkpoint, Quantizer, Storage, TensorSpec, contiguous_strides, path_name
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 
 STORAGE = Storage("0", MemoryBytes(bytes(96)))
 

@@ -209,10 +209,10 @@ def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step
     if step == "write":
         for call in ("copy_file_range", "write"):
             monkeypatch.setattr(f"os.{call}", refuse)
-        monkeypatch.setattr("ckptfix.formats.copying.SMALL", 0)
+        monkeypatch.setattr("ckptfix.formats.raw.copying.SMALL", 0)
     elif step == "fdatasync":
-        monkeypatch.setattr("ckptfix.formats.copying.FLUSHED", 0)
-        monkeypatch.setattr("ckptfix.formats.copying._FLUSH", refuse)
+        monkeypatch.setattr("ckptfix.formats.raw.copying.FLUSHED", 0)
+        monkeypatch.setattr("ckptfix.formats.raw.copying._FLUSH", refuse)
     else:
         monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(WriteError, match="cannot be written: No space left on device; nothing was left behind"):

@@ -38,10 +38,11 @@ SLOW = (
 OTHER_WORK = (
     "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.live ckptfix.tensors "
     "ckptfix.delivery ckptfix.applying ckptfix.supplies ckptfix.factory ckptfix.measuring ckptfix.target "
-    "ckptfix.formats.output ckptfix.formats.folders ckptfix.formats.mending ckptfix.formats.torchscript "
-    "ckptfix.formats.torch_tar ckptfix.formats.torch_legacy ckptfix.formats.foreign.strangers "
+    "ckptfix.formats.output ckptfix.formats.folders ckptfix.formats.damage.mending "
+    "ckptfix.formats.torch_files.torchscript ckptfix.formats.torch_files.torch_tar "
+    "ckptfix.formats.torch_files.torch_legacy ckptfix.formats.foreign.strangers "
     "ckptfix.formats.foreign.pages ckptfix.formats.wrappers.wrapped ckptfix.formats.shards.sharded "
-    "ckptfix.formats.safetensors_write ckptfix.formats.torch_write "
+    "ckptfix.formats.safetensors_files.safetensors_write ckptfix.formats.torch_files.torch_write "
     "ckptfix.cli.repair ckptfix.cli.diff ckptfix.cli.explain ckptfix.cli.rule"
 ).split()
 """What a check of the names in one file has nothing to do with."""
@@ -88,9 +89,8 @@ def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: 
     modules = imported(*words, name, cwd=folder)
     assert within(modules, SLOW) == []
     assert within(modules, OTHER_WORK) == []
-    readers = {"ckptfix.formats.safetensors", "ckptfix.formats.torch_zip"}
-    own = "ckptfix.formats.safetensors" if name.endswith("safetensors") else "ckptfix.formats.torch_zip"
-    assert modules & readers == {own}
+    safetensors, torch_zip = "ckptfix.formats.safetensors_files.safetensors", "ckptfix.formats.torch_files.torch_zip"
+    assert modules & {safetensors, torch_zip} == {safetensors if name.endswith("safetensors") else torch_zip}
 
 
 def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):

@@ -11,7 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
-from ckptfix.formats import mapping
+from ckptfix.formats.raw import mapping
 from ckptfix.live import open_state_dict
 from ckptfix.loading import load_strictly
 from tests.checks import bytes_of, is_mapped
@@ -38,9 +38,9 @@ def test_a_map_location_that_is_no_device_is_refused_in_one_line(map_location: A
 def test_a_load_writes_no_file(setting: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     torch.save(nn.DataParallel(nn.Linear(2, 2)).state_dict(), path)
-    content = path.read_bytes()
+    content, given = path.read_bytes(), dict[str, Any]({setting: True})
     with pytest.raises(ckptfix.UsageError, match=f"^{setting} writes a file, and a load writes none"):
-        ckptfix.load(nn.Linear(2, 2), path, **{setting: True})
+        ckptfix.load(nn.Linear(2, 2), path, **given)
     assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (content, ["model.pth"])
 
 

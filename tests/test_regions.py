@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.checkpoint import Storage, TensorSpec
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.regions import Regions
 
 STORAGE = Storage("0", MemoryBytes(bytes(1000)))

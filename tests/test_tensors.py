@@ -16,7 +16,7 @@ from ckptfix import open_checkpoint
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.live import open_state_dict, spec_of_tensor
 from ckptfix.tensors import build_state_dict, build_tensor, row_major_bytes
 from tests.checks import bytes_of, is_mapped

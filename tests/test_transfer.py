@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix import transfer as module
-from ckptfix.formats.compiled import copy, library
+from ckptfix.formats.raw.compiled import copy, library
 from ckptfix.live import open_state_dict
 from ckptfix.transfer import Transfer
 from tests.checks import bytes_of

@@ -18,7 +18,7 @@ from ckptfix.comparison.gap import Tolerance, measure_gap
 from ckptfix.comparison.renames import find_renames, rename_modules
 from ckptfix.errors import UsageError
 from ckptfix.formats import open_file
-from ckptfix.formats.checksums import is_sound
+from ckptfix.formats.raw.checksums import is_sound
 from ckptfix.report.figures import size
 from ckptfix.report.inspection import ties
 

@@ -1,4 +1,17 @@
-"""The container formats: one module each, told apart by their bytes and never by a suffix."""
+"""The container formats: one module each, told apart by their bytes and never by a suffix.
+
+sniffing            how the bytes of each begin
+torch_files         what torch itself has written: zip, legacy, tar, package, TorchScript; and plain pickles
+safetensors_files   safetensors
+folders, shards     checkpoints of several files
+wrappers            archives and compressed files around a checkpoint
+foreign             what is no checkpoint, by its true name
+pickles             pickles, run without any of their code
+weights             where in what was parsed the state_dict is
+damage              what a damaged file still holds
+raw                 bytes: where they lie, and how they are read, mapped, proved and copied
+output              a file is written, ``verification`` opens it again and compares
+"""
 
 from __future__ import annotations
 
@@ -10,36 +23,37 @@ from importlib import import_module
 from ckptfix.checkpoint import Checkpoint, Remark
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.formats import sniffing
-from ckptfix.formats.containers import open_document
-from ckptfix.formats.document import Document
 from ckptfix.formats.pickles.payload import refusing_payload
-from ckptfix.formats.sources import Content
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.raw.sources import Content
+from ckptfix.formats.weights.containers import open_document
+from ckptfix.formats.weights.document import Document
+from ckptfix.formats.weights.tree import tensors_in
 
 # What only some files need is imported when one of them comes: the first answer is to come at once.
 
 
 @dataclass(frozen=True)
 class Format:
-    """A container format: its name, and how its bytes begin. The module of its name reads it."""
+    """A container format: its name, the room of the module of that name, which reads it, and how its bytes begin."""
 
     name: str
+    room: str
     sniff: Callable[[Content], bool]
 
     def read(self, content: Content) -> Document:
         """The document of a content of this format."""
-        module = import_module(f"{__name__}.{self.name.replace('-', '_')}")
+        module = import_module(f"{__name__}.{self.room}.{self.name.replace('-', '_')}")
         document: Document = module.read(content)
         return document
 
 
 FORMATS = (
-    Format("torchscript", sniffing.is_torchscript_zip),
-    Format("torch-package", sniffing.is_torch_package_zip),
-    Format("torch-zip", sniffing.is_zip),
-    Format("safetensors", sniffing.is_safetensors),
-    Format("torch-tar", sniffing.is_torch_tar),
-    Format("torch-legacy", sniffing.is_pickle),
+    Format("torchscript", "torch_files", sniffing.is_torchscript_zip),
+    Format("torch-package", "torch_files", sniffing.is_torch_package_zip),
+    Format("torch-zip", "torch_files", sniffing.is_zip),
+    Format("safetensors", "safetensors_files", sniffing.is_safetensors),
+    Format("torch-tar", "torch_files", sniffing.is_torch_tar),
+    Format("torch-legacy", "torch_files", sniffing.is_pickle),
 )
 """Every format, in the order in which a file is asked."""
 
@@ -151,8 +165,8 @@ def _tensors(document: Document) -> int:
 
 def _read_mended(content: Content) -> Document | None:
     """The document of a damaged file whose damage can be undone; None where it is damaged in another way."""
+    from ckptfix.formats.damage.mending import mend
     from ckptfix.formats.foreign.pages import READ, as_text
-    from ckptfix.formats.mending import mend
 
     mended = mend(content)
     if mended is None:

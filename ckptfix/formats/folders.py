@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import exploded
-from ckptfix.formats.document import Document
 from ckptfix.formats.foreign.bundles import FOREIGN, OF_RANKS, name_bundle
 from ckptfix.formats.shards import dcp, dcp_safetensors, sharded
+from ckptfix.formats.torch_files import exploded
+from ckptfix.formats.weights.document import Document
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from packaging.version import Version
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
-from ckptfix.formats import safetensors, safetensors_write, torch_write
-from ckptfix.formats.copying import Copied, Copier, background
+from ckptfix.formats.raw.copying import Copied, Copier, background
+from ckptfix.formats.safetensors_files import safetensors, safetensors_write
+from ckptfix.formats.torch_files import torch_write
 
 PTH, SAFETENSORS = "pth", "safetensors"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)

@@ -4,7 +4,7 @@ This is asked of every file, so it imports no reader before the first bytes spea
 
 from __future__ import annotations
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.http_chunks import may_be_chunked
 from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 
@@ -40,7 +40,7 @@ def is_torchscript_zip(content: Content) -> bool:
         return False
     if names := member_names(content):
         return is_torchscript(names)
-    from ckptfix.formats.torchscript import names_code
+    from ckptfix.formats.torch_files.torchscript import names_code
 
     return names_code(content)
 
@@ -63,7 +63,7 @@ def is_torch_tar(content: Content) -> bool:
     """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
     if not may_be_tar(content):
         return False
-    from ckptfix.formats import torch_tar
+    from ckptfix.formats.torch_files import torch_tar
 
     return torch_tar.has_parts(content)
 

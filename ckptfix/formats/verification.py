@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec, path_name
 from ckptfix.errors import CkptfixError, WriteError
-from ckptfix.formats import safetensors
-from ckptfix.formats.batches import THREADS, batched
-from ckptfix.formats.copying import background
-from ckptfix.formats.files import OpenFile
 from ckptfix.formats.output import Written
-from ckptfix.formats.safetensors_write import contiguous_blocks, lost_extras
-from ckptfix.formats.sources import FileBytes, located, stream
+from ckptfix.formats.raw.batches import THREADS, batched
+from ckptfix.formats.raw.copying import background
+from ckptfix.formats.raw.files import OpenFile
+from ckptfix.formats.raw.sources import FileBytes, located, stream
+from ckptfix.formats.safetensors_files import safetensors
+from ckptfix.formats.safetensors_files.safetensors_write import contiguous_blocks, lost_extras
 from ckptfix.progress import Task
 
 BATCH = 32 << 20

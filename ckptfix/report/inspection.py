@@ -9,12 +9,12 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
 from ckptfix.finding import counted
-from ckptfix.formats.modules import is_module
-from ckptfix.formats.natural import known_form
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.plain import NATIVE
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.weights.modules import is_module
+from ckptfix.formats.weights.natural import known_form
+from ckptfix.formats.weights.plain import NATIVE
+from ckptfix.formats.weights.tree import tensors_in
 from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.json import plain

@@ -40,8 +40,14 @@ from collections.abc import Iterator
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
-from ckptfix.formats.plain import plain_root
-from ckptfix.formats.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed, part_names, rebuilding_call
+from ckptfix.formats.weights.plain import plain_root
+from ckptfix.formats.weights.quantized_modules import (
+    SCRIPT_OBJECT,
+    composed_class,
+    is_packed,
+    part_names,
+    rebuilding_call,
+)
 
 TAKEN_APART = "parts"
 """In the evidence where writing the file would take tensors apart that its reader puts together."""

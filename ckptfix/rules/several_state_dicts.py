@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 from ckptfix.checkpoint import path_name
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.prefixed_sets import sets_of
+from ckptfix.formats.weights.prefixed_sets import sets_of
 from ckptfix.rules.choosing import choice
 from ckptfix.rules.wrappers import renames
 

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, Tie, counted, rule
-from ckptfix.formats.safetensors_write import contiguous_blocks
+from ckptfix.formats.safetensors_files.safetensors_write import contiguous_blocks
 from ckptfix.target import Target
 
 

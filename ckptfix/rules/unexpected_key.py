@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.prefixed_sets import copied_under
+from ckptfix.formats.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.other_layout import other_layout
 from ckptfix.target import Target

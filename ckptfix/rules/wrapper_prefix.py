@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.prefixed_sets import copied_under
+from ckptfix.formats.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.wrappers import (
     bare,

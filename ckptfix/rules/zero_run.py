@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from ckptfix.checkpoint import IN_MEMORY, Storage, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
-from ckptfix.formats.torn import SECTOR
+from ckptfix.formats.damage.torn import SECTOR
 from ckptfix.values import TensorStatistics
 from ckptfix.values.integrity import WORD, Hole, storages_of
 from ckptfix.values.zeroing import WITHOUT_ZERO

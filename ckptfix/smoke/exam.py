@@ -139,7 +139,8 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
     import torch
 
-    from ckptfix.formats import open_file, torch_legacy, torch_zip
+    from ckptfix.formats import open_file
+    from ckptfix.formats.torch_files import torch_legacy, torch_zip
 
     checkpoint = open_file(file, weights)
     if checkpoint.format in (torch_zip.NAME, torch_legacy.NAME):

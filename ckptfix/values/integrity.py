@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfix.checkpoint import Checkpoint, Storage
-from ckptfix.formats.batches import side_by_side
-from ckptfix.formats.checksums import is_sound, is_unproved
-from ckptfix.formats.sources import stream
-from ckptfix.formats.torn import SECTOR
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.damage.torn import SECTOR
+from ckptfix.formats.raw.batches import side_by_side
+from ckptfix.formats.raw.checksums import is_sound, is_unproved
+from ckptfix.formats.raw.sources import stream
+from ckptfix.formats.weights.tree import tensors_in
 from ckptfix.progress import Task
 
 WORD = 8

@@ -7,8 +7,8 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Va
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
-from ckptfix.formats.checksums import note_checksum
-from ckptfix.formats.crc32 import joined
+from ckptfix.formats.raw.checksums import note_checksum
+from ckptfix.formats.raw.crc32 import joined
 from ckptfix.progress import Task
 from ckptfix.values.decode import encoding
 from ckptfix.values.integrity import Integrity

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.dtypes import DTYPES
-from ckptfix.formats.batches import batched, side_by_side
-from ckptfix.formats.checksums import is_open
-from ckptfix.formats.compiled import MemoryGone, can_sum
-from ckptfix.formats.crc32 import crc32
-from ckptfix.formats.mapping import WORTH_MAPPING, map_file
-from ckptfix.formats.sources import located
+from ckptfix.formats.raw.batches import batched, side_by_side
+from ckptfix.formats.raw.checksums import is_open
+from ckptfix.formats.raw.compiled import MemoryGone, can_sum
+from ckptfix.formats.raw.crc32 import crc32
+from ckptfix.formats.raw.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.raw.sources import located
 from ckptfix.values.decode import Encoding, encoding
 from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
 from ckptfix.values.narrowing import Narrowing

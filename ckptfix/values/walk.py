@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.checkpoint import ByteSource, TensorSpec, contiguous_strides
-from ckptfix.formats.sources import stream
+from ckptfix.formats.raw.sources import stream
 
 if TYPE_CHECKING:
     import numpy.typing as npt

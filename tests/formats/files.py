@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ckptfix.checkpoint import Checkpoint
-from ckptfix.formats import open_file, safetensors_write, torch_write
+from ckptfix.formats import open_file
+from ckptfix.formats.safetensors_files import safetensors_write
+from ckptfix.formats.torch_files import torch_write
 
 WRITERS = {
     "zip": (torch_write.write_zip, ".pth"),

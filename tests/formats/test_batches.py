@@ -5,8 +5,8 @@ from threading import get_ident, main_thread
 
 import pytest
 
-from ckptfix.formats import batches as module
-from ckptfix.formats.batches import batched, side_by_side
+from ckptfix.formats.raw import batches as module
+from ckptfix.formats.raw.batches import batched, side_by_side
 
 
 @pytest.mark.parametrize(

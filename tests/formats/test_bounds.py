@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptfix.errors import HostileError
-from ckptfix.formats import bounds
-from ckptfix.formats.bounds import Bounds, bounded_key, bounded_keys, shown
+from ckptfix.formats.raw import bounds
+from ckptfix.formats.raw.bounds import Bounds, bounded_key, bounded_keys, shown
 from tests.attacks.crafted import PROTO, around, get, name, put, storage, torch_zip
 from tests.checks import assert_same
 from tests.formats.files import opened, read_all

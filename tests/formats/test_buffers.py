@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import buffers
-from ckptfix.formats.buffers import NEAR, FileBuffer
-from ckptfix.formats.files import OpenFile
+from ckptfix.formats.raw import buffers
+from ckptfix.formats.raw.buffers import NEAR, FileBuffer
+from ckptfix.formats.raw.files import OpenFile
 
 DATA = bytes(range(251)) * 100
 
@@ -90,7 +90,7 @@ STATE_DICT = {f"layer{number}.weight": torch.arange(600.0) + number for number i
 
 CUTTING = """
 import os, sys
-from ckptfix.formats.buffers import FileBuffer
+from ckptfix.formats.raw.buffers import FileBuffer
 
 path, left, *arguments = sys.argv[1:]
 opened = FileBuffer.__init__

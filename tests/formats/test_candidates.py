@@ -10,7 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.checkpoint import Candidate
-from ckptfix.formats.candidates import beside, plausible, rank
+from ckptfix.formats.weights.candidates import beside, plausible, rank
 
 
 def candidates(**tensors: int) -> list[Candidate]:

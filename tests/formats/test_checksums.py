@@ -17,10 +17,10 @@ import ckptfix
 from ckptfix.casting import cast_spec
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
-from ckptfix.formats import checksums
-from ckptfix.formats.checksums import is_sound, prove_ahead
-from ckptfix.formats.compiled import can_sum
-from ckptfix.formats.mapping import map_file
+from ckptfix.formats.raw import checksums
+from ckptfix.formats.raw.checksums import is_sound, prove_ahead
+from ckptfix.formats.raw.compiled import can_sum
+from ckptfix.formats.raw.mapping import map_file
 from tests.checks import assert_same, bytes_of
 
 STATE: dict[str, torch.Tensor] = {"weight": torch.arange(64.0), "view": torch.arange(100.0)[:10]}
@@ -143,7 +143,7 @@ def test_no_read_gives_damaged_values_in_silence(parts: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 5000, 1 << 22], ids=["each alone", "some together", "all together"])
 def test_what_is_proved_ahead_is_read_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.formats.checksums._BATCH", batch)
+    monkeypatch.setattr("ckptfix.formats.raw.checksums._BATCH", batch)
     made = [counted(WHOLE, crc_of(WHOLE) ^ (number % 3 == 1), 1) for number in range(7)]
     storages = [checkpoint.specs["t0"].storage for checkpoint, _ in made]
     prove_ahead([storage for storage in storages if storage is not None])

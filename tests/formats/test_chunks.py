@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.formats.shards.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling
-from ckptfix.formats.sources import MemoryBytes
 from ckptfix.live import spec_of_tensor
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.pickles.common_opcodes import COMMON
 from ckptfix.formats.pickles.inert import InertTable
 from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.opcodes import OPCODES
 from ckptfix.formats.pickles.stream import Bytes
+from ckptfix.formats.raw.bounds import Bounds
 
 ROWS = {f"layer{index}.weight": [index, -index, 70000 * index, (index,), (1, 2), (1, 2, 3)] for index in range(300)}
 PICKLES = {

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ckptfix.formats.compiled import MemoryGone, can_sum, copy, crc32_of_mapped, library
+from ckptfix.formats.raw.compiled import MemoryGone, can_sum, copy, crc32_of_mapped, library
 
 pytestmark = pytest.mark.skipif(not can_sum(), reason="no library was built for this machine, or it cannot do this")
 
@@ -78,7 +78,7 @@ def test_a_file_that_shrinks_ends_the_copy_alone(file):
 
 GUARDED_TWICE = """
 import os, signal
-from ckptfix.formats.compiled import library
+from ckptfix.formats.raw.compiled import library
 made = library()
 assert made.ckptfix_guard() and made.ckptfix_guard()
 os.kill(os.getpid(), signal.SIGBUS)

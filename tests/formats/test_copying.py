@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import copying
-from ckptfix.formats.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
-from ckptfix.formats.files import OpenFile
-from ckptfix.formats.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
+from ckptfix.formats.raw import copying
+from ckptfix.formats.raw.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
+from ckptfix.formats.raw.files import OpenFile
+from ckptfix.formats.raw.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
 from ckptfix.progress import Task, watched_by
 from tests.formats.files import opened, saved, write
 

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from ckptfix.formats import crc32 as module
+from ckptfix.formats.raw import crc32 as module
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 4096, 100_003])

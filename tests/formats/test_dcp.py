@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptfix
 from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
 from ckptfix.finding import Level
-from ckptfix.formats.sources import FileBytes, WindowBytes
+from ckptfix.formats.raw.sources import FileBytes, WindowBytes
 from tests.checks import assert_same, bytes_of
 
 STATE = {

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptfix.errors import CkptfixError
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.chunks import Box
 from ckptfix.formats.shards.dcp_metadata import Location, StoredObject, StoredTensor, parse_metadata
-from ckptfix.formats.sources import Content
 
 HALVES = [ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((2, 3))) for start in (0, 2)]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.dtypes import DTYPES
-from ckptfix.formats.descriptions import saved_bits
+from ckptfix.formats.damage.descriptions import saved_bits
 from tests.checks import bytes_of
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "complex64"]

@@ -23,8 +23,8 @@ import torch
 
 from ckptfix.formats.pickles.executors import runs_code
 from ckptfix.formats.pickles.payload import payload_remarks
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torch_legacy import read
+from ckptfix.formats.raw.sources import Content
+from ckptfix.formats.torch_files.torch_legacy import read
 
 
 class Color(enum.Flag):

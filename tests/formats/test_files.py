@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.files import OpenFile
+from ckptfix.formats.raw.files import OpenFile
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ckptfix.formats.foreign.frameworks import name_model
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 
 
 def field(number: int, value: bytes | int) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 import ckptfix
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.http_chunks import first_chunk, may_be_chunked
 from tests.checks import bytes_of
 from tests.formats.files import in_memory

@@ -14,7 +14,7 @@ from ckptfix.formats.pickles.claims import TypedStorage, checked, sizes, storage
 from ckptfix.formats.pickles.inert import InertTable
 from ckptfix.formats.pickles.machine import PickleMachine
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.tensors import build_tensor
 
 FLOATS = TypedStorage(Storage("0", MemoryBytes(bytes(64))), "float32")

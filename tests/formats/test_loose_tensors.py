@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from ckptfix.checkpoint import Storage, TensorSpec
-from ckptfix.formats.loose_tensors import attribute_remarks, loose_remarks
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
+from ckptfix.formats.weights.loose_tensors import attribute_remarks, loose_remarks
 from tests.formats.files import opened, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")

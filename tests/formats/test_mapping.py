@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ckptfix.checkpoint import Storage
-from ckptfix.formats import mapping
-from ckptfix.formats.files import OpenFile
-from ckptfix.formats.mapping import Mapping, kept_mapped, map_file
-from ckptfix.formats.sources import FileBytes, MemoryBytes
+from ckptfix.formats.raw import mapping
+from ckptfix.formats.raw.files import OpenFile
+from ckptfix.formats.raw.mapping import Mapping, kept_mapped, map_file
+from ckptfix.formats.raw.sources import FileBytes, MemoryBytes
 from ckptfix.regions import Region
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.formats.bounds import SLOT
 from ckptfix.formats.pickles.memo import FAR, Memo
+from ckptfix.formats.raw.bounds import SLOT
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -8,8 +8,8 @@ import torch
 import ckptfix
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.formats.modules import is_module, module_state_dict
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.weights.modules import is_module, module_state_dict
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
 

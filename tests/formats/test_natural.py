@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.formats.natural import natural_form, today
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.weights.natural import natural_form, today
 from tests.formats.files import saved
 
 

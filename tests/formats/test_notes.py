@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.checkpoint import Checkpoint
-from ckptfix.formats.notes import encode_container, restore_container
+from ckptfix.formats.safetensors_files.notes import encode_container, restore_container
 from tests.formats.files import opened, saved, write
 
 plain = st.recursive(
@@ -48,7 +48,7 @@ def test_what_json_cannot_hold_is_named_and_the_rest_stays(tmp_path):
         "half": "\ud800",
     }
     checkpoint = opened(saved(value, tmp_path))
-    from ckptfix.formats.safetensors_write import lost_extras
+    from ckptfix.formats.safetensors_files.safetensors_write import lost_extras
 
     assert lost_extras(checkpoint) == ["optimizer", "loop", "half"]
     again = opened(write(checkpoint, "safetensors", tmp_path))

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from ckptfix.errors import WriteError
-from ckptfix.formats import copying, output, safetensors_write, torch_write
+from ckptfix.formats import output
 from ckptfix.formats.output import output_format, temporary_beside, writer_for
+from ckptfix.formats.raw import copying
+from ckptfix.formats.safetensors_files import safetensors_write
+from ckptfix.formats.torch_files import torch_write
 from tests.formats.files import opened, saved, write
 
 

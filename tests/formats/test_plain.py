@@ -17,7 +17,7 @@ import torch
 
 import ckptfix
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.plain import plain_root
+from ckptfix.formats.weights.plain import plain_root
 from tests.attacks.crafted import around, get, name, put, text, torch_zip
 from tests.formats.files import opened, saved
 

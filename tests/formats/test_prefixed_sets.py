@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfix
-from ckptfix.formats.prefixed_sets import copied_under, is_follower, keys_of_set, narrowed, sets_of, with_pick
+from ckptfix.formats.weights.prefixed_sets import copied_under, is_follower, keys_of_set, narrowed, sets_of, with_pick
 from ckptfix.live import open_state_dict
 
 NET = ("conv.weight", "bn.weight", "bn.bias", "fc.weight")

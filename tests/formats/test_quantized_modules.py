@@ -17,7 +17,7 @@ from torch.ao.nn import quantized
 import ckptfix
 from ckptfix.finding import Level
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.quantized_modules import quantized_version
+from ckptfix.formats.weights.quantized_modules import quantized_version
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same
 
@@ -179,13 +179,13 @@ def holder(name: str, **state: Any) -> Opaque:
     ids=["no object", "no tensors", "too short", "no numbers", "no convolution"],
 )
 def test_an_odd_state_gives_nothing(module):
-    from ckptfix.formats.modules import is_module, module_state_dict
+    from ckptfix.formats.weights.modules import is_module, module_state_dict
 
     assert not is_module(module) or list(module_state_dict(module, "f")) == []
 
 
 def test_a_scale_beyond_float32_is_infinite():
-    from ckptfix.formats.modules import module_state_dict
+    from ckptfix.formats.weights.modules import module_state_dict
     from ckptfix.tensors import build_tensor
 
     entries = module_state_dict(holder("QFunctional", scale=1e300, zero_point=-3), "f")

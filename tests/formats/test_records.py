@@ -16,12 +16,12 @@ from torch import nn
 from ckptfix import open_checkpoint
 from ckptfix.checkpoint import Storage
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.pickles import common_opcodes, records
 from ckptfix.formats.pickles.claims import TypedStorage
 from ckptfix.formats.pickles.inert import InertTable
 from ckptfix.formats.pickles.machine import PickleMachine
-from ckptfix.formats.torch_write import write_zip
+from ckptfix.formats.raw.bounds import Bounds
+from ckptfix.formats.torch_files.torch_write import write_zip
 
 KEPT = torch.arange(600.0)
 SHAPES = ((), (0,), (7,), (1, 3), (2, 300), (70000,), (2, 3, 4), (2, 1, 3, 5), (1, 2, 1, 2, 1, 2))

@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -24,12 +24,13 @@ from tests.checks import bytes_of
 KEYS = [f"layer.{index}.weight" for index in range(6)]
 TENSORS = {key: torch.randn(9, 11, generator=torch.Generator().manual_seed(index)) for index, key in enumerate(KEYS)}
 ARRAYS = {key: tensor.numpy() for key, tensor in TENSORS.items()}
-FORMS: dict[str, bytes] = {
-    **{f"numpy, protocol {protocol}": pickle.dumps(ARRAYS, protocol) for protocol in range(6)},
-    **{f"torch, protocol {protocol}": pickle.dumps(TENSORS, protocol) for protocol in range(6)},
-    "nested": pickle.dumps({"epoch": 3, "model": ARRAYS, "log": [0.5] * 20}, 4),
-    "OrderedDict": pickle.dumps(OrderedDict(ARRAYS), 2),
-}
+with patch.object(torch.UntypedStorage, "_cdata", 94714342941888, create=True):  # the address is a storage's name
+    FORMS: dict[str, bytes] = {
+        **{f"numpy, protocol {protocol}": pickle.dumps(ARRAYS, protocol) for protocol in range(6)},
+        **{f"torch, protocol {protocol}": pickle.dumps(TENSORS, protocol) for protocol in range(6)},
+        "nested": pickle.dumps({"epoch": 3, "model": ARRAYS, "log": [0.5] * 20}, 4),
+        "OrderedDict": pickle.dumps(OrderedDict(ARRAYS), 2),
+    }
 LARGE = {key: np.full((200, 100), index, "f4") for index, key in enumerate(KEYS)}  # beyond the frames of protocol 4
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import ckptfix
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
-from ckptfix.formats.copying import LARGE, PAGE
+from ckptfix.formats.raw.copying import LARGE, PAGE
 from tests.formats.files import opened, write
 from tests.formats.state_dicts import same
 from tests.formats.test_torch_write import places

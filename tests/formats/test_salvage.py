@@ -55,7 +55,7 @@ def _safetensors(state_dict: StateDict) -> bytes:
 
 
 def _own_zip(state_dict: StateDict) -> bytes:
-    from ckptfix.formats.torch_write import write_zip
+    from ckptfix.formats.torch_files.torch_write import write_zip
     from ckptfix.live import open_state_dict
 
     file = io.BytesIO()

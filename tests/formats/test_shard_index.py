@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.shard_index import ShardIndex, file_inside, is_index, parse_index
-from ckptfix.formats.sources import Content
 
 
 def content_of(data: bytes) -> Content:

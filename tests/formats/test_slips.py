@@ -15,8 +15,8 @@ from safetensors.torch import save
 import ckptfix
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Level
-from ckptfix.formats import slips
-from ckptfix.formats.sources import Content
+from ckptfix.formats.damage import slips
+from ckptfix.formats.raw.sources import Content
 from tests.checks import bytes_of
 
 

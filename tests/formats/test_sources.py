@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import sources
-from ckptfix.formats.files import OpenFile
-from ckptfix.formats.sources import BLOCK, FileBytes, stream
+from ckptfix.formats.raw import sources
+from ckptfix.formats.raw.files import OpenFile
+from ckptfix.formats.raw.sources import BLOCK, FileBytes, stream
 
 SIZE = 3 * BLOCK + 5
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.foreign.strangers import SIGNATURES, UNFINISHED, name_stranger
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
 from tests.formats.files import opened

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers import decoders, streams
 from ckptfix.formats.wrappers.streams import Stream
 

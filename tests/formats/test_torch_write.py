@@ -14,12 +14,12 @@ from torch.utils.serialization import config
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.formats import open_file
-from ckptfix.formats.copying import LARGE, PAGE, Copier
 from ckptfix.formats.output import write_to
-from ckptfix.formats.sources import FileBytes, located
-from ckptfix.formats.torch_write import write_zip
+from ckptfix.formats.raw.copying import LARGE, PAGE, Copier
+from ckptfix.formats.raw.sources import FileBytes, located
+from ckptfix.formats.torch_files.torch_write import write_zip
+from ckptfix.formats.torch_files.zip_writer import ALIGNMENT
 from ckptfix.formats.verification import verify
-from ckptfix.formats.zip_writer import ALIGNMENT
 from tests.formats.files import opened, saved, write
 from tests.formats.state_dicts import same
 

@@ -8,8 +8,8 @@ import torch
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats import open_file
-from ckptfix.formats.files import OpenFile
 from ckptfix.formats.pickles.torch_pickle import StoragePickle
+from ckptfix.formats.raw.files import OpenFile
 from tests.attacks.crafted import STORAGE, around, state_dict, torch_zip
 from tests.formats.files import opened, saved
 from tests.formats.state_dicts import same

@@ -94,9 +94,9 @@ def test_what_is_left_out_is_remarked() -> None:
 
 
 def read(data: bytes) -> Any:
-    from ckptfix.formats import torchscript
+    from ckptfix.formats.raw.sources import Content
     from ckptfix.formats.sniffing import is_torchscript_zip
-    from ckptfix.formats.sources import Content
+    from ckptfix.formats.torch_files import torchscript
 
     content = Content("model.pt", data)
     assert is_torchscript_zip(content)

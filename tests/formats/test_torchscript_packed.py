@@ -15,7 +15,7 @@ import ckptfix
 from ckptfix.errors import HostileError
 from ckptfix.finding import Level
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.torchscript_packed import DEPTH_LIMIT, python_class, unpacked
+from ckptfix.formats.torch_files.torchscript_packed import DEPTH_LIMIT, python_class, unpacked
 from tests.checks import bytes_of
 from tests.formats.state_dicts import same
 from tests.formats.test_quantized_modules import MODELS, dynamic, without_gradients

@@ -13,7 +13,7 @@ from safetensors.torch import save
 import ckptfix
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.foreign.transcoded import is_beyond_undoing, undo_base64, undo_encoding
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from tests.checks import assert_same
 from tests.formats.files import in_memory
 

@@ -81,9 +81,9 @@ def test_another_quantiser_is_found(tmp_path):
 
 @pytest.mark.parametrize("name", ["float32", "float64", "uint8", "bfloat16"])
 def test_tensors_of_many_blocks_are_compared_block_by_block(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.formats.sources.BLOCK", 64)
-    monkeypatch.setattr("ckptfix.formats.sources._BUFFERS", deque())
-    monkeypatch.setattr("ckptfix.formats.copying.BLOCK", 64)
+    monkeypatch.setattr("ckptfix.formats.raw.sources.BLOCK", 64)
+    monkeypatch.setattr("ckptfix.formats.raw.sources._BUFFERS", deque())
+    monkeypatch.setattr("ckptfix.formats.raw.copying.BLOCK", 64)
     tensor = (torch.arange(40 * 30) % 251).to(STRIDED[name]).reshape(40, 30)
     checkpoint = opened(saved({"t": tensor.t(), "part": tensor[:, 1::2], "plain": tensor}, tmp_path))
     for form in ("zip", "legacy", "safetensors"):

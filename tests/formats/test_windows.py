@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.windows import WindowBuffer, WindowContent
 
 DATA = b"before|inside|behind"

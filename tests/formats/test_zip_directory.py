@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_directory import checksums_left
 
 

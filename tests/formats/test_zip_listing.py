@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_listing import list_members
 from tests.checks import assert_same
 from tests.formats.test_wrapped import zipped

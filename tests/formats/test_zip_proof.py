@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_proof import Claim, Proof
 
 DATA = bytes(range(200))

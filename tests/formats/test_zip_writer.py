@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
-from ckptfix.formats import torch_write
-from ckptfix.formats.sources import BLOCK, MemoryBytes
-from ckptfix.formats.zip_writer import ALIGNMENT, ZipWriter
+from ckptfix.formats.raw.sources import BLOCK, MemoryBytes
+from ckptfix.formats.torch_files import torch_write
+from ckptfix.formats.torch_files.zip_writer import ALIGNMENT, ZipWriter
 from tests.formats.files import opened
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.finding import Applicability, Level, Tie
-from ckptfix.formats.sources import BLOCK
+from ckptfix.formats.raw.sources import BLOCK
 from ckptfix.rules.tie import tie
 from tests.rules.proposals import propose, repaired
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 import ckptfix
 from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import batches
-from ckptfix.formats.checksums import is_open, is_sound
-from ckptfix.formats.mapping import WORTH_MAPPING, map_file
-from ckptfix.formats.sources import located
+from ckptfix.formats.raw import batches
+from ckptfix.formats.raw.checksums import is_open, is_sound
+from ckptfix.formats.raw.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.raw.sources import located
 from ckptfix.values import Statistics, TensorStatistics, survey
 from ckptfix.values.kernel import kernel
 from ckptfix.values.statistics import tensor_statistics

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 
 _MOST_FIELDS = 50_000
 _TABLE_MAGIC = bytes.fromhex("57fb808b247547db")

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptfix.formats.foreign.frameworks import PYTORCH, TENSORFLOW, name_model
 from ckptfix.formats.foreign.pages import READ, as_text, name_text
 from ckptfix.formats.foreign.transcoded import is_beyond_undoing
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.wrapped import looks_like_checkpoint
 
 _RIGHT = "is it the right file?"

@@ -10,7 +10,7 @@ import binascii
 import codecs
 import re
 
-from ckptfix.formats.sources import BLOCK, Content
+from ckptfix.formats.raw.sources import BLOCK, Content
 from ckptfix.formats.wrappers.wrapped import looks_like_checkpoint
 
 _HEAD = 512

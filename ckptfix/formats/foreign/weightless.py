@@ -9,12 +9,12 @@ from typing import Any
 
 from ckptfix.checkpoint import TensorSpec
 from ckptfix.finding import counted
-from ckptfix.formats.bounds import shown
-from ckptfix.formats.document import Document
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.raw.bounds import shown
 from ckptfix.formats.shards.rank_shards import is_zero_state, rank_shard
-from ckptfix.formats.tree import tensors_in
+from ckptfix.formats.weights.document import Document
+from ckptfix.formats.weights.tree import tensors_in
 
 _SCHEDULER = {"last_epoch", "_step_count"}
 """What every ``LRScheduler.state_dict`` has."""

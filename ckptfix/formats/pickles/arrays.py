@@ -13,7 +13,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.formats.pickles.claims import checked, sizes
 from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.pickles.python2_text import raw_bytes
-from ckptfix.formats.sources import MemoryBytes
+from ckptfix.formats.raw.sources import MemoryBytes
 
 
 @dataclass(eq=False, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 from ckptfix.checkpoint import Storage, TensorSpec
 from ckptfix.dtypes import BY_STORAGE, DTYPES
 from ckptfix.errors import HostileError
-from ckptfix.formats.bounds import shown
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.raw.bounds import shown
 
 EXPANDED_LIMIT = 1 << 30
 """Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.

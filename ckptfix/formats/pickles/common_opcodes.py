@@ -13,9 +13,9 @@ from collections.abc import Callable
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.formats.bounds import SLOT
 from ckptfix.formats.pickles.objects import Global
 from ckptfix.formats.pickles.records import run_record
+from ckptfix.formats.raw.bounds import SLOT
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine

@@ -17,7 +17,6 @@ from typing import Any
 
 from ckptfix.checkpoint import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.formats.bounds import shown
 from ckptfix.formats.pickles import inert_values
 from ckptfix.formats.pickles.arrays import NumpyArray, narrowed
 from ckptfix.formats.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
@@ -25,8 +24,9 @@ from ckptfix.formats.pickles.executors import is_union
 from ckptfix.formats.pickles.graph_code import is_graph_code
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.pickles.python2_text import raw_bytes
+from ckptfix.formats.raw.bounds import shown
+from ckptfix.formats.raw.sources import MemoryBytes
 from ckptfix.formats.shards.rank_shards import local_part
-from ckptfix.formats.sources import MemoryBytes
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""

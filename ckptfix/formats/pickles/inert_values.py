@@ -9,8 +9,8 @@ from collections import OrderedDict
 from typing import Any, Protocol
 
 from ckptfix.errors import HostileError
-from ckptfix.formats.bounds import bounded_keys
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.raw.bounds import bounded_keys
 
 NAME_LIMIT = 1000
 """Characters of a dotted name that getattr builds."""

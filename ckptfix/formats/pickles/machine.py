@@ -7,7 +7,7 @@ table what inert value stands for the result (``inert``). What the table does no
 reads them.
 
 Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
-(``ckptfix.formats.bounds``).
+(``ckptfix.formats.raw.bounds``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sys import getsizeof
 from typing import Any
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.pickles.common_opcodes import LONGEST
 from ckptfix.formats.pickles.memo import Memo
 from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.pickles.opcodes import HANDLERS, STEPS, WEIGHTS_ONLY
 from ckptfix.formats.pickles.stream import Bytes, PickleStream
 from ckptfix.formats.pickles.unfinished import NoOpcodeError, PickleEndError
+from ckptfix.formats.raw.bounds import Bounds
 
 _STOP = ord(".")
 _REFUSED = [code for code, handler in enumerate(HANDLERS) if handler is not None and bytes([code]) not in WEIGHTS_ONLY]

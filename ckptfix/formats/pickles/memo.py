@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptfix.formats.bounds import SLOT
+from ckptfix.formats.raw.bounds import SLOT
 
 FAR = 120
 """Bytes of a place outside of the row."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats import torch_legacy, torch_zip
-from ckptfix.formats.bounds import Bounds
+from ckptfix.formats.raw.bounds import Bounds
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.sniffing import is_zip
-from ckptfix.formats.sources import Content
+from ckptfix.formats.torch_files import torch_legacy, torch_zip
 
 
 def read_nested(data: bytes, path: str, nesting: int, account: Bounds) -> tuple[Any, set[str]]:

@@ -14,7 +14,7 @@ from ckptfix.checkpoint import Quantizer, TensorSpec
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.plain import NATIVE, is_layout, is_native_global
+from ckptfix.formats.weights.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 

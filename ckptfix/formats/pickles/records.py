@@ -14,8 +14,8 @@ from itertools import compress
 from sys import getsizeof
 from typing import TYPE_CHECKING
 
-from ckptfix.formats.bounds import SLOT
 from ckptfix.formats.pickles.objects import Global
+from ckptfix.formats.raw.bounds import SLOT
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.bounds import Bounds
 from ckptfix.formats.pickles.arrays import arrays_in
 from ckptfix.formats.pickles.key_search import keys_behind
 from ckptfix.formats.pickles.machine import PickleMachine
@@ -23,7 +22,8 @@ from ckptfix.formats.pickles.memo import Memo
 from ckptfix.formats.pickles.stream import Bytes
 from ckptfix.formats.pickles.torch_pickle import StoragePickle
 from ckptfix.formats.pickles.unfinished import fold, is_whole
-from ckptfix.formats.tree import holds_tensors
+from ckptfix.formats.raw.bounds import Bounds
+from ckptfix.formats.weights.tree import holds_tensors
 
 TRIALS = 50
 """Keys at which it is tried to go on."""

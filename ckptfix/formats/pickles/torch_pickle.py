@@ -10,7 +10,6 @@ from typing import Any
 from ckptfix.checkpoint import Remark, Storage
 from ckptfix.dtypes import DTYPES
 from ckptfix.errors import HostileError
-from ckptfix.formats.bounds import STORAGE, Bounds, shown
 from ckptfix.formats.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.formats.pickles.inert import InertTable
 from ckptfix.formats.pickles.machine import PickleMachine
@@ -18,7 +17,8 @@ from ckptfix.formats.pickles.objects import Global, Opaque
 from ckptfix.formats.pickles.payload import name_calls
 from ckptfix.formats.pickles.stream import Bytes
 from ckptfix.formats.pickles.unfinished import has_misfits, is_suspicious
-from ckptfix.formats.sources import SwappedBytes
+from ckptfix.formats.raw.bounds import STORAGE, Bounds, shown
+from ckptfix.formats.raw.sources import SwappedBytes
 
 _TEXT_ID = re.compile(
     r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
@@ -129,7 +129,7 @@ class StoragePickle:
     def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
         # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
         # view.
-        from ckptfix.formats.sources import WindowBytes
+        from ckptfix.formats.raw.sources import WindowBytes
 
         view_key, offset, size = view
         if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.bounds import bounded_keys
 from ckptfix.formats.pickles.arrays import NumpyArray
 from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.formats.raw.bounds import bounded_keys
 
 if TYPE_CHECKING:
     from ckptfix.formats.pickles.machine import PickleMachine

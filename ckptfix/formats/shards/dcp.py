@@ -19,10 +19,10 @@ from typing import Any
 from ckptfix.checkpoint import PathPart, Remark, Storage, TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
-from ckptfix.formats import torch_zip
-from ckptfix.formats.bounds import Bounds
-from ckptfix.formats.document import Document
+from ckptfix.formats.damage.torn import TornBytes, is_torn
 from ckptfix.formats.pickles.payload import payload_remarks, refusing_payload
+from ckptfix.formats.raw.bounds import Bounds
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.chunks import Box, check_tiling, tensor_of_chunks
 from ckptfix.formats.shards.dcp_metadata import (
     Location,
@@ -34,8 +34,8 @@ from ckptfix.formats.shards.dcp_metadata import (
 )
 from ckptfix.formats.shards.shard_index import file_inside
 from ckptfix.formats.sniffing import is_zip
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import TornBytes, is_torn
+from ckptfix.formats.torch_files import torch_zip
+from ckptfix.formats.weights.document import Document
 from ckptfix.formats.wrappers.windows import WindowContent
 
 NAME = "dcp"

@@ -11,12 +11,12 @@ from typing import Any
 
 from ckptfix.checkpoint import PathPart, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.bounds import shown
 from ckptfix.formats.pickles.claims import dtype_name, sizes
 from ckptfix.formats.pickles.objects import Opaque
 from ckptfix.formats.pickles.torch_pickle import StoragePickle
+from ckptfix.formats.raw.bounds import shown
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.chunks import Box
-from ckptfix.formats.sources import Content
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import Any
 from ckptfix.checkpoint import Remark, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
-from ckptfix.formats import safetensors
-from ckptfix.formats.document import Document
+from ckptfix.formats.damage.torn import TornBytes, is_torn
 from ckptfix.formats.pickles.claims import sizes
+from ckptfix.formats.raw.sources import Content
+from ckptfix.formats.safetensors_files import safetensors
 from ckptfix.formats.shards.chunks import Box, check_tiling, tensor_of_chunks
 from ckptfix.formats.shards.shard_index import file_inside
 from ckptfix.formats.sniffing import is_safetensors
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import TornBytes, is_torn
+from ckptfix.formats.weights.document import Document
 
 NAME = "dcp-safetensors"
 NOTE = "DCP_SHARDING_INFO"

@@ -61,7 +61,7 @@ def is_same(one: Any, other: Any, path: str) -> bool:
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    from ckptfix.formats.safetensors_write import contiguous_blocks
+    from ckptfix.formats.safetensors_files.safetensors_write import contiguous_blocks
 
     return all(
         first == second

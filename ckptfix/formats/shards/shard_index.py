@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")

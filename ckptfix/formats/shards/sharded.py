@@ -18,9 +18,8 @@ from typing import Any
 from ckptfix.checkpoint import Checkpoint, Remark, TensorSpec, path_name
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.finding import counted
-from ckptfix.formats import safetensors
-from ckptfix.formats.containers import open_document
-from ckptfix.formats.document import Document
+from ckptfix.formats.raw.sources import Content
+from ckptfix.formats.safetensors_files import safetensors
 from ckptfix.formats.shards.shard_contents import is_same, odd_shard, remarks_of, surroundings
 from ckptfix.formats.shards.shard_index import (
     Numbering,
@@ -32,7 +31,8 @@ from ckptfix.formats.shards.shard_index import (
     parse_index,
 )
 from ckptfix.formats.sniffing import may_be_wrapped
-from ckptfix.formats.sources import Content
+from ckptfix.formats.weights.containers import open_document
+from ckptfix.formats.weights.document import Document
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

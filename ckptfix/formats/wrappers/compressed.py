@@ -13,8 +13,8 @@ from pathlib import PurePath
 from typing import Any
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import filled_end
+from ckptfix.formats.damage.torn import filled_end
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers import decoders
 from ckptfix.formats.wrappers.expanding import WrongBytes
 from ckptfix.formats.wrappers.streams import Stream

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.files import OpenFile
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.files import OpenFile
+from ckptfix.formats.raw.sources import Content
 from ckptfix.progress import tell_slower
 
 MEMORY_LIMIT = 8 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptfix.formats.sources import BLOCK, Content
+from ckptfix.formats.raw.sources import BLOCK, Content
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,200})?\r\n")
 _LINE, _HEADERS = 256, 1 << 16

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import FAULTS
 
 _FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 1 << 20

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptfix.errors import HostileError
-from ckptfix.formats.sources import BLOCK, Content
+from ckptfix.formats.raw.sources import BLOCK, Content
 from ckptfix.formats.wrappers.expanding import Blocks
 
 RECORD = 512

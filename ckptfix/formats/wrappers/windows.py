@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptfix.checkpoint import ByteSource
-from ckptfix.formats.buffers import Buffer, RangeBuffer
-from ckptfix.formats.sources import Content, WindowBytes
+from ckptfix.formats.raw.buffers import Buffer, RangeBuffer
+from ckptfix.formats.raw.sources import Content, WindowBytes
 
 
 class WindowBuffer(RangeBuffer):

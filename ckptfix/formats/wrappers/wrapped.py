@@ -13,8 +13,8 @@ from pathlib import PurePath
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.formats.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
 from ckptfix.formats.foreign.bundles import OF_TORCH, is_part, name_bundle
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.sniffing import is_torch_tar
-from ckptfix.formats.sources import Content
 from ckptfix.formats.wrappers import compressed, http_chunks, tar_members, zip_members
 from ckptfix.formats.wrappers.expanding import Blocks, expand
 

@@ -9,7 +9,7 @@ import struct
 from weakref import WeakKeyDictionary
 
 from ckptfix.errors import HostileError
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_headers import plain_name
 
 END = struct.Struct("<4s4H2LH")

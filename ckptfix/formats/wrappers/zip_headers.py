@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 
 _HEADER = struct.Struct("<4s5H3I2H")
 _USUAL = 128

@@ -8,8 +8,8 @@ import io
 import struct
 import zipfile
 
-from ckptfix.formats.buffers import RangeBuffer
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.buffers import RangeBuffer
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_directory import END, bounded_directory, checksums_left, has_end
 from ckptfix.formats.wrappers.zip_headers import plain_name
 from ckptfix.formats.wrappers.zip_settling import Listing, Settling

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import filled_end
+from ckptfix.formats.damage.torn import filled_end
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.formats.wrappers.expanding import Blocks, WrongBytes
 from ckptfix.formats.wrappers.streams import Stream

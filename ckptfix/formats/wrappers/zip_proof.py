@@ -6,7 +6,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import zip_decoder
 from ckptfix.formats.wrappers.streams import Stream
 

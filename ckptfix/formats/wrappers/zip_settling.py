@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_headers import DESCRIPTORS, Header, descriptors, header_name, read_header
 from ckptfix.formats.wrappers.zip_proof import Claim, Proof
 from ckptfix.formats.wrappers.zip_walk import FoundMembers, walk

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any
 
-from ckptfix.formats.sources import Content
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import METHODS
 from ckptfix.formats.wrappers.zip_directory import END, END64, LOCATOR, member_names
 

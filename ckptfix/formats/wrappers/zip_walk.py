@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from ckptfix.checkpoint import ByteSource
 from ckptfix.errors import HostileError
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torn import TornBytes, filled_end, zero_tail
+from ckptfix.formats.damage.torn import TornBytes, filled_end, zero_tail
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_directory import member_limit
 from ckptfix.formats.wrappers.zip_headers import plain_name
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.formats.modules import is_module, module_parts
 from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.weights.modules import is_module, module_parts
 from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Place
 

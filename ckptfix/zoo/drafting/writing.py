@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ckptfix.finding import counted
-from ckptfix.formats.candidates import AVERAGED
+from ckptfix.formats.weights.candidates import AVERAGED
 from ckptfix.report.figures import elements
 from ckptfix.report.folding import folded_lines
 from ckptfix.shell import no_option, typed

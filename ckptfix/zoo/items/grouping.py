@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptfix.errors import UnreadableError
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.shard_index import INDEX_LIMIT, Numbering, parse_index
-from ckptfix.formats.sources import Content
 from ckptfix.zoo.items.sniffing import HEAD
 from ckptfix.zoo.places import Entry, Place
 

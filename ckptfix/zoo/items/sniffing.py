@@ -11,9 +11,9 @@ from enum import Enum
 from functools import partial
 from pathlib import PurePosixPath
 
+from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.shard_index import WEIGHT_MAP
-from ckptfix.formats.sources import Content
-from ckptfix.formats.torch_legacy import MAGIC
+from ckptfix.formats.torch_files.torch_legacy import MAGIC
 from ckptfix.formats.wrappers import compressed, decoders, tar_members
 from ckptfix.formats.wrappers.wrapped import looks_like_checkpoint
 

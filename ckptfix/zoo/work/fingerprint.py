@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.sources import stream
+from ckptfix.formats.raw.sources import stream
 from ckptfix.values.walk import Walk
 
 

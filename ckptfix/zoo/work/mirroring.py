@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.copying import CHUNK, background
+from ckptfix.formats.raw.copying import CHUNK, background
 from ckptfix.progress import Task
 from ckptfix.zoo.books.manifest import free_name
 from ckptfix.zoo.books.record import Outcome

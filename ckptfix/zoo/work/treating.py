@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.delivery import SUFFIXES, refusal
-from ckptfix.formats.copying import background, without_threads
 from ckptfix.formats.output import output_format
+from ckptfix.formats.raw.copying import background, without_threads
 from ckptfix.repairing import Repair, repair
 from ckptfix.report import Report
 from ckptfix.report.weights import weights_to_json

@@ -1,0 +1,1 @@
+"""Raw bytes: where they lie in a file, and how they are read, mapped, proved and copied."""

@@ -1,0 +1,60 @@
+"""The compiled library, where it was built and the processor is able to run it: see ``kernel.c`` in ``values/``.
+
+The library knows nothing of Python, so one build serves every version. Calls run without Python's lock, side by side. A
+file that is mapped may be handed to it: where the file shrinks meanwhile, the call ends with ``MemoryGone`` instead of
+the process with a signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+LIBRARY = Path(__file__).parents[2] / "values" / "_kernel.so"
+
+INTERFACE = 4
+"""As in ``kernel.c``. A library of another interface was built from other sources, and is not used."""
+
+
+class MemoryGone(Exception):
+    """The mapped file has become shorter, or cannot be read."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None where none was built, or none that this machine can run."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # there is none, or it was built for another machine
+        return None
+    if found.ckptfix_interface() != INTERFACE or not found.ckptfix_guard():
+        return None
+    found.ckptfix_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    found.ckptfix_crc32.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint32))
+    return found
+
+
+@cache
+def can_sum() -> bool:
+    """Whether it can work out checksums here: an older processor lacks the instruction, and other ways are as fast."""
+    found = library()
+    return found is not None and bool(found.ckptfix_is_summing())
+
+
+def crc32_of_mapped(block: memoryview, crc: int = 0) -> int:
+    """The CRC-32 of zip, gone on with over a mapped range of a file, where ``can_sum()`` holds."""
+    found, result = library(), ctypes.c_uint32(crc)
+    assert found is not None, "there is no library"
+    if found.ckptfix_crc32((ctypes.c_char * block.nbytes).from_buffer(block), block.nbytes, result):
+        raise MemoryGone
+    return result.value
+
+
+def copy(goal: int, source: int, nbytes: int) -> None:
+    """Copy bytes from one address to another, past the processor's caches, where ``library()`` is there. They share
+    none. Raises ``MemoryGone`` with a part of them copied."""
+    found = library()
+    assert found is not None, "there is no library"
+    if found.ckptfix_copy(goal, source, nbytes):
+        raise MemoryGone
