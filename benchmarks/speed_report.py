@@ -38,9 +38,9 @@ the libraries themselves (`benchmarks/peers.py`); they compare nothing but where
 - The value scan: two threads read through a mapping. Where the cache has the file in small pages, their faults cost
   more than the look itself.
 - `ckptfix.load` proves checksums and looks at the values before the model changes; torch does neither. With `assign`
-  torch reads no byte at all. Of 400 tensors, what is Python takes 60 ms, and torch's own 33.
+  torch reads no byte at all. Of 400 tensors, what is Python takes 50 ms, and torch's own 33.
 - A zoo: `cp -r` moves bytes; `migrate` also takes the sha256 of source and output, looks at the values, and reads its
-  copy back. Of 100 ms of a core for each file of 20 MB, the digests are 27, the kernel's part 30, Python's 40; `cp`
+  copy back. Of 95 ms of a core for each file of 20 MB, the digests are 27, the kernel's part 30, Python's 35; `cp`
   takes 20. Without any Python, two cores would be at 1.25.
 - A million files on a hundred nodes, on paper: [scale.md](scale.md).
 
