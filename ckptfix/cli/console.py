@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from ckptfix.cli.choices import choose
-from ckptfix.cli.meter import Meter
+from ckptfix.cli.meter import SELDOM, Meter
 from ckptfix.config import load_configuration
 from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
 from ckptfix.progress import watched_by
@@ -112,8 +112,10 @@ class Console:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show how far the work is that is done meanwhile, and with ``-v`` say afterwards what took a slower way."""
-        meter = Meter(self.progress)
+        """Show how far the work is that is done meanwhile, and with ``-v`` say afterwards what took a slower way.
+
+        Where there is no terminal, a line tells it every ten seconds."""
+        meter = Meter(self.progress) if sys.stderr.isatty() else Meter(self.note, SELDOM)
         with watched_by(meter):
             yield
         if self.verbose:

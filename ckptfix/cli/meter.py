@@ -1,4 +1,4 @@
-"""How far the work is, on one line of the terminal, and what took a slower way, for ``-v``."""
+"""How far the work is, on one line of a terminal or now and then in a file, and what took a slower way, for ``-v``."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ if TYPE_CHECKING:
 QUIET = 2.0
 """Seconds of work before anything is shown: most of it is done by then."""
 
-_EVERY = 0.2
+LIVE, SELDOM = 0.2, 10.0
+"""Seconds from one text to the next: on a terminal, where it takes the place of the last one, and in a file."""
+
 _TELLING = 1.0
 """Seconds of a task after which its rate says how long the rest takes."""
 
 
 @dataclass
 class Meter:
-    """Watches the work on one file. ``show`` takes the text of the line; ``clock`` counts seconds."""
+    """Watches the work on one file. ``show`` takes a text ``every`` so many seconds; ``clock`` counts them."""
 
     show: Callable[[str], None]
+    every: float = LIVE
     clock: Callable[[], float] = time.monotonic
     slower: Counter[str] = field(default_factory=Counter)
     _shown: float = 0.0
     _began: dict[int, tuple[Task, float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._shown = self.clock() + QUIET - _EVERY
+        self._shown = self.clock() + max(QUIET, self.every) - self.every
 
     def advanced(self, task: Task) -> None:
-        """Show the task anew, five times a second."""
+        """Show the task anew, if it is time to."""
         now = self.clock()
         # The task is kept beside its start, or its id could become that of another one.
         _, began, before = self._began.setdefault(id(task), (task, now, task.done))
-        if now - self._shown < _EVERY:
+        if now - self._shown < self.every:
             return
         self._shown = now
         text = f"{task.name}: {bytes_text(task.done)} of {bytes_text(task.total)}"

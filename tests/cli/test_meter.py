@@ -1,14 +1,14 @@
 import pytest
 
-from ckptfix.cli.meter import Meter, bytes_text, time_text
+from ckptfix.cli.meter import LIVE, SELDOM, Meter, bytes_text, time_text
 from ckptfix.progress import Task, tell_slower, watched_by
 
 
-def watch(seconds):
+def watch(seconds, every=LIVE):
     """What is shown of a gigabyte that takes so many seconds, a hundredth after another."""
     now, shown = 0.0, list[str]()
     task = Task("writing a.pth", 10**9)
-    with watched_by(Meter(shown.append, lambda: now)):
+    with watched_by(Meter(shown.append, every, lambda: now)):
         for _ in range(100):
             now += seconds / 100
             task.advance(10**7)
@@ -27,9 +27,16 @@ def test_longer_work_shows_bytes_rate_and_time_left():
     assert 20 < len(shown) <= 41
 
 
+def test_a_file_gets_a_line_every_ten_seconds():
+    assert watch(9.9, SELDOM) == []
+    shown = watch(40.0, SELDOM)
+    assert 3 <= len(shown) <= 4
+    assert all(text.startswith("writing a.pth: ") and ", 25.0 MB/s, " in text for text in shown)
+
+
 def test_the_first_bytes_of_a_task_foretell_nothing():
     now, shown = 0.0, list[str]()
-    with watched_by(Meter(shown.append, lambda: now)):
+    with watched_by(Meter(shown.append, clock=lambda: now)):
         now = 10.0
         task = Task("writing a.pth", 10**9)
         task.advance(10**6)
