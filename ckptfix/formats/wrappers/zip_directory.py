@@ -18,7 +18,9 @@ END = struct.Struct("<4s4H2LH")
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 """The two records that zip64 has in front of it."""
 
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+ENTRY = struct.Struct("<4s6H3L5H2L")
+"""An entry of the directory; its name, an extra field and a comment follow."""
+
 _TAIL = 65535 + END.size + LOCATOR.size
 """The end record has a comment of at most 65535 bytes behind it."""
 
@@ -87,12 +89,12 @@ def bounded_directory(content: Content, start: int, stop: int) -> bytes:
 
 def _entries(directory: bytes) -> list[str]:
     names, position = [], 0
-    while position + _ENTRY.size <= len(directory):
-        signature, *fields = _ENTRY.unpack_from(directory, position)
+    while position + ENTRY.size <= len(directory):
+        signature, *fields = ENTRY.unpack_from(directory, position)
         if signature != b"PK\x01\x02":
             return []
         name, extra, comment = fields[9:12]
-        position += _ENTRY.size
+        position += ENTRY.size
         names.append(plain_name(directory[position : position + name].decode("latin-1")))
         position += name + extra + comment
     return names if position == len(directory) else []
@@ -104,7 +106,7 @@ def has_end(content: Content) -> bool:
     if len(tail) < END.size:
         return False
     *_, size, offset, _ = END.unpack(tail)
-    is_told = size >= _ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
+    is_told = size >= ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
     return tail[:4] == b"PK\x05\x06" or is_told
 
 
@@ -114,9 +116,9 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
     at = content.buffer.find(b"PK\x01\x02", start)
     directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
     at = 0
-    while 0 <= at <= len(directory) - _ENTRY.size:
-        _, *fields = _ENTRY.unpack_from(directory, at)
-        start, stop = at + _ENTRY.size, at + _ENTRY.size + fields[9]
+    while 0 <= at <= len(directory) - ENTRY.size:
+        _, *fields = ENTRY.unpack_from(directory, at)
+        start, stop = at + ENTRY.size, at + ENTRY.size + fields[9]
         at = directory.find(b"PK\x01\x02", at + 4)
         if at >= 0 and stop > at:
             continue  # a name has no entry inside

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from ckptfix.formats.raw.sources import Content
 
-_HEADER = struct.Struct("<4s5H3I2H")
+HEADER = struct.Struct("<4s5H3I2H")
+"""What stands in front of each member; its name and an extra field follow."""
+
 _USUAL = 128
 """Bytes of a header that are looked at in one go: few names are longer."""
 
@@ -35,12 +37,12 @@ class Header(NamedTuple):
 def read_header(content: Content, place: int) -> Header | None:
     """The header at a place; None where the archive ends before it does."""
     raw = bytes(content.buffer[place : place + _USUAL]) if place >= 0 else b""
-    if len(raw) < _HEADER.size:
+    if len(raw) < HEADER.size:
         return None
-    signature, _, flags, method, _, _, crc, packed, size, length, extra = _HEADER.unpack_from(raw)
-    behind = place + _HEADER.size
-    stop = _HEADER.size + length
-    name = raw[_HEADER.size : stop] if stop <= len(raw) else bytes(content.buffer[behind : behind + length])
+    signature, _, flags, method, _, _, crc, packed, size, length, extra = HEADER.unpack_from(raw)
+    behind = place + HEADER.size
+    stop = HEADER.size + length
+    name = raw[HEADER.size : stop] if stop <= len(raw) else bytes(content.buffer[behind : behind + length])
     return Header(signature == b"PK\x03\x04", flags, method, crc, packed, size, name, behind + length + extra)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import METHODS
-from ckptfix.formats.wrappers.zip_directory import END, END64, LOCATOR, member_names
+from ckptfix.formats.wrappers.zip_directory import END, END64, ENTRY, LOCATOR, member_names
+from ckptfix.formats.wrappers.zip_headers import HEADER
 
-_ENTRY, _HEADER = 46, 30
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
 _UNUSUAL = _LOCKED | _PATCHED | _MASKED
@@ -31,7 +31,7 @@ def refusal(content: Content, end: Sequence[Any], infos: Sequence[zipfile.ZipInf
     if here != count or count != len(infos):
         wrong = here if here != len(infos) else count
         return f"a zip directory that counts {wrong} members and lists {len(infos)}"
-    if size < count * _ENTRY or place + size > len(content):
+    if size < count * ENTRY.size or place + size > len(content):
         return f"a zip directory that is said to take {size} bytes from byte {place} on"
     if infos and not member_names(content):
         return "a zip directory whose entries do not end where it ends"
@@ -64,7 +64,7 @@ def _is_plain(content: Content, info: zipfile.ZipInfo) -> bool:
     return (
         not (info.compress_type or info.volume or info.flag_bits & _UNUSUAL or info.external_attr & _FOLDER)
         and packed == info.file_size
-        and info.header_offset + _HEADER + packed <= content.size
+        and info.header_offset + HEADER.size + packed <= content.size
         and "\\" not in info.orig_filename
     )
 
@@ -82,7 +82,7 @@ def _what_is_wrong(content: Content, disk: int, info: zipfile.ZipInfo) -> str:
         return f"on disk {info.volume}"
     if info.flag_bits & _MASKED:
         return "with a masked header"
-    if info.header_offset + _HEADER + packed > len(content):
+    if info.header_offset + HEADER.size + packed > len(content):
         return "that is said to end behind the file"
     if info.filename.endswith("/"):
         return ""

@@ -16,9 +16,8 @@ from ckptfix.errors import HostileError
 from ckptfix.formats.damage.torn import TornBytes, filled_end, zero_tail
 from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_directory import member_limit
-from ckptfix.formats.wrappers.zip_headers import plain_name
+from ckptfix.formats.wrappers.zip_headers import HEADER, plain_name
 
-_HEADER = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = b"PK\x07\x08"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
@@ -114,7 +113,7 @@ def _data_start(content: Content, header: int) -> int:
     if len(fields) < 4:
         return len(content) + 1
     name, extra = struct.unpack("<2H", fields)
-    return int(header + _HEADER.size + name + extra)
+    return int(header + HEADER.size + name + extra)
 
 
 def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int, int, int]]:
@@ -131,10 +130,10 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
 
 
 def _member(content: Content, header: int, start: int) -> zipfile.ZipInfo:
-    _, _, flags, method, _, _, crc, packed, size, name_length, _ = _HEADER.unpack(
-        content.buffer[header : header + _HEADER.size]
+    _, _, flags, method, _, _, crc, packed, size, name_length, _ = HEADER.unpack(
+        content.buffer[header : header + HEADER.size]
     )
-    names = header + _HEADER.size
+    names = header + HEADER.size
     info = zipfile.ZipInfo(bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace"))
     info.filename = plain_name(info.filename)
     extra = bytes(content.buffer[names + name_length : start])
