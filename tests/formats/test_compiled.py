@@ -14,7 +14,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ckptfix.formats.raw.compiled import MemoryGone, can_sum, copy, crc32_of_mapped, library
+from ckptfix.formats.raw.compiled import (
+    MemoryGone,
+    can_hash,
+    can_sum,
+    copy,
+    crc32_of_mapped,
+    library,
+    sha256_of_two_mapped,
+)
 
 pytestmark = pytest.mark.skipif(not can_sum(), reason="no library was built for this machine, or it cannot do this")
 
@@ -55,6 +63,14 @@ def test_a_file_that_shrinks_ends_the_call_alone(file):
     with pytest.raises(MemoryGone):
         crc32_of_mapped(block)
     assert crc32_of_mapped(block[:5000]) == zlib.crc32(block[:5000])
+
+
+@pytest.mark.skipif(not can_hash(), reason="the processor has no instructions for it")
+def test_a_file_that_shrinks_while_it_is_hashed_ends_the_call_alone(file):
+    block, other = mapped(file), mapped(file)
+    os.truncate(file, 5000)
+    with pytest.raises(MemoryGone):
+        sha256_of_two_mapped(block.obj, other.obj)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 200, 100_003])

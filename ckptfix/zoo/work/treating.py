@@ -1,4 +1,4 @@
-"""A checkpoint gets its treatment: it is repaired or copied, and every digest is taken meanwhile."""
+"""A checkpoint gets its treatment: it is repaired or copied, and every digest is taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.delivery import SUFFIXES, refusal
 from ckptfix.formats.output import output_format
-from ckptfix.formats.raw.copying import background, without_threads
+from ckptfix.formats.raw.copying import without_threads
 from ckptfix.repairing import Repair, repair
 from ckptfix.report import Report
 from ckptfix.report.weights import weights_to_json
@@ -21,7 +21,7 @@ from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.items.renames import name_with_hash, wrong_hash
 from ckptfix.zoo.work.deciding import command_for, fault_of_the_machine
 from ckptfix.zoo.work.fingerprint import fingerprints
-from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files
+from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files, sha256_of_two
 from ckptfix.zoo.work.job import Done, Job
 from ckptfix.zoo.work.mirroring import GROUPED, copied, digest_of, facts_of, refuse_taken
 from ckptfix.zoo.work.staging import Staged
@@ -36,8 +36,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     """Repair a checkpoint below the scratch folder, or copy it there where there is nothing to repair."""
     goal = job.written_name
     draft = _draft(job, goal, workplace)
-    with _threads(job), background() as pool:
-        digest = pool.submit(digest_of, job, path)
+    with _threads(job):
         done = repair(
             str(path),
             output=draft,
@@ -46,7 +45,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             dry_run=job.dry_run,
             **job.treatment.arguments,
         )
-        sha256 = digest.result()
+    sha256, written_sha256 = _digests(job, path, draft)
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
     is_rewritten = _is_rewritten(job, done, draft)
     staged: tuple[Staged, ...] = ()
@@ -57,7 +56,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
         if job.dry_run:
             facts = {"output": goal}
         elif is_rewritten:
-            staged, facts = _rewritten(job, draft, goal, sha256)
+            staged, facts = _rewritten(job, draft, goal, sha256, written_sha256)
         else:
             staged, facts = copied(job, path, goal, workplace), facts_of(job, sha256, goal)
     outcome = Outcome.DECISION if report.exit_code else Outcome.REPAIRED if is_rewritten else Outcome.FINE
@@ -116,11 +115,21 @@ def _is_rewritten(job: Job, done: Repair, draft: Path) -> bool:
     return bool(done.plan) or is_converted or bool(done.checkpoint.member or done.checkpoint.damage)
 
 
-def _rewritten(job: Job, draft: Path, goal: str, source_sha256: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """What ``repair`` wrote, to be put in place, and its fields of the record."""
+def _digests(job: Job, path: Path, draft: Path) -> tuple[str, str]:
+    """The sha256 of the source and, where it is one file, of what was written from it; else an empty text."""
+    if _in_shards(job) or not draft.is_file():
+        return digest_of(job, path), ""
+    if job.item.parts:
+        return digest_of(job, path), sha256_of_file(draft)
+    return sha256_of_two(path, draft)
+
+
+def _rewritten(
+    job: Job, draft: Path, goal: str, source_sha256: str, sha256: str
+) -> tuple[tuple[Staged, ...], dict[str, Any]]:
+    """What ``repair`` wrote, to be put in place, and its fields of the record. ``sha256`` is that of a single file."""
     is_flushed = not _waits(job)
     if not _in_shards(job):
-        sha256 = sha256_of_file(draft)
         goal = name_with_hash(goal, sha256, source_sha256)
         facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": sha256}
         return (Staged(str(draft), goal, is_flushed),), facts
