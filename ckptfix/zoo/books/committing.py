@@ -26,11 +26,14 @@ from ckptfix.zoo.books.journal import Journal
 from ckptfix.zoo.books.record import Outcome, Record
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.work.job import Done
-from ckptfix.zoo.work.staging import flush, put_in_place
+from ckptfix.zoo.work.staging import flush, forget, put_in_place
 from ckptfix.zoo.work.workplace import Workplace
 
 _MOST = 512
 """Jobs that may wait to be written down; then the driver waits too."""
+
+_LARGE = 1 << 20
+"""Bytes of an output whose pages are worth a call."""
 
 
 class Committer:
@@ -108,6 +111,10 @@ class Committer:
         new = [done for done in group if not done.is_known]
         if self._root is not None and any(done.staged for done in new):
             self._flush([Path(each.path) for done in new for each in done.staged if not each.is_flushed])
+            for done in new:
+                if (done.record.output_size or 0) >= _LARGE:
+                    for each in done.staged:
+                        forget(Path(each.path))
             new = [self._placed(done, self._root) for done in new]
             self._flush(list({(self._root / each.name).parent for done in new for each in done.staged}))
         for done in new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,15 @@ def flush(path: Path) -> None:
     """Wait until a file or a folder is on the disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
+
+
+def forget(path: Path) -> None:
+    """Let go of the pages of a file that is on the disk: nobody reads a zoo again at once, and it would push out of
+    memory what others need. The next file takes these pages, at a third of what it costs to get new ones.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), _opened(path) as descriptor:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
