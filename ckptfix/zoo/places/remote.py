@@ -35,7 +35,16 @@ SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max
 way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which else
 gets a request for every 5 MB, and counts them."""
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}
+EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "hf": "hf",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
 """The extra of ckptfix that brings the package of a scheme."""
 
 STAMPS = (

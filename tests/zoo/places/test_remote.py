@@ -346,15 +346,16 @@ def test_what_is_not_whole_in_memory_has_no_name(memory: str, file: Path, monkey
     [
         ("gs://bucket/zoo", r"the package for gs:// is not installed; install it with pip install 'ckptfix\[gcs\]'"),
         ("hf://org/model", r"the package for hf:// is not installed; install it with pip install 'ckptfix\[hf\]'"),
+        ("az://box/zoo", r"the package for az:// is not installed; install it with pip install 'ckptfix\[azure\]'"),
         ("nonsense://zoo", "nonsense"),
     ],
 )
 def test_what_is_missing_is_named(url: str, message: str, monkeypatch: pytest.MonkeyPatch):
     from fsspec.registry import _registry
 
-    for package in ("gcsfs", "huggingface_hub"):
+    for package in ("gcsfs", "huggingface_hub", "adlfs"):
         monkeypatch.setitem(sys.modules, package, None)
-    for scheme in ("gs", "gcs", "hf"):
+    for scheme in ("gs", "gcs", "hf", "az"):
         monkeypatch.delitem(_registry, scheme, raising=False)
     with pytest.raises(UsageError, match=message):
         open_place(url)
