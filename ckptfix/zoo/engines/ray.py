@@ -256,9 +256,13 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
     place = Path(tempfile.gettempdir(), scratch)  # which is the second alone where that is absolute
     shutil.rmtree(place / str(job.number), ignore_errors=True)  # of an attempt that was killed here
     try:
-        return perform(job, place)
+        done = perform(job, place)
     except CkptfixError as error:
         return failed(job, str(error))
+    if done.is_exhausted and job.attempt < _CRASHES:
+        # Ray would give this process the next job. The driver takes it for crashed, and tries again beside no other.
+        os._exit(1)
+    return done
 
 
 def sweep_node(run: str) -> None:

@@ -50,6 +50,11 @@ def stopping():
 
 def dying():
     os._exit(3)
+
+def exhausted():
+    with open(os.environ["PROCESSES"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    raise MemoryError
 """
 
 
@@ -288,13 +293,13 @@ def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
     assert "and the driver 0.0.0" in str(done.record.error)
 
 
-def test_the_command_line_and_a_file_that_takes_its_worker_with_it_every_time(zoo, tmp_path):
+def test_the_command_line_and_files_that_take_their_worker_with_them(zoo, tmp_path):
     """A cluster of its own, which ends with the run."""
-    table_of(tmp_path, fine="dying")
+    table_of(tmp_path, fine="dying", misfit="exhausted")
     done = subprocess.run(
         [sys.executable, "-m", "ckptfix", "migrate", "old", "new", "--engine", "ray", "--jobs", "1"],
         cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1"},
+        env={**os.environ, "NO_COLOR": "1", "PROCESSES": str(tmp_path / "processes")},
         capture_output=True,
         text=True,
         timeout=300,
@@ -307,6 +312,9 @@ def test_the_command_line_and_a_file_that_takes_its_worker_with_it_every_time(zo
     assert told.keys() == {path.relative_to(zoo).as_posix() for path in zoo.rglob("*.*")}
     assert told["fine.pth"]["outcome"] == "failed"
     assert "the process that worked on it was killed, or crashed" in told["fine.pth"]["error"]
+    assert (told["misfit.pth"]["outcome"], told["misfit.pth"]["attempts"]) == ("failed", 2)
+    assert "MemoryError" in told["misfit.pth"]["error"]
+    assert len(set((tmp_path / "processes").read_text().split())) == 2  # the first did nothing more
     assert told["deep/wrapped.pth"]["outcome"] == "repaired"
     assert (tmp_path / "new" / WEIGHTS).exists()
     assert not (tmp_path / "new" / ".ckptfix-tmp").exists()
