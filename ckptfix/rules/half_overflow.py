@@ -4,7 +4,8 @@
 With `--dtype`, and before anything is cast: tensors with values that become infinite in that dtype (in float8_e4m3fn
 NaN, or the largest number), an error; and tensors of which half of the values or more become zero, a warning. All
 other floats are cast, and the note on them counts the values that become zero. A cast to 8 bits takes weight matrices
-alone: vectors, norms and statistics need more. Quantised, complex and sparse tensors are left as they are.
+alone: vectors, norms and statistics need more. Quantised, complex and sparse tensors are left as they are, and so are
+counters of batches.
 
 ## Why it matters
 float16 ends at 65504 and at 3e-8, float8_e4m3fn at 448 and 1e-3. One infinite weight makes every output NaN, and a
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.dtypes import DTYPES
 from ckptfix.finding import Applicability, Cast, Context, Finding, Fix, Level, Rule, counted, rule
 from ckptfix.values import TensorStatistics
@@ -56,7 +58,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     figures = {key: context.statistics[key] for key in _castable(context, context.statistics, dtype)}
     overflowing = {key: count for key in figures if (count := _overflowing(figures[key], dtype))}
-    vanishing = [key for key in figures if key not in overflowing and _vanishes(figures[key])]
+    vanishing = {key: figures[key] for key in figures if key not in overflowing and _vanishes(figures[key])}
     values = sum(overflowing.values())
     if overflowing:
         yield rule.finding(
@@ -78,8 +80,8 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(vanishing),
             evidence={
                 "tensors": {
-                    key: {"become_zero": figures[key].vanishing, "numel": figures[key].numel, "rms": figures[key].rms}
-                    for key in vanishing
+                    key: {"become_zero": found.vanishing, "numel": found.numel, "rms": found.rms}
+                    for key, found in vanishing.items()
                 },
                 "threshold": MOST,
             },
@@ -109,7 +111,8 @@ def _castable(context: Context, statistics: Statistics, dtype: str) -> Iterator[
         spec = context.checkpoint.specs[key]
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
-        if is_plain and is_other and (not is_small or is_matrix(key, spec, context.target)):
+        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # a counter is BUF103's, whose dtype stands
+        if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
             yield key
 
 

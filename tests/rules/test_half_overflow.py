@@ -24,6 +24,7 @@ WEIGHT = {"a.weight": torch.full((8, 8), 0.1), "a.bias": torch.full((8,), 0.5)}
         pytest.param({"w": torch.ones(3).to_sparse()}, "float16", id="sparse"),
         pytest.param({"a.bias": torch.ones(64)}, "float8_e4m3fn", id="vectors-stay-above-8-bits"),
         pytest.param({"w": torch.zeros(0, 3)}, "float16", id="empty"),
+        pytest.param({"bn.num_batches_tracked": torch.tensor(5.0)}, "float16", id="a-counter-is-no-weight"),
     ],
 )
 def test_noop(state, dtype):
@@ -106,3 +107,15 @@ def test_a_model_of_another_dtype_does_not_cast_back():
 def test_what_has_no_meaning_is_refused(settings):
     with pytest.raises(UsageError, match="--dtype"):
         ckptfix.repair_state_dict(WEIGHT, **settings)
+
+
+def test_a_counter_has_the_dtype_of_the_target_and_no_other(tmp_path):
+    state = {"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)}
+    state["bn.num_batches_tracked"] = torch.tensor(5.0)
+    torch.save(state, tmp_path / "like.pth")
+    repaired, _ = ckptfix.repair_state_dict(state, like=tmp_path / "like.pth", dtype="float16")
+    assert {key: value.dtype for key, value in repaired.items()} == {
+        "bn.running_mean": torch.float16,
+        "bn.running_var": torch.float16,
+        "bn.num_batches_tracked": torch.float32,
+    }
