@@ -102,7 +102,7 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
         yield "written: nothing; the same command without --dry-run writes it"
     else:
         yield f"written: {bytes_text(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
-    if new and (found := find_duplicates(migration.weights())).repeated:
+    if new and (found := find_duplicates(migration.weights(), families=False)).repeated:
         saved = f"{_saved(found)} would be saved by keeping each once"
         yield f"in common: {found.repeated} of {found.tensors} tensors are copies of others; {saved}"
     yield from _attention(migration, limit)

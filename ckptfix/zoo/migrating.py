@@ -7,15 +7,15 @@
     commit    committing   outputs are flushed, renamed, and only then written down in the manifest
     close     workspace    the manifest in order, renames.json, nothing temporary left
 
-The driver reads no checkpoint, and keeps of each file what the listing says and no more. Whatever kills it, the same
-command goes on where the manifest ends, and comes to the same tree.
+The driver reads no checkpoint. What it keeps of each file is in an index (``index``) and not in memory. Whatever kills
+it, the same command goes on where the manifest ends, and comes to the same tree.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,12 @@ from ckptfix.errors import UsageError
 from ckptfix.zoo.books.committing import Committer
 from ckptfix.zoo.books.manifest import Known, read_manifest, sizes_at
 from ckptfix.zoo.books.workspace import Workspace, opened
+from ckptfix.zoo.catalogue import Catalogue
 from ckptfix.zoo.engines import Engine
 from ckptfix.zoo.engines.budget import Budget
 from ckptfix.zoo.engines.memory import memory_at_hand, room_at
-from ckptfix.zoo.items.listing import ABSENT, Item, list_zoo
+from ckptfix.zoo.index import explaining
+from ckptfix.zoo.items.listing import ABSENT, Item, walk_zoo
 from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.planning import Plan, largest_first
 from ckptfix.zoo.summary import Summary
@@ -47,7 +49,7 @@ class Migration:
     destination: str
     summary: Summary
     workspace: Workspace
-    chosen: frozenset[str] | None = None
+    chosen: Container[str] | None = None
     """The sources that this run was for; None for all."""
     remarks: tuple[str, ...] = ()
 
@@ -95,38 +97,45 @@ def migrate(
     table = table or Table()
     old, new = open_place(source), open_place(destination)
     _refuse_overlap(old, new)
-    found = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
-    if patterns and not found:
+    found = (item for item in walk_zoo(old, patterns, listed) if not table.excludes(item.name))
+    with explaining(), largest_first(found) as items:
+        _check_chosen(source, items, patterns, listed, decided)
+        summary = Summary(files=len(items), bytes=items.nbytes)
+        with opened(new, dry_run) as workspace:
+            runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
+            items.learn(read_manifest(workspace.manifest))
+            workspace.weights.index()
+            with Plan(
+                items,
+                table,
+                source,
+                destination,
+                decided,
+                tuple(again),
+                others,
+                dry_run,
+                resumes=resume,
+                is_grouped=runs.is_grouped and new.root is not None,
+                verifies=verify,
+            ) as plan:
+                _run(runs, plan, workspace, summary, watch)
+            if not dry_run:
+                workspace.close_books()
+            summary.seconds = time.monotonic() - summary.began
+            chosen = items if patterns or listed is not None else None
+            idle = tuple(table.idle(item.name for item in items)) if table.treatments else ()
+            yield Migration(source, destination, summary, workspace, chosen, idle)
+
+
+def _check_chosen(
+    source: str, items: Catalogue, patterns: Sequence[str], listed: Sequence[str] | None, decided: Table | None
+) -> None:
+    """Raise where what was chosen is not there."""
+    if patterns and not items:
         raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
-    absent = [item.name for item in found if item.fault == ABSENT]
-    if absent and (decided is not None or len(absent) == len(found)):
+    absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []
+    if absent and (decided is not None or len(absent) == len(items)):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
-    summary = Summary(files=len(found), bytes=sum(item.size for item in found))
-    items = largest_first(found)  # before the books are read, which then share the texts of the listing
-    with opened(new, dry_run) as workspace:
-        runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
-        known = read_manifest(workspace.manifest)
-        workspace.weights.index()
-        plan = Plan(
-            items,
-            table,
-            source,
-            destination,
-            decided,
-            tuple(again),
-            others,
-            dry_run,
-            known=known,
-            resumes=resume,
-            is_grouped=runs.is_grouped and new.root is not None,
-            verifies=verify,
-        )
-        _run(runs, plan, workspace, summary, watch)
-        if not dry_run:
-            workspace.close_books()
-        summary.seconds = time.monotonic() - summary.began
-        chosen = frozenset(item.name for item in found) if patterns or listed is not None else None
-        yield Migration(source, destination, summary, workspace, chosen, tuple(table.idle(item.name for item in found)))
 
 
 def _run(
@@ -150,8 +159,11 @@ def _run(
 
     books = workspace.manifest, workspace.weights
     left_over = plan.left_over if not plan.dry_run else lambda record: ()
-    with Committer(workspace.destination, workspace.scratch, *books, written, left_over) as committer:
-        todo = plan.todo(workspace.manifest, sizes_at(workspace.destination), stands)
+    with (
+        sizes_at(workspace.destination) as size_of,
+        Committer(workspace.destination, workspace.scratch, *books, written, left_over) as committer,
+    ):
+        todo = plan.todo(workspace.manifest, size_of, stands)
         engine.run_jobs(todo, committer.add, waiting)
     summary.running = 0
     watch(summary)

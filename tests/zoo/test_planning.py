@@ -21,7 +21,9 @@ def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...
 
 
 def jobs(*items: Item, known: dict[str, Known] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
-    plan = Plan(items, plain_table(settings), "/old", "/new", known=known or {})
+    catalogue = largest_first(items)
+    catalogue.learn((known or {}).items())
+    plan = Plan(catalogue, plain_table(settings), "/old", "/new")
     return {job.item.name: job for job in plan.todo(None, dict(sizes).get, lambda item, known: None)}
 
 
@@ -101,7 +103,9 @@ def test_what_an_earlier_run_means(before, sizes, what):
 
 def test_what_stands_is_told_before_the_first_job():
     items, heard = [item("new.pth", 9), item("a.pth")], []
-    plan = Plan(items, plain_table(), "/old", "/new", known={"a.pth": known(Outcome.FINE)})
+    catalogue = largest_first(items)
+    catalogue.learn([("a.pth", known(Outcome.FINE))])
+    plan = Plan(catalogue, plain_table(), "/old", "/new")
     todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))
     assert next(todo).item.name == "new.pth"
     assert heard == ["a.pth"]

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +32,9 @@ from ckptfix.zoo.work.workplace import Workplace
 
 _MOST = 512
 """Jobs that may wait to be written down; then the driver waits too."""
+
+_SOUND = 1000
+"""Folders that are remembered for being no way out of the destination."""
 
 _LARGE = 1 << 20
 """Bytes of an output whose pages are worth a call."""
@@ -159,6 +163,8 @@ class Committer:
             return
         if not folder.resolve().is_relative_to(root.resolve()):
             raise WriteError(f"{folder}: is a link that leads out of the destination; remove it")
+        if len(self._sound) == _SOUND:
+            self._sound.clear()
         self._sound.add(folder)
 
 
@@ -169,6 +175,11 @@ def flush_file_system(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # Since Linux 5.8 it also tells of errors that came up meanwhile (https://man7.org/linux/man-pages/man2/sync.2.html).
-        return bool(ctypes.CDLL(None).syncfs(descriptor) == 0)
+        return bool(_libc().syncfs(descriptor) == 0)
     finally:
         os.close(descriptor)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

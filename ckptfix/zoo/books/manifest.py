@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from sys import intern
 from typing import Any
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.books.journal import Journal
 from ckptfix.zoo.books.record import Outcome, check_version
+from ckptfix.zoo.index import Index, packed
 from ckptfix.zoo.items.listing import Kind
 from ckptfix.zoo.places import Place, walk_if_there
 from ckptfix.zoo.work.job import Job
@@ -19,6 +20,10 @@ from ckptfix.zoo.work.job import Job
 MANIFEST, WEIGHTS, RENAMES = "manifest.jsonl", "weights.jsonl", "renames.json"
 OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)
 """The files that a migration writes beside its outputs."""
+
+
+_MOST = 2**63 - 1
+"""The largest number of a file system, and of the index."""
 
 
 def free_name(name: str) -> str:
@@ -39,9 +44,9 @@ class Standing(IntEnum):
     """Somebody put an output in its place by hand."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Known:
-    """What counts of a record when an item comes again. A zoo may have a million of them."""
+    """What counts of a record when an item comes again."""
 
     size: int
     stamp: str
@@ -57,19 +62,28 @@ class Known:
     def of(cls, line: Mapping[str, Any]) -> Known:
         """From a line of the manifest."""
         check_version(line)
-        source, output, outcome = intern(line["source"]), line["output"], Outcome(line["outcome"])
-        size, output_size = line["size"], line["output_size"]
+        _check(line, str, ("source", "stamp", "settings"))
+        _check(line, int, ("size",))
+        _check(line, (str, type(None)), ("output",))
+        _check(line, (int, type(None)), ("output_size",))
+        outcome = Outcome(line["outcome"])
         is_unseen = outcome is Outcome.UNREADABLE and line["sha256"] is None and bool(line["stamp"])
         return cls(
-            size,
-            intern(line["stamp"]),
-            intern(line["settings"]),
+            line["size"],
+            line["stamp"],
+            line["settings"],
             Outcome.FAILED if is_unseen else outcome,
-            source if output == source else output,  # one text for both
-            size if output_size == size else output_size,
+            line["output"],
+            line["output_size"],
             tuple(line["output_parts"]),
             text_of(line.get("decision")),
         )
+
+
+def _check(line: Mapping[str, Any], kind: type | tuple[type, ...], names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(value := line[name], kind) or (isinstance(value, int) and abs(value) > _MOST):
+            raise TypeError(f"its {name} is {value!r:.60}")
 
 
 def text_of(decision: Mapping[str, Any] | None) -> str:
@@ -77,29 +91,35 @@ def text_of(decision: Mapping[str, Any] | None) -> str:
     return json.dumps(decision, sort_keys=True) if decision else ""
 
 
-def read_manifest(journal: Journal) -> dict[str, Known]:
-    """What is known of each source; the last line of it counts."""
-    try:
-        return {intern(line["source"]): Known.of(line) for line in journal.load()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{journal.path}: a line is none of a migration ({error}); migrate into a new folder"
-        ) from error
+def read_manifest(journal: Journal) -> Iterator[tuple[str, Known]]:
+    """What is known of each source; the last that is said of one counts. Raises ``UsageError`` where a line is none of
+    a manifest."""
+    for line in journal.load():
+        try:
+            yield line["source"], Known.of(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{journal.path}: a line is none of a migration ({error}); migrate into a new folder"
+            ) from error
 
 
-def sizes_at(destination: Place) -> Callable[[str], int | None]:
+@contextmanager
+def sizes_at(destination: Place) -> Iterator[Callable[[str], int | None]]:
     """What tells the size of a file of the destination, None of one that is not there.
 
     A store far away is listed once, which takes a request for a thousand files and not one for each."""
-    if destination.root is None:
-        listed = {entry.name: entry.size for entry in walk_if_there(destination)}
-        return listed.get
+    if destination.root is not None:
+        yield lambda name: None if (entry := destination.entry(name)) is None else entry.size
+        return
+    with Index("CREATE TABLE sizes (name BLOB PRIMARY KEY, size INTEGER) WITHOUT ROWID") as index:
+        listed = ((packed(entry.name), entry.size) for entry in walk_if_there(destination))
+        index.run_many("INSERT OR REPLACE INTO sizes VALUES (?, ?)", listed)
 
-    def size(name: str) -> int | None:
-        entry = destination.entry(name)
-        return None if entry is None else entry.size
+        def size_of(name: str) -> int | None:
+            row = index.one("SELECT size FROM sizes WHERE name = ?", packed(name))
+            return None if row is None else int(row[0])
 
-    return size
+        yield size_of
 
 
 def standing(known: Known | None, job: Job, size_of: Callable[[str], int | None]) -> Standing:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path
 
 from ckptfix.errors import UsageError, WriteError
@@ -66,7 +67,7 @@ class Workspace:
         self.manifest.tidy()
         self.weights.tidy()
         renames = self.manifest.path.with_name(RENAMES)
-        _write_renames(self.manifest, renames)
+        _write_renames(self.manifest, renames, self.scratch)
         self.publish(at_once=True)
 
 
@@ -155,15 +156,25 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write_renames(manifest: Journal, path: Path) -> None:
+def _write_renames(manifest: Journal, path: Path, scratch: Path) -> None:
     """``renames.json``: the sources whose output has another name, and that name."""
-    from ckptfix.formats.output import temporary_beside
+    new = scratch / path.name
+    with new.open("w", encoding="utf-8") as file:
+        before = "{"
+        for source, output in _renames(manifest):
+            file.write(f"{before}\n  {json.dumps(source)}: {json.dumps(output)}")
+            before = ","
+        file.write("{}\n" if before == "{" else "\n}\n")
+    if not (path.exists() and cmp(new, path, shallow=False)):
+        flush(new)
+        new.replace(path)
 
-    new = {line["source"]: line["output"] for line in manifest.lines() if line["output"] not in (None, line["source"])}
-    text = json.dumps(new, indent=2) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    with temporary_beside(path, None) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
-        temporary.replace(path)
+
+def _renames(manifest: Journal) -> Iterator[tuple[str, str]]:
+    for raw in manifest.raw_lines():
+        # Most keep their name, and their lines need not be parsed: both are written in the same way.
+        own = raw.removeprefix(b'{"source":').partition(b',"version":')[0]
+        if not raw.partition(b',"output":')[2].startswith(own + b","):
+            line = json.loads(raw)
+            if line["output"] not in (None, line["source"]):
+                yield line["source"], line["output"]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, PollSelector
 
 from ckptfix.zoo.engines.budget import Budget, cost_of
 from ckptfix.zoo.engines.child import Child, Order
@@ -163,7 +163,7 @@ def _is_small(job: Job) -> bool:
 
 
 def _ready(children: list[Child], timeout: float) -> list[Child]:
-    with DefaultSelector() as selector:
+    with PollSelector() as selector:  # it has no descriptor, which would have to be made and closed each time
         for child in children:
             selector.register(child.answers, EVENT_READ, child)
         return [key.data for key, _ in selector.select(timeout)]

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-import re
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.shards.shard_index import INDEX_LIMIT, Numbering, parse_index
+from ckptfix.zoo.items.files import Files, Role, whole_of
 from ckptfix.zoo.items.sniffing import HEAD
 from ckptfix.zoo.places import Entry, Place
 
 ROOT = "."
 """The name of a folder that is the whole zoo."""
-
-_CHUNK = re.compile(r".*\.distcp", re.DOTALL)
-_RANK_METADATA = re.compile(r"__\d{1,9}\.metadata")
-_RANK_SHARD = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -52,61 +45,33 @@ class Group:
         return digest.hexdigest()[:32]
 
 
-class Folders:
-    """The files of a zoo by their folders, each with the files in it by the last part of their names."""
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self.files: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
-        for entry in entries:
-            if entry.fault is None:
-                folder, _, last = entry.name.rpartition("/")
-                self.files[folder][last] = entry
-
-    def below(self, folder: str) -> Iterator[Entry]:
-        """The files of a folder and of all folders in it."""
-        yield from self.files.get(folder, {}).values()
-        first = bisect_left(self._sorted, f"{folder}/" if folder else "")
-        for name in self._sorted[first:]:
-            if folder and not name.startswith(f"{folder}/"):
-                return
-            if name != folder:
-                yield from self.files[name].values()
-
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self.files)
-
-
-def whole_folders(place: Place, folders: Folders) -> Iterator[Group]:
+def whole_folders(place: Place, files: Files) -> Iterator[Group]:
     """The folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch files,
     and the shards of ranks.
     """
-    for folder, files in sorted(folders.files.items()):
-        parts = _distributed(place, files) or _unpacked(place, folder, folders) or _ranks(files)
+    for folder in files.folders_with_roles():
+        parts = (
+            _distributed(place, folder, files) or _unpacked(place, folder, files) or files.in_role(folder, Role.RANK)
+        )
         if parts:
             yield _group(folder or ROOT, parts)
 
 
-def _distributed(place: Place, files: Mapping[str, Entry]) -> list[Entry]:
-    chunks = [entry for last, entry in files.items() if _CHUNK.fullmatch(last)]
-    described = [entry for last, entry in files.items() if last == ".metadata" or _RANK_METADATA.fullmatch(last)]
+def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
+    chunks, described = files.in_role(folder, Role.CHUNK), files.in_role(folder, Role.METADATA)
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
         return []
     return chunks + described
 
 
-def _unpacked(place: Place, folder: str, folders: Folders) -> list[Entry]:
-    files, inside = folders.files[folder], f"{folder}/data" if folder else "data"
-    if "data.pkl" not in files or not ("version" in files or inside in folders.files):
-        return []
-    return list(folders.below(folder)) if b"torch" in _head(place, files["data.pkl"]) else []
+def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
+    for pickle in files.in_role(folder, Role.PICKLE):
+        if files.get(posixpath.join(folder, "version")) or files.has_folder(posixpath.join(folder, "data")):
+            return files.below(folder) if b"torch" in _head(place, pickle) else []
+    return []
 
 
-def _ranks(files: Mapping[str, Entry]) -> list[Entry]:
-    return [entry for last, entry in files.items() if _RANK_SHARD.fullmatch(last)]
-
-
-def indexed(place: Place, index: Entry, folders: Folders) -> Group | None:
+def indexed(place: Place, index: Entry, files: Files) -> Group | None:
     """The index with its shards, as far as they are there; None where it is no index after all."""
     folder = index.name.rpartition("/")[0]
     content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
@@ -114,38 +79,30 @@ def indexed(place: Place, index: Entry, folders: Folders) -> Group | None:
         named = parse_index(content).files
     except UnreadableError:
         return None
-    sets = {Numbering.of(name) for name in named} - {None}
-    siblings = [last for last in folders.files[folder] if Numbering.of(last) in sets]
+    sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
     parts = {index.name: index}
-    for name in (*named, *siblings):
+    for name in named:
         path = posixpath.normpath(posixpath.join(folder, name))
-        home, _, last = path.rpartition("/")
-        if last in folders.files.get(home, {}):  # what leads out of the zoo is in no folder of it
-            parts[path] = folders.files[home][last]
+        if (part := files.get(path)) is not None:  # what leads out of the zoo is no file of it
+            parts[path] = part
+    for whole in {whole_of(numbering) for numbering in sets}:
+        siblings = files.shards_of(folder, whole)
+        parts |= {part.name: part for part in siblings if Numbering.of(part.name.rpartition("/")[2]) in sets}
     return _group(index.name, parts.values())
 
 
-def unread(index: Entry, folders: Folders, fault: str) -> Group:
+def unread(index: Entry, files: Files, fault: str) -> Group:
     """An index that could not be fetched, with the numbered shards that its own name stands for: without it they would
     pass for another checkpoint.
     """
     folder, _, last = index.name.rpartition("/")
-    whole = last.removesuffix(".index.json")
-    shards = [
-        entry
-        for name, entry in folders.files[folder].items()
-        if (numbering := Numbering.of(name)) is not None and f"{numbering.stem}{numbering.suffix}" == whole
-    ]
-    return replace(_group(index.name, [index, *shards]), fault=fault)
+    return replace(_group(index.name, [index, *files.shards_of(folder, last.removesuffix(".index.json"))]), fault=fault)
 
 
-def numbered(folders: Folders, taken: Collection[str], checkpoints: Collection[str]) -> Iterator[Group]:
-    """The folders with numbered shards and no index, as long as nothing else in them is what opening them would give.
-
-    ``checkpoints`` are the files that look like one: data sets are numbered in the same way."""
-    for folder, files in sorted(folders.files.items()):
-        shards = [entry for last, entry in files.items() if Numbering.of(last) and entry.name in checkpoints]
-        if shards and not any(entry.name in taken for entry in files.values()):
+def numbered(files: Files) -> Iterator[Group]:
+    """The folders with numbered shards and no index, where nothing else in them is what opening them would give."""
+    for folder in files.folders_with_shards():
+        if not files.has_parts(folder) and (shards := files.shards_in(folder)):
             yield _group(folder or ROOT, shards)
 
 

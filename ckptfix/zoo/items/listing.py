@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from ckptfix.formats.shards.shard_index import Numbering
-from ckptfix.zoo.items.grouping import Folders, Group, indexed, numbered, unread, whole_folders
-from ckptfix.zoo.items.sniffing import HEAD, Looks, by_bytes, by_name, is_surely_other
+from ckptfix.zoo.index import BLOCK, explaining
+from ckptfix.zoo.items.files import Files, Taken
+from ckptfix.zoo.items.grouping import Group, indexed, numbered, unread, whole_folders
+from ckptfix.zoo.items.sniffing import HEAD, Looks, by_bytes, is_surely_other
 from ckptfix.zoo.patterns import compile_patterns
 from ckptfix.zoo.places import Entry, Place
 from ckptfix.zoo.places.errors import PlaceError
@@ -71,33 +73,58 @@ class Item:
 
 
 def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] | None = None) -> list[Item]:
-    """The items of a zoo, sorted by name: all, or those that a pattern of ``patterns`` means, or those that ``listed``
+    """The items of a zoo, sorted by name; see ``walk_zoo``."""
+    with explaining():
+        return sorted(walk_zoo(place, patterns, listed), key=lambda item: item.name)
+
+
+def walk_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] | None = None) -> Iterator[Item]:
+    """The items of a zoo, in no order: all, or those that a pattern of ``patterns`` means, or those that ``listed``
     names, as files or as folders with all that is in them.
 
     A checkpoint in several files is meant as soon as one of its files is, and taken whole. A name of ``listed`` that is
-    not there is an item with a fault."""
-    entries = list(place.walk())
-    stores = _Stores(entries)
-    folders = Folders(entry for entry in entries if not stores.hold(entry.name))
+    not there is an item with a fault. All items are never in memory at the same time."""
     names = None if listed is None else [_below(place, text) for text in listed]
+    absent = dict.fromkeys(names or ())
     chosen = _choice(patterns, names)
-    groups = list(whole_folders(place, folders))
-    taken = {part.name for group in groups for part in group.parts}
-    free = [entry for files in folders.files.values() for entry in files.values() if entry.name not in taken]
-    seen = _looks(place, [entry for entry in free if _has_to_be_seen(entry, chosen)])
-    for entry in free:
-        if seen.get(entry.name) is Looks.INDEX and (group := _indexed(place, entry, folders)) is not None:
-            groups.append(group)
-            taken.update(part.name for part in group.parts)
-    shards = numbered(folders, taken, {name for name, looks in seen.items() if looks is Looks.CHECKPOINT})
-    for group in shards:
-        groups.append(group)
-        taken.update(part.name for part in group.parts)
-    items = [_folder(group) for group in groups if chosen(group.name) or any(chosen(part.name) for part in group.parts)]
-    single = (entry for entry in entries if entry.name not in taken and chosen(entry.name))
-    items += [_item(entry, seen.get(entry.name), stores) for entry in single]
-    items += [Item(name, 0, "", Kind.FILE, fault=ABSENT) for name in _absent(names, entries)]
-    return sorted(items, key=lambda item: item.name)
+    stores = _Stores()
+    with Files() as files:
+        files.fill(_noted(place.walk(), stores, absent), stores.is_of_repository)
+        for cache in stores.caches:
+            files.keep_out(f"{cache}/blobs")
+        for group in _groups(place, files, chosen):
+            if chosen(group.name) or any(chosen(part.name) for part in group.parts):
+                yield Item(group.name, group.size, group.stamp, Kind.FOLDER, group.parts, group.fault)
+        for entry, looks in files.single():
+            if chosen(entry.name):
+                yield _item(entry, looks, stores)
+    for name in absent:
+        yield Item(name, 0, "", Kind.FILE, fault=ABSENT)
+
+
+def _noted(entries: Iterable[Entry], stores: _Stores, absent: dict[str, None]) -> Iterator[Entry]:
+    """The entries, once it is noted what they tell: which stores there are, and which names are not absent."""
+    for entry in entries:
+        stores.note(entry.name)
+        if absent:
+            for way in _ways(entry.name):
+                absent.pop(way, None)
+        yield entry
+
+
+def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterator[Group]:
+    """The checkpoints in several files. What is part of none is then seen, as far as it matters."""
+    for group in whole_folders(place, files):
+        files.take(group.parts, Taken.BY_FOLDER)
+        yield group
+    _look_at(place, files, chosen)
+    for entry in files.indexes():
+        if (found := _indexed(place, entry, files)) is not None:
+            files.take(found.parts, Taken.BY_INDEX)
+            yield found
+    for group in numbered(files):
+        files.take(group.parts, Taken.BY_NUMBER)
+        yield group
 
 
 def read_list(text: str) -> list[str]:
@@ -110,12 +137,17 @@ def read_list(text: str) -> list[str]:
 class _Stores:
     """The folders whose files are no checkpoints of their own, whatever their bytes are."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self.caches = {match[1] for entry in entries if (match := _SNAPSHOT.match(entry.name))}
+    def __init__(self) -> None:
+        self.caches: set[str] = set()
 
-    def hold(self, name: str) -> bool:
-        """Whether a file is in one."""
-        return not _REPOSITORY.isdisjoint(name.split("/")[:-1]) or self.is_blob(name)
+    def note(self, name: str) -> None:
+        """Note what the name of a file tells of them."""
+        if match := _SNAPSHOT.match(name):
+            self.caches.add(match[1])
+
+    def is_of_repository(self, name: str) -> bool:
+        """Whether a file is what a repository keeps for itself."""
+        return not _REPOSITORY.isdisjoint(name.split("/")[:-1])
 
     def is_blob(self, name: str) -> bool:
         """Whether a file is what the links in ``snapshots`` of a Hugging Face cache lead to."""
@@ -123,38 +155,28 @@ class _Stores:
         return match is not None and match[1] in self.caches
 
 
-def _folder(group: Group) -> Item:
-    return Item(group.name, group.size, group.stamp, Kind.FOLDER, group.parts, group.fault)
-
-
-def _item(entry: Entry, seen: Looks | str | None, stores: _Stores) -> Item:
-    """The item of a file that is part of nothing else. ``seen`` is what it looks like, or why that cannot be told."""
+def _item(entry: Entry, looks: Looks | None, stores: _Stores) -> Item:
+    """The item of a file that is part of nothing else. Its fault may be why it cannot be told what it looks like."""
     kind, fault = Kind.FILE, entry.fault
     if stores.is_blob(entry.name):
         kind, fault = Kind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
-    elif isinstance(seen, str):
-        fault = seen
-    elif entry.special or (fault is None and seen not in (Looks.CHECKPOINT, Looks.DOUBTFUL)):
+    elif entry.special or (fault is None and looks not in (Looks.CHECKPOINT, Looks.DOUBTFUL)):
         kind = Kind.OTHER
-    return Item(entry.name, entry.size, entry.stamp, kind, (), fault, is_doubtful=seen is Looks.DOUBTFUL)
+    return Item(entry.name, entry.size, entry.stamp, kind, (), fault, is_doubtful=looks is Looks.DOUBTFUL)
 
 
-def _has_to_be_seen(entry: Entry, chosen: Callable[[str], bool]) -> bool:
-    """Whether it matters what a file is: it is meant, or may be the part of something that is."""
-    return chosen(entry.name) or by_name(entry.name) is not None or Numbering.of(entry.name) is not None
-
-
-def _looks(place: Place, entries: Sequence[Entry]) -> dict[str, Looks | str]:
-    """What each file looks like, or why that cannot be told."""
-    named = {entry.name: by_name(entry.name) for entry in entries}
-    seen: dict[str, Looks | str] = {name: looks for name, looks in named.items() if looks is not None}
-    unclear = [entry for entry in entries if entry.name not in seen and entry.size]
+def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
+    """Find out what files are whose names do not tell: they are meant, or may be the part of something that is."""
+    unclear = (entry for entry, is_shard in files.unclear() if is_shard or chosen(entry.name))
+    look = partial(_look, place)
     if place.root is not None:
-        return seen | {entry.name: _look(place, entry) for entry in unclear}
-    unclear = [entry for entry in unclear if not is_surely_other(entry.name)]
+        while block := list(islice(unclear, BLOCK)):
+            files.note(zip(block, map(look, block), strict=True))
+        return
+    unclear = (entry for entry in unclear if not is_surely_other(entry.name))
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(partial(_look, place), unclear)
-        return seen | {entry.name: looks for entry, looks in zip(unclear, found, strict=True)}
+        while block := list(islice(unclear, BLOCK)):
+            files.note(zip(block, pool.map(look, block), strict=True))
 
 
 def _look(place: Place, entry: Entry) -> Looks | str:
@@ -164,11 +186,11 @@ def _look(place: Place, entry: Entry) -> Looks | str:
         return _fault(place, entry, error)
 
 
-def _indexed(place: Place, entry: Entry, folders: Folders) -> Group | None:
+def _indexed(place: Place, entry: Entry, files: Files) -> Group | None:
     try:
-        return indexed(place, entry, folders)
+        return indexed(place, entry, files)
     except PlaceError as error:
-        return unread(entry, folders, _fault(place, entry, error))
+        return unread(entry, files, _fault(place, entry, error))
 
 
 def _fault(place: Place, entry: Entry, error: PlaceError) -> str:
@@ -193,13 +215,6 @@ def _ways(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition("/")[0]
-
-
-def _absent(names: Sequence[str] | None, entries: Sequence[Entry]) -> list[str]:
-    if not names:
-        return []
-    there = {way for entry in entries for way in _ways(entry.name)}
-    return [name for name in dict.fromkeys(names) if name not in there]
 
 
 def _below(place: Place, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_families_are_joined_through_others():
     found = find_duplicates([*lines, line("e", layer("3"))])
     assert [family.files for family in found.families] == [("a", "b", "c"), ("d", "e")]
     assert [family.tensors for family in found.families] == [2, 1]
+    assert find_duplicates([*lines, line("e", layer("3"))], families=False) == replace(found, families=())
 
 
 def test_a_tensor_without_a_hash_counts_and_saves_nothing():

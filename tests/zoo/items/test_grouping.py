@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from ckptfix.formats import open_file
 from ckptfix.zoo.items.listing import list_zoo
+from ckptfix.zoo.places import Entry, Place
 from ckptfix.zoo.places.local import LocalPlace
 from tests.zoo.listings import FILE, FOLDER, OTHER, SHARDED, fill, index, kinds, parts, pickled, the_folder, weights
 
@@ -131,3 +136,34 @@ def test_the_stamp_of_a_folder_changes_with_each_part(tmp_path: Path):
     shard = tmp_path / "llm/model-00002-of-00002.safetensors"
     os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
     assert the_folder(place).stamp != before
+
+
+@pytest.mark.slow
+def test_many_sharded_checkpoints_in_one_folder_take_no_more_time_each():
+    """A look at the whole folder for each of them would."""
+
+    @dataclass
+    class Flat:
+        count: int
+        name: str = "zoo"
+        root: Path = Path("zoo")
+
+        def walk(self) -> Iterator[Entry]:
+            for number in range(self.count):
+                yield from (Entry(f"m{number:04}-0000{shard}-of-00002.safetensors", 5, "s") for shard in (1, 2))
+                yield Entry(f"m{number:04}.safetensors.index.json", 99, "s")
+
+        def head(self, name: str, count: int) -> bytes:
+            return index(a=f"{name[:5]}-00001-of-00002.safetensors", b=f"{name[:5]}-00002-of-00002.safetensors")
+
+        def where(self, name: str) -> str:
+            return name
+
+    def took(count: int) -> float:
+        began = time.process_time()
+        items = list_zoo(cast(Place, Flat(count)))
+        assert [len(item.parts) for item in items] == [3] * count
+        return time.process_time() - began
+
+    took(10)
+    assert any(took(1600) / took(400) < 8 for _ in range(3))
