@@ -118,16 +118,9 @@ class TensorSpec(Geometry):
     @property
     def view(self) -> tuple[object, ...]:
         """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
+        place = (id(self.storage), self.offset, self.dtype, self.shape, self.strides)
         bits = tuple(name for name in sorted(self.math_bits) if self.math_bits[name]) if self.math_bits else ()
-        return (
-            id(self.storage),
-            self.offset,
-            self.dtype,
-            self.shape,
-            self.strides,
-            bits,
-            self.quantizer and self.quantizer.key,
-        )
+        return place if not bits and self.quantizer is None else (*place, bits, self.quantizer and self.quantizer.key)
 
     @property
     def storages(self) -> tuple[Storage, ...]:

@@ -61,17 +61,22 @@ class Geometry:
     def extent(self) -> tuple[int, int]:
         """The first and one past the last byte of the storage that the tensor touches."""
         dtype, offset, count = DTYPES[self.dtype], self.offset, self.numel
-        first = offset * dtype.itemsize // dtype.per_byte
-        if count == 0:
-            return first, first
-        if not self.is_contiguous:
+        if count and not self.is_contiguous:
             count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return first, -(-(offset + count) * dtype.itemsize // dtype.per_byte)
+        itemsize, per_byte = dtype.itemsize, dtype.per_byte
+        if per_byte == 1:
+            return offset * itemsize, (offset + count) * itemsize
+        first = offset * itemsize // per_byte
+        return first, -(-(offset + count) * itemsize // per_byte) if count else first
 
 
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+    step, axis = 1, len(shape)
+    if axis != len(strides):
+        raise ValueError(f"{axis} sizes and {len(strides)} strides")
+    for stride in reversed(strides):
+        axis -= 1
+        size = shape[axis]
         if stride != step and size != 1:
             return False
         step *= size

@@ -26,8 +26,9 @@ def asked(spec: TensorSpec) -> tuple[object, ...]:
         (TensorSpec("int64", (1000,), (0,), offset=1), 1000, 8000, False, (8, 16)),
         (TensorSpec("float32", (0, 3), (7, 2), offset=2), 0, 0, True, (8, 8)),
         (TensorSpec("quint4x2", (3,), (1,), offset=1), 3, 2, True, (0, 2)),
+        (TensorSpec("quint4x2", (0,), (1,), offset=1), 0, 0, True, (0, 0)),
     ],
-    ids="0-d row-major offset transposed rows-apart one-row repeated empty half-bytes".split(),
+    ids="0-d row-major offset transposed rows-apart one-row repeated empty half-bytes no-half-bytes".split(),
 )
 def test_the_answers_are_the_same_when_they_are_known(spec, numel, nbytes, is_contiguous, extent):
     assert asked(spec) == asked(spec) == (numel, nbytes, is_contiguous, extent)

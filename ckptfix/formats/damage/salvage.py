@@ -20,8 +20,8 @@ def split_entries(
     """The whole entries of a state_dict and the lost ones.
 
     Raises ``UnreadableError`` for a damaged file that is not to be salvaged, and where no tensor of it is whole."""
-    whole = {key: entry for key, entry in entries.items() if not _has_torn(entry)}
-    torn = {key: entry for key, entry in entries.items() if key not in whole}
+    torn = {key: entry for key, entry in entries.items() if _has_torn(entry)}
+    whole = {key: entry for key, entry in entries.items() if key not in torn}
     # Of packed parameters, which hold several tensors, the name alone is left.
     lost = {key: entry if isinstance(entry, TensorSpec) else None for key, entry in torn.items()}
     lost.update({key: spec for key, spec in document.lost.items() if key not in whole})
@@ -89,4 +89,4 @@ def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[
 
 
 def _has_torn(value: Any) -> bool:
-    return any(is_torn(spec) for spec in tensors_in(value))
+    return is_torn(value) if isinstance(value, TensorSpec) else any(is_torn(spec) for spec in tensors_in(value))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptfix.checkpoint import ByteSource, TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.raw.sources import BLOCK, Content, LateBytes, SwappedBytes, WindowBytes
+from ckptfix.formats.raw.sources import BLOCK, Content, FileBytes, LateBytes, SwappedBytes, WindowBytes
 from ckptfix.formats.weights.tree import tensors_in
 
 SECTOR = 512
@@ -47,13 +47,14 @@ def whole_bytes(source: ByteSource) -> int:
 
 def is_torn(value: Any) -> bool:
     """Whether a tensor lacks any byte that it views."""
-    return isinstance(value, TensorSpec) and any(
-        part.storage is not None
-        and (whole := whole_bytes(part.storage.source)) < part.storage.nbytes
-        and part.numel
-        and part.extent[1] > whole
-        for part in value.strided_parts()
-    )
+    if not isinstance(value, TensorSpec):
+        return False
+    for part in value.strided_parts():
+        if part.storage is None or type(source := part.storage.source) is FileBytes:
+            continue
+        if (whole := whole_bytes(source)) < source.nbytes and part.numel and part.extent[1] > whole:
+            return True
+    return False
 
 
 def missing_bytes(root: Any) -> str:

@@ -38,13 +38,22 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 def checked(spec: TensorSpec, path: str) -> TensorSpec:
     """The spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
+    checked_size(spec, path)
+    return spec
+
+
+def checked_size(spec: TensorSpec, path: str) -> int:
+    """The bytes of a tensor, once the claims of its spec are known to hold against its storage."""
     if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
         raise HostileError(
             f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
             "fetch it again"
         )
-    if spec.storage is not None:
-        nbytes, claimed, stored = spec.nbytes, spec.extent[1], spec.storage.nbytes
+    storage, nbytes = spec.storage, spec.nbytes
+    if storage is not None:
+        stored = storage.source.nbytes
+        # One that begins its storage and is row-major, as nearly all, touches as many bytes as it takes.
+        claimed = nbytes if not spec.offset and spec.is_contiguous else spec.extent[1]
         if claimed > stored:
             raise HostileError(
                 f"{path}: a tensor of shape {spec.shape} claims {claimed} bytes of a storage of {stored}:"
@@ -55,7 +64,7 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
                 f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 30} GiB in memory out of {stored}"
                 " stored bytes; do not use this file"
             )
-    return spec
+    return nbytes
 
 
 def dtype_name(value: Any) -> str:

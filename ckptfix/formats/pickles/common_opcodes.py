@@ -14,7 +14,7 @@ from sys import getsizeof
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.formats.pickles.objects import Global
-from ckptfix.formats.pickles.records import run_record
+from ckptfix.formats.pickles.records import run_records
 from ckptfix.formats.raw.bounds import SLOT
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MARK = ord("(")
 
 
 def _mark(machine: PickleMachine) -> None:
-    if machine.window[machine.place] != _MARK or not run_record(machine):
+    if machine.window[machine.place] != _MARK or not run_records(machine):
         machine.mark()
 
 

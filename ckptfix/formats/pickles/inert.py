@@ -19,7 +19,7 @@ from ckptfix.checkpoint import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.formats.pickles import inert_values
 from ckptfix.formats.pickles.arrays import NumpyArray, narrowed
-from ckptfix.formats.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
+from ckptfix.formats.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
 from ckptfix.formats.pickles.executors import is_union
 from ckptfix.formats.pickles.graph_code import is_graph_code
 from ckptfix.formats.pickles.objects import Global, Opaque
@@ -67,13 +67,16 @@ class InertTable:
     foreign: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
+    _known: dict[Global, Callable[..., Any]] = field(default_factory=dict)
     _stored: dict[int, Storage] = field(default_factory=dict)
     _stored_bytes: int = 0
     _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """The inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
-        handler = _TABLE.get(f"{function.module}.{function.name}") or _TABLE.get(_modern_name(function))
+        handler = self._known.get(function)
+        if handler is None and (handler := _TABLE.get(str(function)) or _TABLE.get(_modern_name(function))) is not None:
+            self._known[function] = handler
         if handler is not None:
             made = handler(self, *args)
             if made is not NotImplemented:
@@ -133,12 +136,8 @@ class InertTable:
             requires_grad=bool(requires_grad),
             math_bits=bits,
         )
-        checked(spec, self.path)
-        self._keep_within_reason(typed.storage, spec.nbytes)
-        return spec
-
-    def _keep_within_reason(self, storage: Storage, nbytes: int) -> None:
-        """Count a tensor of ``nbytes``: those of the file together must be no bomb of views of few bytes."""
+        nbytes, storage = checked_size(spec, self.path), typed.storage
+        # Those of the file together must be no bomb of views of few bytes.
         if id(storage) not in self._stored:
             self._stored[id(storage)] = storage
             self._stored_bytes += storage.nbytes
@@ -148,6 +147,7 @@ class InertTable:
                 f"{self.path}: its tensors would take {self._logical_bytes >> 30} GiB in memory out of "
                 f"{self._stored_bytes} stored bytes; do not use this file"
             )
+        return spec
 
     def parameter(self, data: Any, requires_grad: Any = True, *_: Any) -> Any:
         """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""

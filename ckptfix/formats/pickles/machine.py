@@ -72,7 +72,7 @@ class PickleMachine(PickleStream):
         self.protocol, self.is_unicode = 0, True
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
-        self._below = 0
+        self.below = 0
         self.memo = Memo()
         self.frame_end, self.is_torn = 0, False
         self._seen = bytearray(256)
@@ -90,14 +90,14 @@ class PickleMachine(PickleStream):
     def resume(self, runs: list[list[Any]], memo: Memo) -> None:
         """Go on with what another machine had when it came to damage."""
         *self._marks, self.stack = runs
-        self._below, self.memo = sum(map(len, self._marks)), memo
+        self.below, self.memo = sum(map(len, self._marks)), memo
 
     def load(self) -> Any:
         """The inert value of the pickle."""
         seen = self._seen
         try:
             while True:
-                self.bounds.step(_STRIDE, self._below + len(self.stack))
+                self.bounds.step(_STRIDE, self.below + len(self.stack))
                 for run in range(_STRIDE):
                     if self.place >= len(self.window):
                         self.refill()
@@ -139,14 +139,14 @@ class PickleMachine(PickleStream):
     def mark(self) -> None:
         """Begin a new run of values."""
         self.bounds.spend(_MARK)
-        self._below += len(self.stack)
+        self.below += len(self.stack)
         self._marks.append(self.stack)
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
         """The values since the last mark."""
         values, self.stack = self.stack, self._marks.pop()
-        self._below -= len(self.stack)
+        self.below -= len(self.stack)
         self.bounds.step(0, 2 * len(values))  # they are about to lie in a container too
         self.bounds.spend(-_MARK)
         return values

@@ -64,6 +64,7 @@ class StoragePickle:
         self.is_suspicious = self.has_misfits = False
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
+        self._classes: dict[Global, str] = {}
         self._find_storage = find_storage
         self._bounds = bounds
 
@@ -108,9 +109,9 @@ class StoragePickle:
         key, device, numel, *view = rest
         if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
             raise ValueError("a storage that is named by neither text nor number")
-        dtype = storage_dtype(cls)
-        if cls.module not in _STORAGE_MODULES:
-            self.table.foreign[str(cls)] = None
+        dtype = self._classes.get(cls) if type(cls) is Global else None
+        if dtype is None:
+            dtype = self._storage_class(cls)
         nbytes = int(numel) * DTYPES[dtype].itemsize
         key = str(key)
         storage = self.storages.get(key)
@@ -125,6 +126,15 @@ class StoragePickle:
                 f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
             )
         return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+
+    def _storage_class(self, cls: Any) -> str:
+        """The dtype of a storage class; those that torch has itself are kept for the next storage."""
+        dtype = storage_dtype(cls)
+        if cls.module in _STORAGE_MODULES:
+            self._classes[cls] = dtype
+        else:
+            self.table.foreign[str(cls)] = None
+        return dtype
 
     def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
         # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the

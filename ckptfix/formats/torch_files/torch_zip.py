@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ckptfix.checkpoint import ByteSource, Remark, TensorSpec
@@ -21,6 +22,7 @@ from ckptfix.formats.torch_files.torch_archive import SMALL_LIMIT, read_archive,
 from ckptfix.formats.weights.document import Document
 from ckptfix.formats.weights.tree import tensors_in
 from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.formats.wrappers.zip_headers import Member
 from ckptfix.formats.wrappers.zip_listing import list_members
 from ckptfix.formats.wrappers.zip_settling import Listing
 from ckptfix.formats.wrappers.zip_walk import FoundMembers
@@ -38,10 +40,11 @@ reads them, which stops behind a number."""
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 """Members that only releases of torch write which say the order of bytes."""
 
+_STORED = zipfile.ZIP_STORED
 _LONGEST = 1 << 12
 """Bytes of a small member."""
 
-_IGNORED = ("__MACOSX/", ".DS_Store")
+_FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Archive:
 
     content: Content
     root: str
-    members: dict[str, zipfile.ZipInfo]
+    members: dict[str, Member]
     listing: Listing
     gone: list[str] = field(default_factory=list)
     """Storages of which neither the header nor the bytes are where the directory says."""
@@ -75,8 +78,25 @@ class Archive:
         """The account of what is parsed of the archive."""
         return self.content.bounds
 
+    @cached_property
+    def _sound(self) -> dict[str | None, tuple[int, int]]:
+        """Where the members lie, and their sizes, about which nothing is odd: nearly all."""
+        listing, size = self.listing, self.content.size
+        agreed = {} if listing.starts else listing.agreed
+        return {
+            name: (start, info.compress_size)
+            for name, info in self.members.items()
+            if (start := agreed.get(info.header_offset)) is not None
+            and start + info.compress_size <= size
+            and info.compress_type == _STORED
+            and not why_closed(info.flag_bits, _STORED)
+        }
+
     def source(self, name: str) -> ByteSource:
         """The bytes of a member; its place is the local header's word, checked against the file."""
+        place = self._sound.get(name)
+        if place is not None:
+            return self.content.source(*place)
         info, content, found = self.members[name], self.content, self.listing.found
         if found is not None and info.filename in found.open_at:
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
@@ -94,7 +114,7 @@ class Archive:
         closed = why_closed(info.flag_bits, info.compress_type)
         if closed:
             raise UnreadableError(f"{content.path}: member {info.filename} {closed}")
-        if info.compress_type == zipfile.ZIP_STORED:
+        if info.compress_type == _STORED:
             return content.source(start, info.compress_size)
         if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
             raise HostileError(
@@ -113,6 +133,8 @@ class Archive:
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         """What is left of a storage in a damaged archive; None where the storage is whole."""
+        if name in self._sound:
+            return None
         if self.found is None:
             if name is None or self._is_there(self.members[name]):
                 return None
@@ -125,7 +147,7 @@ class Archive:
             return self.found.left_of(info.filename, nbytes)
         return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
 
-    def _is_there(self, info: zipfile.ZipInfo) -> bool:
+    def _is_there(self, info: Member) -> bool:
         start = self.listing.data_start(self.content, info)
         return start is not None and start + info.compress_size <= self.content.size
 
@@ -145,8 +167,8 @@ class Archive:
         folder, slash, _ = names[0].partition("/")
         if not slash or self.root != f"{folder}/":
             return f"members in {self.root.removesuffix('/') or 'no folder'}"
-        if stray := next((name for name in names if not name.startswith(self.root)), None):
-            return f"the member {stray} beside the folder {folder}"
+        if stray := [name for name in names if not name.startswith(self.root)]:
+            return f"the member {stray[0]} beside the folder {folder}"
         if any(name.startswith("tensors/") for name in self.members):
             return "storages under tensors/, as in the preview of torch 1.4"
         if not {"version", ".data/version"} & set(self.members):
@@ -212,25 +234,24 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     infos = [
         info
         for info in listing.infos
-        if not info.filename.endswith("/") and not any(part in info.filename for part in _IGNORED)
+        if not info.filename.endswith("/") and _FOLDER not in info.filename and _FILE not in info.filename
     ]
-    names = Counter(info.filename for info in infos)
+    names = Counter([info.filename for info in infos])
     doubled = [name for name, count in names.items() if count > 1]
     if doubled:
         raise HostileError(
             f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "
             "not use this file"
         )
-    packed = sum(info.compress_size for info in infos)
+    packed = sum([info.compress_size for info in infos])
     # Where bytes were lost in front of the directory, the members are larger than what is left.
     lacking = min(max(0, -listing.displaced), len(content))
     if found is None and packed > len(content) + lacking:
         raise HostileError(
             f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
-            "lie over "
-            "each other; do not use this file"
+            "lie over each other; do not use this file"
         )
-    roots = [name.removesuffix(main) for name in names if f"/{name}".endswith(f"/{main}")]
+    roots = [name.removesuffix(main) for name in names if name.endswith(f"/{main}") or name == main]
     if not roots and found is not None:
         raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, None)}; fetch it again")
     if not roots:

@@ -199,10 +199,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _count_tensors(mapping: Mapping[Any, Any]) -> int:
-    return sum(
-        _is_tensor(value) or (isinstance(value, tuple) and any(map(_packs_tensors, value[:LIST_LIMIT])))
-        for value in mapping.values()
-    )
+    rest = [value for value in mapping.values() if not isinstance(value, TensorSpec)]
+    return len(mapping) - len(rest) + sum(_is_tensor(value) or _packs_several(value) for value in rest)
+
+
+def _packs_several(value: Any) -> bool:
+    return isinstance(value, tuple) and any(map(_packs_tensors, value[:LIST_LIMIT]))
 
 
 def _packs_tensors(item: Any) -> bool:
@@ -211,8 +213,9 @@ def _packs_tensors(item: Any) -> bool:
 
 
 def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
-    tensors = [tensor for tensor in value.values() if isinstance(tensor, (TensorSpec, NumpyArray))]
-    return Candidate(path, _count_tensors(value), sum(math.prod(tensor.shape) for tensor in tensors))
+    numel = sum([tensor.numel for tensor in value.values() if isinstance(tensor, TensorSpec)])
+    numel += sum([math.prod(array.shape) for array in value.values() if isinstance(array, NumpyArray)])
+    return Candidate(path, _count_tensors(value), numel)
 
 
 def _pick(
@@ -249,7 +252,7 @@ def _entries(
         name = str(key)  # text of Python 2 is of a class of its own
         if not isinstance(key, str):
             remarks.append(Remark("non-string-key", path_name(path), name))
-        if is_uninitialized(entry):
+        if not isinstance(entry, TensorSpec) and is_uninitialized(entry):
             remarks.append(Remark("uninitialized", name, str(entry.cls)))
             continue
         if name in entries:

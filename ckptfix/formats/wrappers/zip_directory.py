@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ckptfix.errors import HostileError
 from ckptfix.formats.raw.sources import Content
-from ckptfix.formats.wrappers.zip_headers import plain_name
+from ckptfix.formats.wrappers.zip_headers import Member, plain_name
 
 END = struct.Struct("<4s4H2LH")
 """The record at the end of an archive."""
@@ -36,18 +37,43 @@ _LARGEST = 64 << 20
 PACKAGE_MARK = ".data/extern_modules"
 """What every archive of torch.package has below its root: the modules that it does not bring along."""
 
-_known: WeakKeyDictionary[Content, list[str]] = WeakKeyDictionary()
-"""The names by archive: whoever looks what a file is asks for them, and a file may have a hundred thousand."""
+_LATEST = 63
+"""The version of the format, 6.3, up to which ``zipfile`` reads a member."""
+
+
+class _Directory(NamedTuple):
+    """The directory between two places: the names in it and, where it is a plain one, its members."""
+
+    start: int
+    stop: int
+    names: list[str]
+    members: list[Member] | None
+
+
+_known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
+"""The directories by archive: whoever looks what a file is asks for its names, and it may have a hundred thousand."""
 
 
 def member_names(content: Content) -> list[str]:
     """The names of all members, none where there is no whole directory. They are read as latin-1."""
-    if (names := _known.get(content)) is None:
-        names = _known[content] = _member_names(content)
-    return names
+    return _directory(content).names
 
 
-def _member_names(content: Content) -> list[str]:
+def plain_members(content: Content, start: int, stop: int) -> list[Member] | None:
+    """The members in the directory between two places, where each entry is as torch writes it.
+
+    None where any is not: then ``zipfile`` has to say what it means."""
+    found = _directory(content)
+    return None if found.members is None or (found.start, found.stop) != (start, stop) else list(found.members)
+
+
+def _directory(content: Content) -> _Directory:
+    if (found := _known.get(content)) is None:
+        found = _known[content] = _found_directory(content)
+    return found
+
+
+def _found_directory(content: Content) -> _Directory:
     for size in (_USUAL, _TAIL):
         start = max(len(content) - size, 0)
         tail = bytes(content.buffer[start:])
@@ -55,7 +81,7 @@ def _member_names(content: Content) -> list[str]:
         if at >= LOCATOR.size:
             break
     if at < 0 or at + END.size > len(tail):
-        return []
+        return _Directory(0, 0, [], None)
     *_, size, _, _ = END.unpack_from(tail, at)
     end = start + at
     if at >= LOCATOR.size and tail[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\x06\x07":
@@ -64,7 +90,11 @@ def _member_names(content: Content) -> list[str]:
         record = bytes(content.buffer[max(end, 0) : max(end, 0) + END64.size])
         if len(record) == END64.size and record[:4] == b"PK\x06\x06":
             *_, size, _ = END64.unpack(record)
-    return _entries(bounded_directory(content, max(end - size, 0), end))
+    start = max(end - size, 0)
+    directory = bounded_directory(content, start, end)
+    members = _plain_entries(directory)
+    names = _entries(directory) if members is None else [member.filename for member in members]
+    return _Directory(start, end, names, members)
 
 
 def member_limit(content: Content) -> int:
@@ -98,6 +128,41 @@ def _entries(directory: bytes) -> list[str]:
         names.append(plain_name(directory[position : position + name].decode("latin-1")))
         position += name + extra + comment
     return names if position == len(directory) else []
+
+
+def _plain_entries(directory: bytes) -> list[Member] | None:
+    """The members of a directory whose names are ASCII, and whose entries end with them."""
+    members, position, size = [], 0, len(directory)
+    while position + ENTRY.size <= size:
+        (
+            signature,
+            _,
+            needed,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            packed,
+            nbytes,
+            length,
+            extra,
+            comment,
+            volume,
+            _,
+            attr,
+            place,
+        ) = ENTRY.unpack_from(directory, position)
+        position += ENTRY.size
+        raw = directory[position : position + length]
+        position += length
+        if signature != b"PK\x01\x02" or extra or comment or needed & 0xFF > _LATEST or not raw.isascii():
+            return None
+        name = raw.decode("ascii")
+        if "\0" in name or "\\" in name:
+            return None
+        members.append(Member(name, name, flags, method, crc, packed, nbytes, place, volume, attr))
+    return members if position == size else None
 
 
 def has_end(content: Content) -> bool:
@@ -149,4 +214,5 @@ def is_torch_package(names: list[str]) -> bool:
 
 
 def _roots(names: list[str], main: str) -> list[str]:
-    return [name.removesuffix(main) for name in names if f"/{name}".endswith(f"/{main}")]
+    inner = f"/{main}"
+    return [name.removesuffix(main) for name in names if name.endswith(inner) or name == main]

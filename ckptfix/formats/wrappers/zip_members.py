@@ -15,6 +15,7 @@ from ckptfix.formats.wrappers.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.formats.wrappers.expanding import Blocks, WrongBytes
 from ckptfix.formats.wrappers.streams import Stream
 from ckptfix.formats.wrappers.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
+from ckptfix.formats.wrappers.zip_headers import Member
 from ckptfix.formats.wrappers.zip_listing import list_members
 from ckptfix.formats.wrappers.zip_settling import Listing
 from ckptfix.formats.wrappers.zip_walk import first_names
@@ -76,7 +77,7 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], lis
     return found, damage
 
 
-def _stream(content: Content, listing: Listing, info: zipfile.ZipInfo) -> Stream | str:
+def _stream(content: Content, listing: Listing, info: Member) -> Stream | str:
     """The packed bytes of a member, as far as they are there; where there are none, why, as the end of a sentence."""
     start = listing.data_start(content, info)
     if start is None:
@@ -94,7 +95,7 @@ def _stream(content: Content, listing: Listing, info: zipfile.ZipInfo) -> Stream
     return Stream(content, start + skipped, stop, decoder)
 
 
-def _head(content: Content, listing: Listing, info: zipfile.ZipInfo) -> tuple[bytes, str]:
+def _head(content: Content, listing: Listing, info: Member) -> tuple[bytes, str]:
     """The first bytes of a member; where there are none that should be, why, as the end of a sentence."""
     stream = _stream(content, listing, info)
     if isinstance(stream, str):
@@ -108,9 +109,7 @@ def _head(content: Content, listing: Listing, info: zipfile.ZipInfo) -> tuple[by
     return head, "" if head else why
 
 
-def _blocks(
-    content: Content, listing: Listing, info: zipfile.ZipInfo, damage: list[str]
-) -> Iterator[tuple[bytes, int]]:
+def _blocks(content: Content, listing: Listing, info: Member, damage: list[str]) -> Iterator[tuple[bytes, int]]:
     closed = why_closed(info.flag_bits, info.compress_type)
     if closed:
         raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
@@ -137,6 +136,6 @@ def _blocks(
         damage.append(WrongBytes("fails the checksum of the zip archive: some of its bytes are wrong"))
 
 
-def _is_whole(stream: Stream, info: zipfile.ZipInfo) -> bool:
+def _is_whole(stream: Stream, info: Member) -> bool:
     # The end of an LZMA stream is its size; a marker behind it is an option.
     return stream.ended or (info.compress_type == zipfile.ZIP_LZMA and stream.expanded == info.file_size)

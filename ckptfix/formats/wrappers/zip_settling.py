@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-import zipfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptfix.formats.raw.sources import Content
-from ckptfix.formats.wrappers.zip_headers import DESCRIPTORS, Header, descriptors, header_name, read_header
+from ckptfix.formats.wrappers.zip_headers import (
+    DESCRIPTORS,
+    Header,
+    Member,
+    descriptors,
+    header_name,
+    plain_starts,
+    read_header,
+)
 from ckptfix.formats.wrappers.zip_proof import Claim, Proof
 from ckptfix.formats.wrappers.zip_walk import FoundMembers, walk
 
@@ -49,7 +56,7 @@ class Listing:
     negative where bytes in front of it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
     is what else torch refuses, ``directory`` is where that begins, and ``trailing`` are the bytes behind all of it."""
 
-    infos: list[zipfile.ZipInfo]
+    infos: list[Member]
     starts: dict[int, int] = field(default_factory=dict)
     found: FoundMembers | None = None
     damage: list[str] = field(default_factory=list)
@@ -60,7 +67,7 @@ class Listing:
     trailing: int = 0
     agreed: dict[int, int] = field(default_factory=dict)
 
-    def data_start(self, content: Content, info: zipfile.ZipInfo) -> int | None:
+    def data_start(self, content: Content, info: Member) -> int | None:
         """Where the data of a member begins; None where nothing says so."""
         for known in (self.starts, self.agreed):
             if info.header_offset in known:
@@ -75,17 +82,23 @@ class Settling:
     def __init__(self, content: Content, listing: Listing) -> None:
         self.content, self.listing = content, listing
         infos = listing.infos
-        self.names = Counter(info.orig_filename for info in infos)
-        self.places = Counter(info.header_offset for info in infos)
+        self.names = Counter([info.orig_filename for info in infos])
+        self.places = Counter([info.header_offset for info in infos])
         self.bounds = sorted(self.places)
         self.faults: list[str] = []
         self.proof = Proof(content)
         self.in_place = 0
         """How many members begin where the directory says."""
-        self.odd = [place for place, info in enumerate(infos) if not self._is_plain(info)]
+        self.odd: list[int] = []
+        for place, start in enumerate(plain_starts(content, infos)):
+            if start is not None:
+                self.in_place += 1
+                listing.agreed[infos[place].header_offset] = start
+            elif not self._is_plain(infos[place]):
+                self.odd.append(place)
 
-    def _is_plain(self, info: zipfile.ZipInfo) -> bool:
-        """Whether the header of a member says what the directory says, as of nearly all."""
+    def _is_plain(self, info: Member) -> bool:
+        """Whether the header of a member says what the directory says."""
         header = read_header(self.content, info.header_offset)
         if header is None:
             return False
@@ -110,7 +123,7 @@ class Settling:
         self.listing.damage += self.listing.doubts
         return self.listing
 
-    def _settled(self, info: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    def _settled(self, info: Member) -> Member:
         if info.filename.endswith("/"):
             return info  # a folder, of which nothing is read
         header = read_header(self.content, info.header_offset)
@@ -140,7 +153,7 @@ class Settling:
             self.listing.starts[info.header_offset] = start
         return self._named(info, header)
 
-    def _start_by_descriptor(self, info: zipfile.ZipInfo) -> int | None:
+    def _start_by_descriptor(self, info: Member) -> int | None:
         """Where the data of a member without a checksum begins, by the descriptor in front of the next member."""
         stop = self._stop(info)
         for form in DESCRIPTORS[:2]:
@@ -149,17 +162,17 @@ class Settling:
                 return stop - form.size - info.compress_size
         return None
 
-    def _stop(self, info: zipfile.ZipInfo) -> int:
+    def _stop(self, info: Member) -> int:
         """Where the next member begins, or the directory."""
         after = bisect_right(self.bounds, info.header_offset)
         return min((*self.bounds[after : after + 1], self.listing.directory))
 
-    def _other_name(self, info: zipfile.ZipInfo, header: Header | None) -> str:
+    def _other_name(self, info: Member, header: Header | None) -> str:
         """The name in the header of a member where that is the name of another member, or nothing."""
         name = header_name(info, header) if header is not None and header.is_signed else None
         return name if name is not None and name != info.orig_filename and self.names[name] else ""
 
-    def _is_misnamed(self, info: zipfile.ZipInfo, header: Header, other: str) -> bool:
+    def _is_misnamed(self, info: Member, header: Header, other: str) -> bool:
         """Whether the header with the name of another member is that of this one all the same.
 
         Where the other member has a header of its own, this one's has a damaged name, which nobody reads. Where the
@@ -174,20 +187,20 @@ class Settling:
             self.listing.doubts.append(f"calls a member {name} in its directory and {_shown(other)} in front of it")
         return True
 
-    def _is_behind(self, info: zipfile.ZipInfo, header: Header) -> bool:
+    def _is_behind(self, info: Member, header: Header) -> bool:
         """Whether the data is where the header ends: with another name it may have another length."""
         if len(header.name) == len(info.orig_filename.encode("utf-8", "replace")) or not info.CRC:
             return True
         said = (info.compress_type, info.CRC, info.compress_size, info.file_size)
         return self.proof.holds(Claim(header.start, *said, ""))
 
-    def _elsewhere(self, info: zipfile.ZipInfo) -> zipfile.ZipInfo | None:
+    def _elsewhere(self, info: Member) -> Member | None:
         """The member of this name that a walk finds in another place, with the checksum and sizes of the directory."""
         said = (info.CRC, info.compress_size, info.file_size)
         found = (found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset)
         return next((one for one in found if (one.CRC, one.compress_size, one.file_size) == said), None)
 
-    def _last_resort(self, info: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    def _last_resort(self, info: Member) -> Member:
         """The member at the only header of this name that a walk finds, or one that is nowhere.
 
         Where bytes are lost, a header may have the data of another member behind it: the checksum of the directory
@@ -197,7 +210,7 @@ class Settling:
         moved.header_offset = found[0].header_offset if len(found) == 1 and info.CRC else NOWHERE
         return self._misplaced(info, moved)
 
-    def _misplaced(self, info: zipfile.ZipInfo, found: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    def _misplaced(self, info: Member, found: Member) -> Member:
         self.faults.append(f"the directory's entry of member {_shown(info.filename)}")
         return found
 
@@ -207,17 +220,17 @@ class Settling:
         return {self.listing.infos[place].orig_filename for place in self.odd}
 
     @cached_property
-    def _walked(self) -> dict[str, list[zipfile.ZipInfo]]:
+    def _walked(self) -> dict[str, list[Member]]:
         """The members that a walk finds whole, where bytes were lost or gained and all places behind them shift."""
         found = walk(self.content)
-        walked: dict[str, list[zipfile.ZipInfo]] = {}
+        walked: dict[str, list[Member]] = {}
         for info in found.infos:
             named = walked.setdefault(info.filename, [])
             if info.filename not in found.open_at and len(named) < CANDIDATES:
                 named.append(info)
         return walked
 
-    def _agree(self, info: zipfile.ZipInfo, header: Header) -> bool:
+    def _agree(self, info: Member, header: Header) -> bool:
         """Whether header and descriptor say of a member what the directory says."""
         if not header.is_signed or header.method != info.compress_type or (header.flags ^ info.flag_bits) & 1:
             return False
@@ -229,7 +242,7 @@ class Settling:
             return said == (0, 0, 0)
         return said in descriptors(self.content, header.start + info.compress_size)
 
-    def _claims(self, info: zipfile.ZipInfo, header: Header) -> Iterator[Claim]:
+    def _claims(self, info: Member, header: Header) -> Iterator[Claim]:
         """What a member can be, by its directory, by its header, and by the place of the next member."""
         says = (info.CRC, info.compress_size, info.file_size)
         is_called_locked = info.flag_bits & ~header.flags & 1
@@ -246,7 +259,7 @@ class Settling:
         for crc, packed, size in others:
             yield Claim(header.start, header.method, crc, packed, size, "the directory's entry of")
 
-    def _named(self, info: zipfile.ZipInfo, header: Header) -> zipfile.ZipInfo:
+    def _named(self, info: Member, header: Header) -> Member:
         """The member under the name of its header, where only that is one of a torch file.
 
         A single bit turns a member's name into another, and its tensor would be taken for lost."""

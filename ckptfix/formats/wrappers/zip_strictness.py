@@ -12,7 +12,7 @@ from typing import Any
 from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.decoders import METHODS
 from ckptfix.formats.wrappers.zip_directory import END, END64, ENTRY, LOCATOR, member_names
-from ckptfix.formats.wrappers.zip_headers import HEADER
+from ckptfix.formats.wrappers.zip_headers import HEADER, Member
 
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
@@ -21,7 +21,7 @@ _FOLDER = 0x10
 _NAMES = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA", **METHODS}
 
 
-def refusal(content: Content, end: Sequence[Any], infos: Sequence[zipfile.ZipInfo]) -> str:
+def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> str:
     """Why torch refuses an archive, as a noun with what follows it; nothing where it does not.
 
     ``end`` is the record at the end as ``zipfile`` reads it, with the numbers of zip64 in their places."""
@@ -58,7 +58,7 @@ def _refusal64(content: Content, end: int) -> str:
     return f"a zip64 end record of {length} bytes" if length < END64.size - 12 else ""
 
 
-def _is_plain(content: Content, info: zipfile.ZipInfo) -> bool:
+def _is_plain(content: Content, info: Member) -> bool:
     """Whether a member is like nearly all, for there may be a hundred thousand."""
     packed = info.compress_size
     return (
@@ -69,12 +69,12 @@ def _is_plain(content: Content, info: zipfile.ZipInfo) -> bool:
     )
 
 
-def _member_refusal(content: Content, disk: int, info: zipfile.ZipInfo) -> str:
+def _member_refusal(content: Content, disk: int, info: Member) -> str:
     what = _what_is_wrong(content, disk, info)
     return what and f"the member {info.filename[-80:]} {what}"
 
 
-def _what_is_wrong(content: Content, disk: int, info: zipfile.ZipInfo) -> str:
+def _what_is_wrong(content: Content, disk: int, info: Member) -> str:
     packed, size, method = info.compress_size, info.file_size, info.compress_type
     if "\\" in info.orig_filename:
         return "with backslashes in its name"

@@ -16,7 +16,7 @@ from ckptfix.errors import HostileError
 from ckptfix.formats.damage.torn import TornBytes, filled_end, zero_tail
 from ckptfix.formats.raw.sources import Content
 from ckptfix.formats.wrappers.zip_directory import member_limit
-from ckptfix.formats.wrappers.zip_headers import HEADER, plain_name
+from ckptfix.formats.wrappers.zip_headers import HEADER, Member, plain_name
 
 _DESCRIPTOR = b"PK\x07\x08"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -27,7 +27,7 @@ class FoundMembers:
     """What is left of an archive: the members in the order of the file, and where the data of open ones begins."""
 
     content: Content
-    infos: list[zipfile.ZipInfo] = field(default_factory=list)
+    infos: list[Member] = field(default_factory=list)
     open_at: dict[str, int] = field(default_factory=dict)
     zeros: int = 0
     end: int = 0
@@ -129,16 +129,13 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
     return found
 
 
-def _member(content: Content, header: int, start: int) -> zipfile.ZipInfo:
+def _member(content: Content, header: int, start: int) -> Member:
     _, _, flags, method, _, _, crc, packed, size, name_length, _ = HEADER.unpack(
         content.buffer[header : header + HEADER.size]
     )
     names = header + HEADER.size
-    info = zipfile.ZipInfo(bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace"))
-    info.filename = plain_name(info.filename)
+    name = bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace")
     extra = bytes(content.buffer[names + name_length : start])
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])
-    info.flag_bits, info.compress_type, info.header_offset = flags, method, header
-    info.CRC, info.compress_size, info.file_size = crc, packed, size
-    return info
+    return Member(plain_name(name.partition("\0")[0]), name, flags, method, crc, packed, size, header)
