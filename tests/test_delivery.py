@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pytest
 import torch
@@ -168,29 +168,16 @@ def test_a_source_that_vanishes_meanwhile_is_still_written(source, tmp_path):
 @pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
 @pytest.mark.parametrize("after", [0, 8, 150])
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tmp_path, monkeypatch):
-    before = digest(source)
-    real = output.writer_for
+    before, real, room = digest(source), os.write, after
 
-    def filling(form: str, for_torch: str | None):
-        def write(checkpoint, file):
-            room = after
+    def fill(descriptor: int, block: memoryview) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room -= (count := real(descriptor, block[:room]))
+        return count
 
-            class Disk:
-                def __getattr__(self, attribute: str):
-                    return getattr(file, attribute)
-
-                def write(self, block) -> int:
-                    nonlocal room
-                    room -= len(block)
-                    if room < 0:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    return int(file.write(block))
-
-            real(form, for_torch)(checkpoint, cast(BinaryIO, Disk()))
-
-        return write
-
-    monkeypatch.setattr("ckptfix.delivery.writer_for", filling)
+    monkeypatch.setattr("os.write", fill)
     goal = tmp_path / name
     with pytest.raises(WriteError, match="No space left on device") as caught:
         ckptfix.repair(source, output=goal)
@@ -310,19 +297,19 @@ def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backu
 
 
 def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):
-    real = output.write_to
+    real, weight, found = os.write, torch.arange(6.0).numpy().tobytes(), []
 
-    def damage(temporary: Path, *rest) -> output.Written:
-        written = real(temporary, *rest)
-        content = bytearray(temporary.read_bytes())
-        place = content.index(torch.arange(6.0).numpy().tobytes())
-        content[place + 2] ^= 1
-        temporary.write_bytes(content)
-        return written
+    def damage(descriptor: int, block: memoryview) -> int:
+        start, count = os.lseek(descriptor, 0, os.SEEK_CUR), real(descriptor, block)
+        place = bytes(block).find(weight)
+        if place >= 0:
+            found.append(os.pwrite(descriptor, bytes([block[place + 2] ^ 1]), start + place + 2))
+        return count
 
-    monkeypatch.setattr("ckptfix.delivery.write_to", damage)
+    monkeypatch.setattr("os.write", damage)
     with pytest.raises(WriteError, match=r"differs from the plan: the bytes of fc\.weight"):
         ckptfix.repair(source, beside=True)
+    assert found
     assert names(source.parent) == ["model.pth"]
 
 

@@ -19,7 +19,8 @@ from packaging.version import Version
 
 from ckptfix.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
-from ckptfix.formats.raw.copying import Copied, Copier, background
+from ckptfix.formats.raw.appending import Copied
+from ckptfix.formats.raw.copying import Copier, background
 from ckptfix.formats.safetensors_files import safetensors, safetensors_write
 from ckptfix.formats.torch_files import torch_write
 

@@ -10,8 +10,8 @@ would end the program then instead of raising an error."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ckptfix.formats.output import Written
 from ckptfix.formats.raw.batches import THREADS, batched
 from ckptfix.formats.raw.copying import background
 from ckptfix.formats.raw.files import OpenFile
-from ckptfix.formats.raw.sources import FileBytes, located, stream
+from ckptfix.formats.raw.sources import located, stream
 from ckptfix.formats.safetensors_files import safetensors
 from ckptfix.formats.safetensors_files.safetensors_write import contiguous_blocks, lost_extras
 from ckptfix.progress import Task
@@ -63,9 +63,13 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
 
 def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
     """The files whose bytes are a checkpoint's tensors as they are."""
-    storages = {id(part.storage): part.storage for spec in checkpoint.specs.values() for part in spec.strided_parts()}
-    places = (located(storage.source) for storage in storages.values() if storage is not None)
-    return {place.file for place in places if place is not None}
+    files = set()
+    for spec in checkpoint.specs.values():
+        for part in spec.strided_parts():
+            place = located(part.storage.source) if part.storage is not None else None
+            if place is not None:
+                files.add(place.file)
+    return files
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
@@ -79,12 +83,13 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
         return "another _metadata"
     for key, spec in expected.specs.items():
         other = written.specs.get(key)
-        if other is None or (other.dtype, other.shape, other.layout) != (spec.dtype, spec.shape, spec.layout):
+        if other is None or other.dtype != spec.dtype or other.shape != spec.shape or other.layout != spec.layout:
             return f"the tensor {key}"
-        if (spec.quantizer is None) != (other.quantizer is None) or _scheme(spec) != _scheme(other):
+        if spec.quantizer is not other.quantizer and _scheme(spec) != _scheme(other):
             return f"the quantiser of {key}"
-        trained = (spec.requires_grad, spec.is_parameter) != (other.requires_grad, other.is_parameter)
-        if trained and not is_safetensors:
+        if is_safetensors:
+            continue
+        if spec.requires_grad != other.requires_grad or spec.is_parameter != other.is_parameter:
             return f"requires_grad of {key}"
     if _tie_groups(written) != _tie_groups(expected):
         return "the ties"
@@ -101,50 +106,59 @@ def _scheme(spec: TensorSpec) -> tuple[object, ...]:
 
 
 class _Range(NamedTuple):
-    """Bytes of a key that lie in a file on both sides."""
+    """Bytes of a key that lie in a file on both sides, from ``offset`` of the one and ``start`` of the other on."""
 
     key: str
-    before: FileBytes
-    after: FileBytes
+    source: OpenFile
+    offset: int
+    file: OpenFile
+    start: int
+    nbytes: int
 
 
 class _ReadBack:
-    """The ranges that were read back, by the distance between their places in the two files."""
+    """The ranges that were read back, in the order of the files that they were written to."""
 
-    def __init__(self, files: Iterable[Written]) -> None:
-        self._spans: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-        for file in files:
-            for place, start in file.copied:
-                span = (place.offset, place.offset + place.nbytes)
-                self._spans.setdefault((str(file.path), place.file, start - place.offset), []).append(span)
-        for spans in self._spans.values():
-            spans.sort()
+    def __init__(self, written: Iterable[Written]) -> None:
+        self._copied = {str(file.path): sorted(file.copied, key=_start) for file in written}
+        self._starts = {path: [copied.start for copied in found] for path, found in self._copied.items()}
 
     def has(self, pair: _Range) -> bool:
-        """Whether the bytes lie within a range that was found equal."""
-        before, after = pair.before, pair.after
-        spans = self._spans.get((after.file.path, before.file, after.offset - before.offset), [])
-        at = bisect_right(spans, before.offset, key=itemgetter(0)) - 1
-        return at >= 0 and before.offset + before.nbytes <= spans[at][1]
+        """Whether the bytes lie within a range that was found equal, as far from its beginning on both sides."""
+        at = bisect_right(self._starts.get(pair.file.path, ()), pair.start) - 1
+        if at < 0:
+            return False
+        copied = self._copied[pair.file.path][at]
+        behind = pair.start - copied.start
+        return (
+            copied.file is pair.source
+            and copied.offset + behind == pair.offset
+            and behind + pair.nbytes <= copied.nbytes
+        )
+
+
+_start = attrgetter("start")
 
 
 def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _ReadBack) -> str:
     task = Task(f"comparing {expected.path}", sum(spec.nbytes for spec in expected.specs.values()))
+    known = 0
     ranges: list[_Range] = []
     made: list[tuple[str, TensorSpec, TensorSpec]] = []
     for key, spec in expected.specs.items():
         for before, after in zip(spec.strided_parts(), written.specs[key].strided_parts(), strict=True):
-            in_files = _ranges(key, before, after)
-            if in_files is None:
+            pair = _range(key, before, after)
+            if pair is None:
                 made.append((key, before, after))
+            elif read_back.has(pair):
+                known += pair.nbytes
             else:
-                for pair in in_files:
-                    if read_back.has(pair):
-                        task.advance(pair.before.nbytes)
-                    else:
-                        ranges.append(pair)
-    batches = batched(ranges, lambda pair: pair.before.nbytes, BATCH)
+                ranges += _pieces(pair)
+    task.advance(known)
+    if not ranges and not made:
+        return ""
     with background(THREADS) as pool:
+        batches = batched(ranges, lambda pair: pair.nbytes, BATCH)
         compared = [(batch, pool.submit(_first_difference, batch)) for batch in batches]
         for key, before, after in made:
             if not _same_blocks(before, after, expected.path):
@@ -153,7 +167,7 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
         for batch, found in compared:
             if differing := found.result():
                 return f"the bytes of {differing}"
-            task.advance(sum(pair.before.nbytes for pair in batch))
+            task.advance(sum(pair.nbytes for pair in batch))
     return ""
 
 
@@ -162,38 +176,35 @@ def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
     return before.strides == after.strides and before.math_bits == after.math_bits
 
 
-def _ranges(key: str, before: TensorSpec, after: TensorSpec) -> list[_Range] | None:
-    """The bytes of a tensor in pieces of at most ``BATCH``, where they are a range of a file on both sides."""
-    left, right = _place(before), _place(after)
-    if left is None or right is None or left.nbytes != right.nbytes or not _is_same_view(before, after):
+def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
+    """The bytes that a tensor spans, where they are a range of a file on both sides."""
+    if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
-    if 0 < left.nbytes <= BATCH:
-        return [_Range(key, left, right)]
-    return [_Range(key, _part(left, start), _part(right, start)) for start in range(0, left.nbytes, BATCH)]
-
-
-def _place(spec: TensorSpec) -> FileBytes | None:
-    """Where in a file the bytes lie that a tensor spans."""
-    place = located(spec.storage.source) if spec.storage is not None else None
-    if place is None:
+    source, file = located(before.storage.source), located(after.storage.source)
+    if source is None or file is None:
         return None
-    start, stop = spec.extent
-    return FileBytes(place.file, place.offset + start, stop - start)
+    (offset, stop), (start, end) = before.extent, after.extent
+    if stop - offset != end - start:
+        return None
+    return _Range(key, source.file, source.offset + offset, file.file, file.offset + start, stop - offset)
 
 
-def _part(place: FileBytes, start: int) -> FileBytes:
-    return FileBytes(place.file, place.offset + start, min(BATCH, place.nbytes - start))
+def _pieces(pair: _Range) -> Iterator[_Range]:
+    """The range in pieces of at most ``BATCH``."""
+    key, source, offset, file, start, nbytes = pair
+    for done in range(0, nbytes, BATCH):
+        yield _Range(key, source, offset + done, file, start + done, min(BATCH, nbytes - done))
 
 
 def _first_difference(batch: list[_Range]) -> str | None:
     """The key of the first range that differs."""
-    size = min(WINDOW, max(pair.before.nbytes for pair in batch))
+    size = min(WINDOW, max(pair.nbytes for pair in batch))
     left, right = bytearray(size), bytearray(size)
-    for key, before, after in batch:
-        for start in range(0, before.nbytes, WINDOW):
-            count = min(WINDOW, before.nbytes - start)
-            before.file.fill(memoryview(left)[:count], before.offset + start)
-            after.file.fill(memoryview(right)[:count], after.offset + start)
+    for key, source, offset, file, start, nbytes in batch:
+        for done in range(0, nbytes, WINDOW):
+            count = min(WINDOW, nbytes - done)
+            source.fill(memoryview(left)[:count], offset + done)
+            file.fill(memoryview(right)[:count], start + done)
             # Behind what was read, both hold what was found equal before.
             if left != right:
                 return key
@@ -215,8 +226,14 @@ def _equal(one: memoryview, other: memoryview) -> bool:
 
 
 def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
-    groups: dict[tuple[object, ...], list[str]] = {}
+    """The keys of tensors that are the same view of the same storage."""
+    by_storage: dict[int, list[str]] = {}
     for key, spec in checkpoint.specs.items():
         if spec.storage is not None and spec.numel:
-            groups.setdefault(spec.view, []).append(key)
+            by_storage.setdefault(id(spec.storage), []).append(key)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for keys in by_storage.values():
+        if len(keys) > 1:  # as of few storages
+            for key in keys:
+                groups.setdefault(checkpoint.specs[key].view, []).append(key)
     return {tuple(group) for group in groups.values() if len(group) > 1}

@@ -15,7 +15,8 @@ import torch
 
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.raw import copying
-from ckptfix.formats.raw.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
+from ckptfix.formats.raw.appending import EDGE, WINDOW
+from ckptfix.formats.raw.copying import LARGE, PAGE, SMALL, Copier
 from ckptfix.formats.raw.files import OpenFile
 from ckptfix.formats.raw.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
 from ckptfix.progress import Task, watched_by
@@ -139,13 +140,18 @@ def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypa
 
 def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
-        file.write(b"header")
+        copier.write(b"header")
         copier.copy(place, 0, len(DATA))
         copier.copy(place, 0, SMALL)
         copier.copy(WindowBytes(place, 100, len(DATA) - 100), 7, SMALL + 8)
         copier.copy(MemoryBytes(DATA), 0, len(DATA))
-    found = [(copied.place.offset, copied.place.nbytes, copied.start) for copied in copier.copied]
-    assert found == [(6, len(DATA), 6), (6 + 107, SMALL + 1, 6 + len(DATA) + SMALL)]
+    found = [(copied.file, copied.offset, copied.nbytes, copied.start) for copied in copier.copied]
+    behind = 6 + len(DATA)
+    assert found == [
+        (place.file, 6, len(DATA), 6),
+        (place.file, 6, SMALL, behind),
+        (place.file, 6 + 107, SMALL + 1, behind + SMALL),
+    ]
 
 
 @pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
@@ -160,10 +166,49 @@ def test_what_differs_when_it_is_read_back_is_not_noted(wrong, way, place, tmp_p
 
     monkeypatch.setattr("os.preadv", misread)
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
-        file.write(b"header")
+        copier.write(b"header")
         copier.copy(place, 0, len(DATA))
+        copier.write(bytes(WINDOW))  # what follows lies in none of the windows of what is wrong
         copier.copy(place, 0, len(DATA) - 5)
-    assert [(copied.place.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA))]
+    assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA) + WINDOW)]
+
+
+def test_small_ranges_are_written_and_read_back_together(place, tmp_path, monkeypatch):
+    calls: list[str] = []
+    for name in ("write", "preadv"):
+        real = getattr(os, name)
+
+        def noted(descriptor: int, *more: Any, name: str = name, real: Any = real) -> int:
+            if descriptor != place.file.descriptor:
+                calls.append(name)
+            done: int = real(descriptor, *more)
+            return done
+
+        monkeypatch.setattr(f"os.{name}", noted)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        for start in range(100):
+            copier.write(b"name")
+            copier.copy(place, start, start + 50)
+    assert calls == ["write", "preadv"]
+    assert [copied.start for copied in copier.copied] == [4 + 54 * number for number in range(100)]
+    assert (tmp_path / "copy").read_bytes() == b"".join(b"name" + DATA[at : at + 50] for at in range(100))
+
+
+def test_one_wrong_byte_leaves_all_of_its_window_to_be_compared_later(place, tmp_path, monkeypatch):
+    real = os.preadv
+
+    def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        if descriptor != place.file.descriptor and not offset:
+            buffers[0][100] ^= 1
+        return count
+
+    monkeypatch.setattr("os.preadv", misread)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.copy(place, 0, 90)
+        copier.copy(place, 1, WINDOW)  # it goes on in the next window
+        copier.copy(place, 7, 77)
+    assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(70, 90 + WINDOW - 1)]
 
 
 def test_a_file_that_cannot_be_read_back_is_written_as_well(way, place, tmp_path):
@@ -249,7 +294,7 @@ def test_every_way_writes_the_same_file(form, tmp_path, monkeypatch):
 def test_the_checksum_of_what_is_copied_is_given(mode, start, stop, source, way, place, tmp_path):
     given = place if source == "a range" else MemoryBytes(DATA)
     with (tmp_path / "copy").open(mode) as file, Copier(file, Task("writing", 0)) as copier:
-        file.write(b"header")
+        copier.write(b"header")
         assert copier.copy(given, start, stop, is_summed=True) == zlib.crc32(DATA[start:stop])
     assert (tmp_path / "copy").read_bytes() == b"header" + DATA[start:stop]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint import Quantizer, TensorSpec
 from ckptfix.dtypes import DTYPES
@@ -18,33 +18,40 @@ from ckptfix.formats.weights.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 
-_NEAR, _FAR = struct.Struct("<cB"), struct.Struct("<cI")
-"""An opcode and its number, of one byte or four."""
+_NEAR, _HALF, _FAR, _SIGNED = (struct.Struct(f"<c{kind}") for kind in "BHIi")
+"""An opcode and its number, of one, two or four bytes."""
+
+_Part = bytes | str | tuple[str, str]
+"""Of a phrase: opcodes, a text, or the module and name of a global."""
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
-class StorageRef:
-    """Where the writer put the bytes of a tensor: the storage's key and device in the new file, and the tensor's offset
-    in elements.
-    """
+class StorageRef(NamedTuple):
+    """A storage in the new file."""
 
-    def __init__(self, key: str, nbytes: int, device: str, offset: int) -> None:
-        self.key, self.nbytes, self.device, self.offset = key, nbytes, device, offset
+    key: str
+    nbytes: int
+    device: str
 
 
 class PickleWriter:
-    """Writes one object tree. ``place`` says for every strided tensor where its bytes went.
+    """Writes one object tree. ``place`` says for every strided tensor in which storage its bytes went, and to which
+    offset there, in elements.
 
     Raises ``WriteError`` for data that ``weights_only`` would refuse; the place in the tree is in the message.
     """
 
-    def __init__(self, path: str, place: Callable[[TensorSpec], StorageRef]) -> None:
+    _END_OF_ID = b"tQ"
+
+    def __init__(self, path: str, place: Callable[[TensorSpec], tuple[StorageRef, int]]) -> None:
         self.path, self.place = path, place
         self._out: list[bytes] = []
         self._done = bytearray()
         self._memo: dict[Any, int] = {}
         self._alive: list[Any] = []
+        self._phrases: dict[tuple[_Part, ...], bytes] = {}
+        self._tuples: dict[tuple[int, ...], bytes] = {}
 
     def dump(self, root: Any) -> bytes:
         """The whole pickle of ``root``."""
@@ -55,7 +62,7 @@ class PickleWriter:
         return bytes(self._done)
 
     def _gather(self) -> None:
-        """Put what was written in one piece: a tensor is thirty small ones, and each takes more than its bytes."""
+        """Put what was written in one piece: a tensor is a dozen small ones, and each takes more than its bytes."""
         self._done += b"".join(self._out)
         self._out.clear()
 
@@ -78,6 +85,22 @@ class PickleWriter:
             self._out.append(f"c{module}\n{name}\n".encode())
             self._put((module, name))
 
+    def _phrase(self, *parts: _Part) -> None:
+        """What comes again and again, and is looked up in the memo part by part only once."""
+        if (known := self._phrases.get(parts)) is not None:
+            self._out.append(known)
+            return
+        begin, is_known = len(self._out), all(isinstance(part, bytes) or part in self._memo for part in parts)
+        for part in parts:
+            if isinstance(part, bytes):
+                self._out.append(part)
+            elif isinstance(part, str):
+                self._text(part)
+            else:
+                self._global(*part)
+        if is_known:
+            self._phrases[parts] = b"".join(self._out[begin:])
+
     def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
         self._global(module, name)
         self._tuple(args)
@@ -87,7 +110,7 @@ class PickleWriter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _save(self, value: Any) -> None:
-        if type(value) is str:
+        if isinstance(value, str):
             self._text(value)
         elif type(value) is TensorSpec:
             self._tensor(value)
@@ -96,29 +119,26 @@ class PickleWriter:
         elif isinstance(value, bool):
             self._out.append(b"\x88" if value else b"\x89")
         elif isinstance(value, int):
-            self._int(value)
+            self._out.append(self._number(value))
         elif isinstance(value, float):
             self._out.append(b"G" + struct.pack(">d", value))
-        elif isinstance(value, str):
-            self._text(value)
         else:
             self._compound(value)
 
-    def _int(self, value: int) -> None:
+    def _number(self, value: int) -> bytes:
         if 0 <= value < 256:
-            self._out.append(_NEAR.pack(b"K", value))
-        elif 0 <= value < 65536:
-            self._out.append(b"M" + struct.pack("<H", value))
-        elif -(1 << 31) <= value < 1 << 31:
-            self._out.append(b"J" + struct.pack("<i", value))
-        else:
-            raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
-            if len(raw) > 255:
-                raise WriteError(
-                    f"{self.path}: a number of {len(raw)} bytes stands beside the weights and cannot be written; "
-                    "remove it first"
-                )
-            self._out.append(b"\x8a" + bytes([len(raw)]) + raw)
+            return _NEAR.pack(b"K", value)
+        if 0 <= value < 65536:
+            return _HALF.pack(b"M", value)
+        if -(1 << 31) <= value < 1 << 31:
+            return _SIGNED.pack(b"J", value)
+        raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+        if len(raw) > 255:
+            raise WriteError(
+                f"{self.path}: a number of {len(raw)} bytes stands beside the weights and cannot be written; "
+                "remove it first"
+            )
+        return b"\x8a" + bytes([len(raw)]) + raw
 
     def _text(self, value: str) -> None:
         if not self._get(value):
@@ -130,10 +150,7 @@ class PickleWriter:
         if len(value) > 3:
             self._out.append(b"(")
         for item in value:
-            if type(item) is int:
-                self._int(item)
-            else:
-                self._save(item)
+            self._save(item)
         self._out.append(_TUPLES.get(len(value), b"t"))
 
     def _compound(self, value: Any) -> None:
@@ -205,8 +222,7 @@ class PickleWriter:
                 self._save(item)
             self._out.append(b"u")
             self._gather()
-        attributes = getattr(value, "__dict__", None)
-        if attributes:
+        if attributes := getattr(value, "__dict__", None):
             self._save(dict(attributes))
             self._out.append(b"b")
 
@@ -216,14 +232,11 @@ class PickleWriter:
     def _tensor(self, spec: TensorSpec) -> None:
         # A Parameter is a call around the record of its data; requires_grad belongs to the Parameter.
         if spec.is_parameter:
-            self._global("torch._utils", "_rebuild_parameter")
-            self._out.append(b"(")
-            self._record(spec, requires_grad=False)
-            self._save(spec.requires_grad)
-            self._no_hooks()
+            self._phrase(("torch._utils", "_rebuild_parameter"), b"(")
+        self._record(spec, requires_grad=spec.requires_grad and not spec.is_parameter)
+        if spec.is_parameter:
+            self._hooks(spec.requires_grad)
             self._out.append(b"tR")
-        else:
-            self._record(spec, requires_grad=spec.requires_grad)
 
     def _record(self, spec: TensorSpec, requires_grad: bool) -> None:
         if spec.parts:
@@ -231,43 +244,42 @@ class PickleWriter:
             return
         if spec.storage is None:
             raise WriteError(f"{self.path}: a tensor of the meta device has no values to write; fill it first")
-        dtype = DTYPES[spec.dtype]
-        ref = self.place(spec)
-        if spec.quantizer is not None:
-            self._global("torch._utils", "_rebuild_qtensor")
-        else:
-            self._global("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
-        self._out.append(b"(")
-        self._storage(ref, dtype.storage, dtype.itemsize)
-        self._int(ref.offset)
-        self._compound(spec.shape)
-        self._compound(spec.strides)
-        if spec.quantizer is not None:
-            self._quantizer(spec.quantizer)
-        self._save(requires_grad)
-        self._no_hooks()
-        if not dtype.storage and spec.quantizer is None:
+        dtype, quantizer = DTYPES[spec.dtype], spec.quantizer
+        storage = ("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")
+        ref, offset = self.place(spec)
+        function = "_rebuild_qtensor" if quantizer else "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3"
+        self._phrase(("torch._utils", function), b"((", "storage", storage)
+        self._text(ref.key)
+        self._text(ref.device)
+        count = ref.nbytes // (dtype.itemsize if dtype.storage else 1)
+        self._out.append(self._number(count) + self._END_OF_ID + self._number(offset))
+        self._sizes(spec.shape)
+        self._sizes(spec.strides)
+        if quantizer is not None:
+            self._quantizer(quantizer)
+        self._hooks(requires_grad)
+        if not dtype.storage and quantizer is None:
             self._global("torch", spec.dtype)
         if spec.math_bits:
             self._save(dict(spec.math_bits))
         self._out.append(b"tR")
 
-    def _no_hooks(self) -> None:
-        """The empty dict of each tensor, which nothing names again: it needs no place in the memo."""
-        self._global("collections", "OrderedDict")
-        self._out.append(b")R")
+    def _sizes(self, sizes: tuple[int, ...]) -> None:
+        """A shape or strides: the same object is written once, and what equals it was put in bytes already."""
+        if self._get(id(sizes)):
+            return
+        self._alive.append(sizes)
+        known = self._tuples.get(sizes)
+        if known is None:
+            before, after = b"(" if len(sizes) > 3 else b"", _TUPLES.get(len(sizes), b"t")
+            known = self._tuples[sizes] = before + b"".join(map(self._number, sizes)) + after
+        self._out.append(known)
+        if sizes:
+            self._put(id(sizes))
 
-    def _storage(self, ref: StorageRef, storage: str | None, itemsize: int) -> None:
-        self._out.append(b"(")
-        self._text("storage")
-        if storage:
-            self._global("torch", storage)
-        else:
-            self._global("torch.storage", "UntypedStorage")
-        self._text(ref.key)
-        self._text(ref.device)
-        self._int(ref.nbytes // (itemsize if storage else 1))
-        self._out.append(b"tQ")
+    def _hooks(self, requires_grad: bool) -> None:
+        """``requires_grad``, and the empty dict of hooks: it has no place in the memo, as nothing names it again."""
+        self._phrase(b"\x88" if requires_grad else b"\x89", ("collections", "OrderedDict"), b")R")
 
     def _quantizer(self, quantizer: Quantizer) -> None:
         values: tuple[Any, ...] = (quantizer.scale, quantizer.zero_point)

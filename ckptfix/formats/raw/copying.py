@@ -1,10 +1,11 @@
 """Copies the bytes of storages into a new file by the shortest way that there is.
 
 A range of a file that lies in its pages as it will lie in the new file's is copied by the kernel, which moves it from
-page to page, or shares the blocks where the file system can. All else goes through one buffer: ranges that lie
-differently, which the kernel would split at every page, what it refuses (another file system, an old kernel), and bytes
-that have to be made first: expanded, cast, put in order. The buffer is tried after every failure of the kernel, so that
-a full disk and a source that cannot be read are told apart by whoever reads or writes.
+page to page, or shares the blocks where the file system can. All else goes through one window of the new file, which
+holds many small storages and what lies between them: ranges that lie differently, which the kernel would split at every
+page, what it refuses (another file system, an old kernel), and bytes that have to be made first: expanded, cast, put in
+order. The window is tried after every failure of the kernel, so that a full disk and a source that cannot be read are
+told apart by whoever reads or writes.
 
 What was copied is read back at once, while it is in the processor's cache, which costs less than later; and the disk
 begins to take up the new file while it grows, so that the flush at the end waits for little."""
@@ -16,11 +17,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from ckptfix.checkpoint import ByteSource
+from ckptfix.formats.raw.appending import Appender, Copied
 from ckptfix.formats.raw.crc32 import crc32
+from ckptfix.formats.raw.files import OpenFile
 from ckptfix.formats.raw.sources import BLOCK, FileBytes, located, stream
 from ckptfix.progress import Task, tell_slower
 
@@ -38,18 +41,11 @@ T = TypeVar("T")
 CHUNK = 64 << 20
 """Bytes of a file that the kernel may be asked for in one go: between two of them progress is told, a signal heard."""
 
-WINDOW = 512 << 10
-"""Bytes that are copied, and read back, at a time: so few that they are in the processor's cache still."""
-
-EDGE = 64 << 10
-"""Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
-makes more pieces, and for more it has to look, on virtual machines even to ask the host."""
-
 FLUSHED = 64 << 20
 """Bytes after which the disk is to take up the file: fewer are as fast in one go at the end."""
 
 SMALL = 64 << 10
-"""Below so many bytes, a turn through the buffer of the file is cheaper than calls of the kernel for each storage."""
+"""Up to so many bytes, a part of a window is cheaper than calls of the kernel for the storage alone."""
 
 _FLUSH = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
@@ -61,32 +57,24 @@ def _flush(descriptor: int) -> None:
         os.close(descriptor)
 
 
-class Copied(NamedTuple):
-    """A range of a file that was copied, and was equal when it was read back from ``start`` of the new file on."""
-
-    place: FileBytes
-    start: int
-
-
-class Copier:
-    """Appends storages to a file. What the disk takes up meanwhile, and its errors, ``wait`` waits for.
-
-    What is a range of a file on both sides is read back window by window, and noted in ``copied`` where it is equal."""
+class Copier(Appender):
+    """Appends storages to a file, and what is around them. What the disk takes up meanwhile, and its errors, ``wait``
+    waits for.
+    """
 
     def __init__(self, file: BinaryIO, task: Task) -> None:
-        self.copied: list[Copied] = []
-        self._file, self._task = file, task
-        self._descriptor = _descriptor(file)
+        super().__init__(file)
+        self._task = task
         self._flusher: Executor | None = None
         self._flush: Future[None] | None = None
         self._unflushed = 0
 
-    def __enter__(self) -> Copier:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._flusher is not None:
-            self._flusher.shutdown(wait=raised[0] is not None)
+    def __exit__(self, raised: type[BaseException] | None, *more: object) -> None:
+        try:
+            super().__exit__(raised, *more)
+        finally:
+            if self._flusher is not None:
+                self._flusher.shutdown(wait=raised is not None)
 
     def wait(self) -> None:
         """Wait until the disk has what it began to take up; the file may be closed. Raises ``OSError`` of the disk."""
@@ -94,26 +82,47 @@ class Copier:
             self._flush.result()
 
     def copy(self, source: ByteSource, start: int, stop: int, is_summed: bool = False) -> int:
-        """Write bytes ``start`` to ``stop`` of a source at the end of the file. Gives their CRC-32 if it is asked for:
-        they are at hand here, and need not be read once more.
+        """Write bytes ``start`` to ``stop`` of a source. Gives their CRC-32 if it is asked for: they are at hand here,
+        and need not be read once more.
         """
         place = located(source)
-        if place is None:
-            tell_slower(reason_of(source), stop - start)
-        elif stop - start > SMALL and self._descriptor is not None:
-            return self._copy_range(
-                self._descriptor, FileBytes(place.file, place.offset + start, stop - start), is_summed
-            )
+        if place is not None:
+            return self._copy_range(place.file, place.offset + start, stop - start, is_summed)
+        tell_slower(reason_of(source), stop - start)
         crc = 0
         for block in stream(source, start, stop):
-            self.write(block)
+            self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
         return crc
 
-    def write(self, block: memoryview) -> None:
-        """Write bytes that were made at the end of the file."""
-        self._file.write(block)
+    def write_block(self, block: memoryview) -> None:
+        """Write bytes of a storage that were made."""
+        self.write(block.cast("B"))
         self._advance(block.nbytes)
+
+    def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool) -> int:
+        begin, done, crc = self.tell(), 0, 0
+        goal = None  # the file for the kernel, as long as it copies
+        if nbytes > SMALL and (begin - offset) % PAGE == 0:
+            self._end_window()
+            goal = self._descriptor
+        elif nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
+            tell_slower("moved within their pages", nbytes)
+        if self._is_readable:
+            self._ranges.append(Copied(file, offset, nbytes, begin))
+        while done < nbytes:
+            count = min(self._room, nbytes - done)
+            if goal is not None:
+                moved = _by_kernel(goal, FileBytes(file, offset + done, nbytes - done), count)
+                goal, count = (goal, moved) if moved else (None, count)
+            if goal is None or self._is_readable or is_summed:
+                block = self._space(count)
+                file.fill(block, offset + done)
+                crc = crc32(block, crc) if is_summed else crc
+            self._add(count, is_in_file=goal is not None)
+            self._advance(count)
+            done += count
+        return crc
 
     def _advance(self, nbytes: int) -> None:
         self._task.advance(nbytes)
@@ -132,67 +141,6 @@ class Copier:
 
             self._flusher = ThreadPoolExecutor(1)
         self._flush, self._unflushed = self._flusher.submit(_flush, os.dup(descriptor)), 0
-
-    def _copy_range(self, goal: int, place: FileBytes, is_summed: bool) -> int:
-        self._file.flush()
-        begin = self._file.tell()
-        is_for_kernel, done, crc = (begin - place.offset) % PAGE == 0, 0, 0
-        is_equal = is_readable = self._file.readable()
-        if not is_for_kernel and place.nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
-            tell_slower("moved within their pages", place.nbytes)
-        while done < place.nbytes:
-            position = begin + done
-            rest = FileBytes(place.file, place.offset + done, place.nbytes - done)
-            count = min(WINDOW - position % EDGE, rest.nbytes)
-            moved = _by_kernel(goal, rest, count) if is_for_kernel else 0
-            is_for_kernel = moved > 0
-            if not is_for_kernel:
-                moved = count
-                self._fill(rest, moved)
-                _write(goal, memoryview(self._source)[:moved], position)
-            elif is_readable or is_summed:
-                self._fill(rest, moved)
-            if is_summed:
-                crc = crc32(memoryview(self._source)[:moved], crc)
-            if is_readable:
-                is_equal = self._reads_back(goal, position, moved) and is_equal
-            done += moved
-            self._advance(moved)
-        if is_equal:
-            self.copied.append(Copied(place, begin))
-        self._file.seek(begin + done)
-        return crc
-
-    def _fill(self, place: FileBytes, count: int) -> None:
-        place.file.fill(memoryview(self._source)[:count], place.offset)
-
-    def _reads_back(self, goal: int, start: int, count: int) -> bool:
-        """Whether the new file has the bytes that were just read of the source."""
-        done = 0
-        while done < count:
-            read = os.preadv(goal, [memoryview(self._written)[done:count]], start + done)
-            if not read:
-                return False
-            done += read
-        # Behind them, both buffers hold what was found equal before.
-        if self._source == self._written:
-            return True
-        self._written[:] = self._source
-        return False
-
-    @cached_property
-    def _source(self) -> bytearray:
-        return bytearray(WINDOW)
-
-    @cached_property
-    def _written(self) -> bytearray:
-        return bytearray(WINDOW)
-
-
-def _write(goal: int, window: memoryview, start: int) -> None:
-    done = 0
-    while done < window.nbytes:
-        done += os.write(goal, window[done : done + EDGE - (start + done) % EDGE])
 
 
 def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
@@ -220,13 +168,6 @@ _REASONS = {
     "LiveBytes": "from memory",
     "TornBytes": "from a damaged storage",
 }
-
-
-def _descriptor(file: BinaryIO) -> int | None:
-    try:
-        return file.fileno()
-    except OSError:  # io.UnsupportedOperation: a file in memory
-        return None
 
 
 @contextmanager

@@ -38,8 +38,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     copier = Copier(file, Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order)))
     passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
     with proving(checkpoint, (spec.storage for spec in order if spec.storage not in passing)), copier:
-        file.write(len(raw).to_bytes(8, "little"))
-        file.write(raw)
+        copier.write(len(raw).to_bytes(8, "little") + raw)
         for spec in order:
             if spec.storage is not None and _is_range(spec):
                 is_summed = _is_proved_by_copy(spec, spec.storage)
@@ -49,7 +48,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
                 continue
             tell_slower("put in row-major order", spec.nbytes)
             for block in contiguous_blocks(spec, checkpoint.path):
-                copier.write(block)
+                copier.write_block(block)
     prove(checkpoint, passing)
     return copier
 
@@ -97,10 +96,11 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
                 f"{checkpoint.path}: safetensors reserves the key __metadata__; rename the tensor, or write it with "
                 "--format pth"
             )
-        if spec.numel and spec.view in stored:
-            ties[key] = stored[spec.view]
+        view = spec.view
+        if spec.numel and view in stored:
+            ties[key] = stored[view]
             continue
-        stored[spec.view] = key
+        stored[view] = key
         records[key] = {
             "dtype": dtype.safetensors,
             "shape": [*spec.shape[:-1], *(size * dtype.packed for size in spec.shape[-1:])],

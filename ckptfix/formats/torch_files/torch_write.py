@@ -11,10 +11,10 @@ from ckptfix.dtypes import DTYPES
 from ckptfix.errors import WriteError
 from ckptfix.formats.pickles.pickle_writer import PickleWriter, StorageRef
 from ckptfix.formats.raw.checksums import proving
-from ckptfix.formats.raw.copying import Copier
+from ckptfix.formats.raw.copying import LARGE, Copier
 from ckptfix.formats.raw.sources import located
 from ckptfix.formats.torch_files.torch_legacy import MAGIC, PROTOCOL
-from ckptfix.formats.torch_files.zip_writer import Checksum, ZipWriter
+from ckptfix.formats.torch_files.zip_writer import ZipWriter
 from ckptfix.formats.weights.plain import plain_root
 from ckptfix.formats.weights.tree import tensors_in
 from ckptfix.progress import Task, tell_slower
@@ -23,28 +23,27 @@ from ckptfix.regions import Region, Regions
 
 class Placement:
     """Gives every region that the tensors of a tree cover a storage of its own in the new file, in the order of the
-    tensors.
+    tensors. Its key there is its place in ``regions``.
     """
 
     def __init__(self, root: Any, devices: tuple[str, ...]) -> None:
-        self._devices = devices
         specs = list(tensors_in(root))
         self._regions = Regions(specs)
-        self.keys: dict[int, str] = {}
+        self._refs: dict[int, StorageRef] = {}
         self.regions: list[Region] = []
-        self.itemsizes: dict[str, int] = {}
+        self.itemsizes: list[int] = []
         for spec in specs:
             region, _ = self._regions.of(spec)
-            if id(region) not in self.keys:
-                key = self.keys[id(region)] = str(len(self.regions))
+            if id(region) not in self._refs:
+                device = region.storage.device if region.storage.device in devices else "cpu"
+                self._refs[id(region)] = StorageRef(str(len(self.regions)), region.nbytes, device)
                 self.regions.append(region)
-                self.itemsizes[key] = spec.itemsize
+                self.itemsizes.append(spec.itemsize)
 
-    def __call__(self, spec: TensorSpec) -> StorageRef:
-        """Where the bytes of a strided tensor are in the new file."""
+    def __call__(self, spec: TensorSpec) -> tuple[StorageRef, int]:
+        """Where the bytes of a strided tensor are in the new file, and its offset there in elements."""
         region, offset = self._regions.of(spec)
-        device = region.storage.device if region.storage.device in self._devices else "cpu"
-        return StorageRef(self.keys[id(region)], region.nbytes, device, offset)
+        return self._refs[id(region)], offset
 
 
 def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
@@ -53,25 +52,28 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     placement = Placement(root, checkpoint.devices)
     changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
-    sums: dict[str, int] = {}
-    with proving(checkpoint, (region.storage for region in changed)):
-        archive = ZipWriter(file)
+    sums: dict[int, int] = {}
+    storages = (region.storage for region in changed)
+    with proving(checkpoint, storages), Copier(file, _task(checkpoint, placement)) as copier:
+        archive = ZipWriter(copier)
         for name, data in (
             ("data.pkl", pickle),
             (".storage_alignment", b"64"),
             ("byteorder", sys.byteorder.encode()),
         ):
             archive.write(name, data)
-        with Copier(file, _task(checkpoint, placement)) as copier:
-            for region in placement.regions:
-                source, key = region.storage.source, placement.keys[id(region)]
-                # A whole storage keeps the checksum of its source: damage that was there stays visible.
-                crc: int | Checksum | None = region.storage.crc32 if region.is_whole else None
-                if crc is None:
-                    tell_slower("given the checksum that its source lacks", region.nbytes)
-                    crc = partial(sums.__getitem__, key)
-                with archive.member(f"data/{key}", region.nbytes, crc, _place(region)):
-                    sums[key] = copier.copy(source, region.start, region.stop, is_summed=not isinstance(crc, int))
+        for key, region in enumerate(placement.regions):
+            source, nbytes = region.storage.source, region.nbytes
+            place = _place(region) if nbytes >= LARGE else None
+            # A whole storage keeps the checksum of its source: damage that was there stays visible.
+            crc = region.storage.crc32 if region.is_whole else None
+            if crc is not None:
+                archive.member(f"data/{key}", nbytes, crc, place)
+                copier.copy(source, region.start, region.stop)
+            else:
+                tell_slower("given the checksum that its source lacks", nbytes)
+                archive.member(f"data/{key}", nbytes, partial(sums.__getitem__, key), place)
+                sums[key] = copier.copy(source, region.start, region.stop, is_summed=True)
         archive.write("version", b"3\n")
         archive.close()
     return copier
@@ -100,13 +102,13 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         )
     placement = Placement(root, checkpoint.devices)
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
-    keys = [placement.keys[id(region)] for region in placement.regions]
-    copier = Copier(file, _task(checkpoint, placement))
-    with proving(checkpoint, (region.storage for region in placement.regions)), copier:
+    keys = [str(key) for key in range(len(placement.regions))]
+    storages = (region.storage for region in placement.regions)
+    with proving(checkpoint, storages), Copier(file, _task(checkpoint, placement)) as copier:
         for value in (MAGIC, PROTOCOL, system, root, keys):
-            file.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
-        for region, key in zip(placement.regions, keys, strict=True):
-            file.write((region.nbytes // placement.itemsizes[key]).to_bytes(8, "little"))
+            copier.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
+        for region, itemsize in zip(placement.regions, placement.itemsizes, strict=True):
+            copier.write((region.nbytes // itemsize).to_bytes(8, "little"))
             copier.copy(region.storage.source, region.start, region.stop)
     return copier
 
@@ -114,6 +116,4 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 class _LegacyPickleWriter(PickleWriter):
     """The same pickle with persistent ids of six parts; the last, a view of the storage, is None since torch 0.4."""
 
-    def _storage(self, ref: StorageRef, storage: str | None, itemsize: int) -> None:
-        super()._storage(ref, storage, itemsize)
-        self._out[-1] = b"NtQ"
+    _END_OF_ID = b"NtQ"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from ckptfix.formats.raw.appending import Appender
 from ckptfix.formats.raw.copying import LARGE, PAGE
 
 ALIGNMENT = 64
@@ -21,134 +21,100 @@ _LIMIT = 0xFFFFFFFF
 _CRC_AT = 14  # in a local header
 _EPOCH = (0, 33)  # 1980-01-01 00:00, the first moment that the format knows: files of equal content are equal
 
+# What all headers begin with. The first number is the version that is needed to read the member.
+_LOCAL, _LOCAL_ZIP64 = (struct.pack("<4s5H", b"PK\x03\x04", needed, 0, 0, *_EPOCH) for needed in (20, 45))
+_DIRECTORY, _DIRECTORY_ZIP64 = (struct.pack("<4s6H", b"PK\x01\x02", 45, needed, 0, 0, *_EPOCH) for needed in (20, 45))
+_SIZES = struct.Struct("<3I2H")
+"""The checksum, both sizes, and those of the path and of the extra fields."""
+
+_PLACE, _PADDING = struct.Struct("<3H2I"), struct.Struct("<2sH")
+
 
 Checksum = Callable[[], int]
 """What gives the CRC-32 of a member, asked for when the archive is closed."""
 
 
-@dataclass
-class _Member:
+class _Member(NamedTuple):
     name: bytes
-    crc: int
+    crc: int | Checksum
     size: int
     offset: int
-
-
-class _Body:
-    """The context in which the bytes of a member are written, as many as were declared."""
-
-    def __init__(self, file: BinaryIO, member: _Member, start: int) -> None:
-        self._file, self._member, self._start = file, member, start
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
-        written = self._file.tell() - self._start
-        if raised is None and written != self._member.size:
-            declared = f"member {self._member.name.decode()} was declared with {self._member.size} bytes"
-            raise ValueError(f"{declared} and got {written}")
 
 
 class ZipWriter:
     """Appends members to a seekable file; ``close`` writes the directory."""
 
-    def __init__(self, file: BinaryIO, root: str = "archive") -> None:
+    def __init__(self, file: BinaryIO | Appender, root: str = "archive") -> None:
         self._file, self._root = file, root
         self._members: list[_Member] = []
-        self._pending: list[tuple[_Member, Checksum]] = []
+        self._end = file.tell()
 
     def write(self, name: str, data: bytes) -> None:
         """Append a member from memory."""
-        with self.member(name, len(data), zlib.crc32(data)):
-            self._file.write(data)
+        self.member(name, len(data), zlib.crc32(data))
+        self._file.write(data)
 
-    def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> _Body:
-        """Append a member of ``size`` bytes, which the body of the context writes to the file. No other look is taken
-        at them.
+    def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> None:
+        """Append a member of ``size`` bytes, which the caller writes to the file next. No other look is taken at them.
 
         ``place`` is where they lie in another file: large ones keep their place in a page, if that is an aligned one.
         """
-        path, offset = f"{self._root}/{name}".encode(), self._file.tell()
-        member = _Member(path, crc if isinstance(crc, int) else 0, size, offset)
+        offset = self._end_of_members()
+        path = f"{self._root}/{name}".encode()
         is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
-        header = _local_header(member, place if is_aligned else None)
+        header = _local_header(path, crc if isinstance(crc, int) else 0, size, offset, place if is_aligned else None)
         self._file.write(header)
-        self._members.append(member)
-        if not isinstance(crc, int):
-            self._pending.append((member, crc))
-        return _Body(self._file, member, offset + len(header))
+        self._members.append(_Member(path, crc, size, offset))
+        self._end = offset + len(header) + size
+
+    def _end_of_members(self) -> int:
+        """Where the file ends, and the last member with it."""
+        end = self._file.tell()
+        if end != self._end:
+            last = self._members[-1]
+            declared = f"member {last.name.decode()} was declared with {last.size} bytes"
+            raise ValueError(f"{declared} and got {end - self._end + last.size}")
+        return end
 
     def close(self) -> None:
         """Fill in the checksums that were not known, and write the directory at the end."""
-        start = self._file.tell()
-        for member, checksum in self._pending:
-            member.crc = checksum()
-            self._file.seek(member.offset + _CRC_AT)
-            self._file.write(member.crc.to_bytes(4, "little"))
-        self._file.seek(start)
-        for member in self._members:
-            self._file.write(_directory_record(member))
-        size, count = self._file.tell() - start, len(self._members)
+        start, records = self._end_of_members(), []
+        for path, crc, size, offset in self._members:
+            if isinstance(crc, int):
+                known = crc
+            else:
+                known = crc()
+                self._file.seek(offset + _CRC_AT)
+                self._file.write(known.to_bytes(4, "little"))
+            records.append(_directory_record(path, known, size, offset))
+        if self._file.tell() != start:
+            self._file.seek(start)
+        directory, count = b"".join(records), len(records)
+        self._file.write(directory)
+        size = len(directory)
         if start >= _LIMIT or count >= 0xFFFF or size >= _LIMIT:
-            end = self._file.tell()
             self._file.write(struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start))
-            self._file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
+            self._file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1))
         count, size, start = min(count, 0xFFFF), min(size, _LIMIT), min(start, _LIMIT)
         self._file.write(struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, size, start, 0))
 
 
-def _local_header(member: _Member, place: int | None) -> bytes:
-    path, size = member.name, member.size
+def _local_header(path: bytes, crc: int, size: int, offset: int, place: int | None) -> bytes:
     zip64 = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
-    start = member.offset + 30 + len(path) + len(zip64)
+    size, start = min(size, _LIMIT), offset + 30 + len(path) + len(zip64)
     # The padding is an extra field of its own, with the id FB that torch's writer uses: 4 bytes and as many more as are
     # needed.
-    padding = 4 + ((-start - 4) % ALIGNMENT if place is None else (place - start - 4) % PAGE)
-    extra = zip64 + struct.pack("<2s H", b"FB", padding - 4) + b"Z" * (padding - 4)
-    shown = _LIMIT if zip64 else size
-    return (
-        struct.pack(
-            "<4s5H3I2H",
-            b"PK\x03\x04",
-            45 if zip64 else 20,
-            0,
-            0,
-            *_EPOCH,
-            member.crc,
-            shown,
-            shown,
-            len(path),
-            len(extra),
-        )
-        + path
-        + extra
-    )
+    padding = (-start - 4) % ALIGNMENT if place is None else (place - start - 4) % PAGE
+    sizes = _SIZES.pack(crc, size, size, len(path), len(zip64) + 4 + padding)
+    begin = _LOCAL_ZIP64 if zip64 else _LOCAL
+    return b"".join((begin, sizes, path, zip64, _PADDING.pack(b"FB", padding), b"Z" * padding))
 
 
-def _directory_record(member: _Member) -> bytes:
-    large = [value for value in (member.size, member.size) if value >= _LIMIT] + [member.offset] * (
-        member.offset >= _LIMIT
-    )
-    extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-    size, offset = min(member.size, _LIMIT), min(member.offset, _LIMIT)
-    fixed = struct.pack(
-        "<4s6H3I5H2I",
-        b"PK\x01\x02",
-        45,
-        45 if large else 20,
-        0,
-        0,
-        *_EPOCH,
-        member.crc,
-        size,
-        size,
-        len(member.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        offset,
-    )
-    return fixed + member.name + extra
+def _directory_record(path: bytes, crc: int, size: int, offset: int) -> bytes:
+    if size < _LIMIT and offset < _LIMIT:
+        return _DIRECTORY + _SIZES.pack(crc, size, size, len(path), 0) + _PLACE.pack(0, 0, 0, 0, offset) + path
+    large = [value for value in (size, size, offset) if value >= _LIMIT]
+    extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large)
+    size, offset = min(size, _LIMIT), min(offset, _LIMIT)
+    sizes = _SIZES.pack(crc, size, size, len(path), len(extra))
+    return b"".join((_DIRECTORY_ZIP64, sizes, _PLACE.pack(0, 0, 0, 0, offset), path, extra))
