@@ -52,9 +52,13 @@ class Range(NamedTuple):
 RANGE_LIMIT = 1 << 18
 """Bytes of the largest range, as in ``kernel.c``."""
 
+_FIGURES = struct.Struct("8Qq4d")
 _RANGE = struct.Struct("qQiiiiII2di4x8Qq4d")
-_NOTHING_YET = (0,) * 13
-_NO_CAST = (0.0, 0.0, 0)
+_ASKED = struct.Struct("qQiii")
+"""How a range begins; the rest is zero until the library fills it in, but for the cast."""
+_CAST = struct.Struct("2di")
+_CAST_AT = struct.calcsize("qQiiiiII")
+_NO_CAST = _Cast()
 
 
 class Kernel:
@@ -85,7 +89,7 @@ class Kernel:
         """The same with the CRC-32 of the bytes, where that is asked for and ``can_sum()`` holds; else 0."""
         figures, crc = _Figures(), ctypes.c_uint32()
         kind, address = KINDS.get(encoding.part, BYTES), units.__array_interface__["data"][0]
-        cast = _Cast() if narrowing is None else _Cast(*narrowing.bounds, 1)
+        cast = _NO_CAST if narrowing is None else _Cast(*narrowing.bounds, 1)
         counts = strange = None
         if kind == BYTES:
             import numpy as np
@@ -96,7 +100,7 @@ class Kernel:
         if self._scan(kind, address, len(units), cast, figures, *places, crc if is_summed else None):
             raise MemoryGone
         if counts is None:
-            return _tally(len(units), *(getattr(figures, name) for name, *_ in figures._fields_)), crc.value
+            return _tally(len(units), *_FIGURES.unpack(figures)), crc.value
         found = tally_codes(counts, encoding, narrowing)
         found.first = None if figures.first < 0 else figures.first
         return found, crc.value
@@ -107,9 +111,9 @@ class Kernel:
         """
         rows = bytearray(_RANGE.size * len(ranges))
         for at, (descriptor, offset, length, kind, is_summed, narrowing) in enumerate(ranges):
-            cast = _NO_CAST if narrowing is None else (*narrowing.bounds, 1)
-            wanted = (offset, length, descriptor, kind, is_summed, 0, 0, 0, *cast)
-            _RANGE.pack_into(rows, at * _RANGE.size, *wanted, *_NOTHING_YET)
+            _ASKED.pack_into(rows, at * _RANGE.size, offset, length, descriptor, kind, is_summed)
+            if narrowing is not None:
+                _CAST.pack_into(rows, at * _RANGE.size + _CAST_AT, *narrowing.bounds, 1)
         self._scan_ranges((ctypes.c_char * len(rows)).from_buffer(rows), len(ranges))
         for _, length, _, _, _, is_read, crc, _, _, _, _, *figures in _RANGE.iter_unpack(rows):
             yield (_tally(length, *figures), crc) if is_read else None

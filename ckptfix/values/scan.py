@@ -65,21 +65,21 @@ class TensorStatistics(NamedTuple):
 def statistics_of(tally: Tally) -> TensorStatistics:
     """What was counted, as the figures of a tensor."""
     minimum, maximum = (tally.minimum + 0.0, tally.maximum + 0.0) if tally.finite else (0.0, 0.0)  # -0.0 is 0.0
-    return TensorStatistics(
-        numel=tally.numel,
-        nan=tally.nan,
-        pos_inf=tally.pos_inf,
-        neg_inf=tally.neg_inf,
-        zeros=tally.zeros,
-        subnormals=tally.subnormals,
-        minimum=minimum,
-        maximum=maximum,
-        absmax=max(0.0, -minimum, maximum),
-        mean=tally.mean,
-        rms=tally.rms,
-        first_nonfinite=tally.first,
-        overflowing=tally.overflowing,
-        vanishing=tally.vanishing,
+    return TensorStatistics(  # in its order, which takes half the time of names
+        tally.numel,
+        tally.nan,
+        tally.pos_inf,
+        tally.neg_inf,
+        tally.zeros,
+        tally.subnormals,
+        minimum,
+        maximum,
+        max(0.0, -minimum, maximum),
+        tally.mean,
+        tally.rms,
+        tally.first,
+        tally.overflowing,
+        tally.vanishing,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from itertools import chain
 
 from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.dtypes import DTYPES
@@ -35,6 +36,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         # The spec is kept beside its figures because a view is known by the identity of its storage.
         self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
         self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
+        self._asked: set[str] = set()
         self.integrity = Integrity()
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
@@ -46,12 +48,12 @@ class Statistics(Mapping[str, TensorStatistics]):
         return other
 
     def __getitem__(self, key: str) -> TensorStatistics:
-        if key not in self._of_key:
-            view = _view(self._specs[key])
-            if view not in self._of_view:
-                self._compute([self._specs[key]])
-            self._of_key[key] = self._of_view[view][1]
-        return self._of_key[key]
+        figures = self._of_key.get(key)
+        if figures is None:
+            self._compute([key])
+            figures = self._of_key[key]
+        self._asked.add(key)
+        return figures
 
     def items(self) -> ItemsView[str, TensorStatistics]:
         """All of them, computed side by side."""
@@ -65,22 +67,26 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     def compute(self) -> None:
         """Compute all of them, side by side."""
-        self._compute(self._specs.values())
+        if len(self._of_key) < len(self._specs):
+            self._compute(self._specs)
 
-    def _compute(self, specs: Iterable[TensorSpec]) -> None:
-        """Compute those that are not known yet."""
-        wanted = {view: spec for spec in specs if (view := _view(spec)) not in self._of_view}
-        parts = {view: _parts(spec, self._narrowing) for view, spec in wanted.items()}
-        found = looks([part for some in parts.values() for part in some])
-        for view, spec in wanted.items():
-            some = parts[view]
-            self._of_view[view] = (spec, _assemble(spec, some, found))
+    def _compute(self, keys: Iterable[str]) -> None:
+        """Compute those of some keys, as far as they are not known yet."""
+        known = self._of_view
+        views = {key: _view(self._specs[key]) for key in keys}
+        wanted = {view: self._specs[key] for key, view in views.items() if view not in known}
+        parts = [_parts(spec, self._narrowing) for spec in wanted.values()]
+        found = looks(list(chain.from_iterable(parts)))
+        for (view, spec), some in zip(wanted.items(), parts, strict=True):
+            known[view] = (spec, _assemble(spec, some, found))
             self._task.advance(spec.nbytes)
+        for key, view in views.items():
+            self._of_key[key] = known[view][1]
 
     @property
     def known(self) -> Mapping[str, TensorStatistics]:
         """Those that were asked for so far, by key; reads nothing."""
-        return {key: self._of_key[key] for key in self._specs if key in self._of_key}
+        return {key: self._of_key[key] for key in self._specs if key in self._asked}
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs

@@ -5,6 +5,7 @@ The parts do not depend on the number of threads and are joined in their order, 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from ckptfix.formats.raw.batches import batched, side_by_side
 from ckptfix.formats.raw.checksums import is_open
 from ckptfix.formats.raw.compiled import MemoryGone, can_sum
 from ckptfix.formats.raw.crc32 import crc32
-from ckptfix.formats.raw.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.raw.mapping import WORTH_MAPPING, Mapping
 from ckptfix.formats.raw.sources import located
 from ckptfix.values.decode import Encoding, encoding
 from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
@@ -25,7 +26,7 @@ from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
 
 PART = 1 << 23
-"""Bytes of a part, which is mapped at a time: some hundred microseconds of work, of which Python's are few."""
+"""Bytes of a part, which is looked at in one call: some hundred microseconds of work, of which Python's are few."""
 
 BATCH = 1 << 25
 """Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
@@ -46,16 +47,12 @@ class Part(NamedTuple):
     narrowing: Narrowing | None
     start: int
     stop: int
+    nbytes: int
     is_summed: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes there are."""
-        return (self.stop - self.start) * self.walk.spec.itemsize
-
-    def look(self) -> Found:
+    def look(self, mapping: Mapping) -> Found:
         """What is to be known of it. Raises ``UnreadableError`` where the bytes are not in the file."""
-        if (block := self._mapped()) is not None:
+        if (block := self._mapped(mapping)) is not None:
             try:
                 return self._look_at(block)
             except MemoryGone:  # reading the file in the plain way tells what is wrong with it
@@ -72,14 +69,14 @@ class Part(NamedTuple):
         or where the kernel does not know its numbers.
         """
         spec = self.walk.spec
-        kind, itemsize = KINDS.get(spec.dtype), spec.itemsize
-        if kind is None or (self.stop - self.start) * itemsize > RANGE_LIMIT or not self._is_for_the_kernel():
+        kind, storage = KINDS.get(spec.dtype), spec.storage
+        if kind is None or self.nbytes > RANGE_LIMIT or storage is None or not self._is_for_the_kernel():
             return None
-        place = located(spec.storage.source) if spec.storage is not None else None
-        if place is None or spec.extent[1] > place.nbytes:
+        place, first = located(storage.source), (spec.offset + self.start) * self.stored.unit.itemsize
+        if place is None or first + self.nbytes > place.nbytes:
             return None
-        offset = place.offset + (spec.offset + self.start) * itemsize
-        return Range(place.file.descriptor, offset, self.stop - self.start, kind, self.is_summed, self.narrowing)
+        length, offset = self.stop - self.start, place.offset + first
+        return Range(place.file.descriptor, offset, length, kind, self.is_summed, self.narrowing)
 
     def _look_at(self, block: memoryview) -> Found:
         """What the kernel finds in all the bytes: they pass through the processor's cache once."""
@@ -97,7 +94,7 @@ class Part(NamedTuple):
         """Whether it can look at all the bytes alone, in one go."""
         return (can_sum() or not self.is_summed) and self.walk.is_run and self.walk.is_row_major
 
-    def _mapped(self) -> memoryview | None:
+    def _mapped(self, mapping: Mapping) -> memoryview | None:
         """The bytes, mapped, where the kernel alone looks at them: whatever else does dies if the file shrinks."""
         storage, compiled = self.walk.spec.storage, kernel()
         if compiled is None or not compiled.takes(self.stored) or self.nbytes < WORTH_MAPPING:
@@ -105,20 +102,24 @@ class Part(NamedTuple):
         if storage is None or not self._is_for_the_kernel():
             return None
         first = self.walk.spec.offset + self.start
-        return map_file(storage.source, first * self.walk.spec.itemsize, self.nbytes, self.stored.unit.itemsize)
+        return mapping.block(storage.source, first * self.walk.spec.itemsize, self.nbytes, self.stored.unit.itemsize)
 
 
 def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     """The parts of a strided tensor that has elements, and a storage."""
-    stored, walk = encoding(spec.dtype), Walk(spec)
+    dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
     assert stored is not None, f"{spec.dtype} holds no numbers"
-    cast = narrowing if DTYPES[spec.dtype].is_float else None
-    step = max(PART // spec.itemsize, 1) if walk.is_run else walk.distinct
-    edges = range(0, walk.distinct, step)
+    cast = narrowing if dtype.is_float else None
+    size, distinct = dtype.itemsize, walk.distinct
+    nbytes = distinct * size
     # A checksum is that of a whole storage, from front to back.
-    whole = spec.storage is not None and is_open(spec.storage) and walk.is_plain
-    is_summed = whole and spec.storage is not None and spec.extent == (0, spec.storage.nbytes)
-    return [Part(walk, stored, cast, start, min(start + step, walk.distinct), is_summed) for start in edges]
+    is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
+    is_summed = is_whole and storage is not None and is_open(storage)
+    if nbytes <= PART:  # as most have
+        return [Part(walk, stored, cast, 0, distinct, nbytes, is_summed)]
+    step = max(PART // size, 1) if walk.is_run else distinct
+    edges = [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
+    return [Part(walk, stored, cast, start, stop, (stop - start) * size, is_summed) for start, stop in edges]
 
 
 def looks(parts: Sequence[Part]) -> Iterator[Found]:
@@ -129,12 +130,12 @@ def looks(parts: Sequence[Part]) -> Iterator[Found]:
 
 def _look_at_all(parts: Sequence[Part]) -> list[Found]:
     """What is found in the parts of one batch. The small ones are looked at in one go."""
-    compiled = kernel()
+    compiled, mapping = kernel(), Mapping(mmap.ACCESS_READ)
     ranges = {} if compiled is None else {at: where for at, part in enumerate(parts) if (where := part.file_range())}
     if compiled is None or not ranges:
-        return [part.look() for part in parts]
+        return [part.look(mapping) for part in parts]
     seen = dict(zip(ranges, compiled.look_in_files(list(ranges.values())), strict=True))
-    return [_placed(part, found) if (found := seen.get(at)) else part.look() for at, part in enumerate(parts)]
+    return [_placed(part, found) if (found := seen.get(at)) else part.look(mapping) for at, part in enumerate(parts)]
 
 
 def _placed(part: Part, found: tuple[Tally, int]) -> Found:

@@ -103,6 +103,25 @@ def test_each_range_is_mapped_alone_where_nobody_keeps_them(file, made):
     assert len(made) == 4
 
 
+@pytest.mark.parametrize("access", [mmap.ACCESS_COPY, mmap.ACCESS_READ])
+def test_blocks_are_those_of_a_range_that_is_mapped_alone(file, made, access):
+    source, mapping = FileBytes(file, 300, 1000), Mapping(access)
+    for start, nbytes, alignment in [(0, 9, 4), (1, 9, 4), (1, 9, 1), (4, 996, 8), (4, 997, 1), (1000, 1, 1)]:
+        block, alone = mapping.block(source, start, nbytes, alignment), map_file(source, start, nbytes, alignment)
+        assert (block and bytes(block)) == (alone and bytes(alone))
+    assert [given for given in made if given[1] == 0] == [(file.descriptor, 0)]
+    assert mapping.block(MemoryBytes(b"1234"), 0, 4, 1) is None
+
+
+def test_a_block_is_of_the_file_that_is_kept(file, made):
+    source = FileBytes(file, 300, 1000)
+    with kept_mapped():
+        block = Mapping(mmap.ACCESS_READ).block(source, 0, 9, 1)
+        assert block is not None
+        assert Mapping().storage(region(file, 0, 0, 9)) is not None
+    assert len(made) == 1
+
+
 def test_what_is_kept_is_mapped_once_until_the_last_one_lets_it_go(file, made):
     alone = look_at_all(file)
     made.clear()

@@ -19,7 +19,7 @@ from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.formats.raw import batches
 from ckptfix.formats.raw.checksums import is_open, is_sound
-from ckptfix.formats.raw.mapping import WORTH_MAPPING, map_file
+from ckptfix.formats.raw.mapping import WORTH_MAPPING, Mapping, map_file
 from ckptfix.formats.raw.sources import located
 from ckptfix.values import Statistics, TensorStatistics, survey
 from ckptfix.values.kernel import kernel
@@ -82,7 +82,7 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
 @needs_kernel
 def test_a_mapped_file_gives_the_figures_of_a_read_one(file, monkeypatch):
     mapped = all_figures(file)
-    monkeypatch.setattr(survey, "map_file", lambda *where: None)
+    monkeypatch.setattr(Mapping, "block", lambda *where: None)
     for key, figures in all_figures(file).items():
         assert math.isclose(figures.rms, mapped[key].rms, rel_tol=1e-13)
         assert math.isclose(figures.mean, mapped[key].mean, rel_tol=1e-9, abs_tol=1e-13 * figures.rms)
@@ -118,10 +118,10 @@ def test_a_file_that_loses_its_end_before_the_kernel_reads_it_is_said(file, monk
 def test_what_the_kernel_does_not_look_at_is_not_mapped(file, monkeypatch):
     asked: list[str] = []
 
-    def noted(source: object, start: int, nbytes: int, alignment: int) -> None:
+    def noted(mapping: Mapping, source: object, start: int, nbytes: int, alignment: int) -> None:
         asked.append(key)
 
-    monkeypatch.setattr(survey, "map_file", noted)
+    monkeypatch.setattr(Mapping, "block", noted)
     checkpoint = ckptfix.open_checkpoint(file)
     for key in checkpoint.specs:
         tensor_statistics(spec_in(checkpoint, key))
@@ -139,14 +139,14 @@ def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
 @needs_kernel
 def test_a_file_that_shrinks_under_its_mapping_is_said_too(file, monkeypatch):
     checkpoint = ckptfix.open_checkpoint(file)
-    true_map = map_file
+    true_block = Mapping.block
 
     def mapped_then_cut(*where):
-        block = true_map(*where)
+        block = true_block(*where)
         os.truncate(file, 1000)
         return block
 
-    monkeypatch.setattr(survey, "map_file", mapped_then_cut)
+    monkeypatch.setattr(Mapping, "block", mapped_then_cut)
     with pytest.raises(UnreadableError, match="the file ends inside a storage"):
         Statistics(checkpoint)["nan"]
     with pytest.raises(UnreadableError, match="the file ends inside a storage"):
@@ -155,15 +155,15 @@ def test_a_file_that_shrinks_under_its_mapping_is_said_too(file, monkeypatch):
 
 @needs_kernel
 def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypatch):
-    true_map, asked = map_file, count()
+    true_block, asked = Mapping.block, count()
 
     def cut_later(*where):
-        block = true_map(*where)
+        block = true_block(*where)
         if next(asked) == 3:
             os.truncate(file, 1000)
         return block
 
-    monkeypatch.setattr(survey, "map_file", cut_later)
+    monkeypatch.setattr(Mapping, "block", cut_later)
     with pytest.raises(UnreadableError, match="the file ends inside a storage") as caught:
         Statistics(ckptfix.open_checkpoint(file)).compute()
     assert "\n" not in str(caught.value)

@@ -37,10 +37,11 @@ def batched(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
     batch: list[T] = []
     size = 0
     for item in items:
-        if batch and size + nbytes(item) > limit:
+        count = nbytes(item)
+        if batch and size + count > limit:
             yield batch
             batch, size = [], 0
         batch.append(item)
-        size += nbytes(item)
+        size += count
     if batch:
         yield batch

@@ -40,9 +40,10 @@ def is_sound(storage: Storage) -> bool:
 
     Reads it in blocks. Raises ``UnreadableError`` where the bytes are not in the file.
     """
-    if storage.crc32 is not None and storage not in _SOUND:
-        note_checksum(storage, _crc32_of(storage))
-    return _SOUND.get(storage, True) and all(map(is_sound, storage.parts))
+    found = storage.crc32 is None or _SOUND.get(storage)
+    if found is None:
+        found = note_checksum(storage, _crc32_of(storage))
+    return found and (not storage.parts or all(map(is_sound, storage.parts)))
 
 
 def _crc32_of(storage: Storage) -> int:
@@ -80,12 +81,13 @@ def is_open(storage: Storage) -> bool:
 
 def is_unproved(storage: Storage) -> bool:
     """Whether nobody knows yet if the storage, or one that it is made of, has its checksum."""
-    return is_open(storage) or any(map(is_unproved, storage.parts))
+    return is_open(storage) or (bool(storage.parts) and any(map(is_unproved, storage.parts)))
 
 
-def note_checksum(storage: Storage, crc: int) -> None:
-    """Keep what the CRC-32 of a whole storage says, for all who ask later."""
-    _SOUND[storage] = crc == storage.crc32
+def note_checksum(storage: Storage, crc: int) -> bool:
+    """Whether a whole storage of that CRC-32 is sound: kept for all who ask later."""
+    found = _SOUND[storage] = crc == storage.crc32
+    return found
 
 
 def _proving(storage: Storage) -> Iterator[memoryview]:

@@ -71,13 +71,13 @@ def _empty(mappings: Sequence[mmap.mmap]) -> None:
             madvise(ctypes.c_void_p(ctypes.addressof(place)), ctypes.c_size_t(len(whole)), mmap.MADV_DONTNEED)
 
 
-def _whole(file: OpenFile) -> mmap.mmap | None:
+def _whole(file: OpenFile, access: int) -> mmap.mmap | None:
     """All of a file; None where a file system or a limit of the system is against it. Kept where that was asked for."""
     with _lock:
         if file in _KEPT:
             return _KEPT[file]
         try:
-            found = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY)
+            found = mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY if _keepers else access)
         except (OSError, ValueError):
             found = None
         if _keepers:
@@ -94,7 +94,7 @@ def map_file(source: ByteSource, start: int, nbytes: int, alignment: int) -> mem
         return None
     first = place.offset + start
     if _keepers:
-        whole = _whole(place.file)
+        whole = _whole(place.file, mmap.ACCESS_COPY)
         block = memoryview(whole or b"")[first : first + nbytes]
         return block if block.nbytes == nbytes else None
     begin = first - first % HUGE_PAGE
@@ -110,9 +110,12 @@ def map_file(source: ByteSource, start: int, nbytes: int, alignment: int) -> mem
 
 
 class Mapping:
-    """The files that a set of tensors lies in, each mapped as a whole when the first of them is asked for."""
+    """The files that a set of tensors lies in, each mapped as a whole when the first of them is asked for.
 
-    def __init__(self) -> None:
+    With ``mmap.ACCESS_READ``, for ``block`` alone, no system refuses a file for being larger than its memory."""
+
+    def __init__(self, access: int = mmap.ACCESS_COPY) -> None:
+        self._access = access
         self._maps: dict[OpenFile, mmap.mmap | None] = {}
         self._addresses: dict[mmap.mmap, int] = {}
 
@@ -125,6 +128,14 @@ class Mapping:
             return None
         whole, start = found
         return torch.frombuffer(whole, dtype=torch.uint8, count=region.nbytes, offset=start).untyped_storage()
+
+    def block(self, source: ByteSource, start: int, nbytes: int, alignment: int) -> memoryview | None:
+        """The same as ``map_file``: of many ranges that are not large, mapping each takes longer than a look at it."""
+        found = self._place(source, start, nbytes)
+        if found is None or found[1] % alignment:
+            return None
+        whole, place = found
+        return memoryview(whole)[place : place + nbytes]
 
     def address(self, source: ByteSource, start: int, nbytes: int) -> int | None:
         """Where bytes of a source are in memory, as long as the mapping is there; None where they lie in no file.
@@ -141,10 +152,10 @@ class Mapping:
     def _place(self, source: ByteSource, start: int, nbytes: int) -> tuple[mmap.mmap, int] | None:
         """The mapped file that some bytes of a source lie in, and where in it."""
         place = located(source)
-        if place is None or not nbytes:
+        if place is None or not nbytes or start + nbytes > place.nbytes:
             return None
         if place.file not in self._maps:
-            self._maps[place.file] = _whole(place.file)
+            self._maps[place.file] = _whole(place.file, self._access)
         whole, begin = self._maps[place.file], place.offset + start
         # Of a file that ends too early, the reader says so.
         return None if whole is None or begin + nbytes > len(whole) else (whole, begin)
