@@ -49,7 +49,10 @@ def split_key(key: str) -> tuple[str, str]:
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
-    _, leaf = split_key(key)
+    return _is_transient_leaf(split_key(key)[1], shape)
+
+
+def _is_transient_leaf(leaf: str, shape: tuple[int, ...]) -> bool:
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
     return leaf in TRANSIENT
@@ -57,4 +60,5 @@ def is_transient(key: str, shape: tuple[int, ...]) -> bool:
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
     """Whether the name alone says that a tensor is a buffer and no parameter."""
-    return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)
+    leaf = split_key(key)[1]
+    return leaf in RUNNING_STATISTICS or _is_transient_leaf(leaf, shape)

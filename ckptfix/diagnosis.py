@@ -109,12 +109,17 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
     """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
     safe: what is missing under its name may be there under another.
     """
-    is_doubtful = any(remark.kind == "doubtful-names" for remark in context.checkpoint.remarks)
     for finding in rule.propose(context):
-        if is_doubtful and finding.fix is not None and not all(isinstance(edit, KEEPING) for edit in finding.fix.edits):
-            doubted = min(finding.fix.applicability, Applicability.UNSAFE)
-            finding = replace(finding, fix=replace(finding.fix, applicability=doubted))
+        fix = finding.fix
+        if fix is not None and _is_doubtful(fix, context.checkpoint):
+            doubted = min(fix.applicability, Applicability.UNSAFE)
+            finding = replace(finding, fix=replace(fix, applicability=doubted))
         yield finding
+
+
+def _is_doubtful(fix: Fix, checkpoint: Checkpoint) -> bool:
+    has_damaged_list = any(remark.kind == "doubtful-names" for remark in checkpoint.remarks)
+    return has_damaged_list and not all(isinstance(edit, KEEPING) for edit in fix.edits)
 
 
 def is_enabled(fix: Fix, settings: Settings) -> bool:

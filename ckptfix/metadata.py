@@ -21,14 +21,14 @@ def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Me
     A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place, and
     goes where the wrapper has gone. A wrapper that the keys gained gets a row.
     """
-    if metadata is None or all(old == new for old, new in renames.items()):
+    if metadata is None or list(renames) == list(renames.values()):
         return metadata
     modules = _module_renames(renames)
     innermost = {new: old for old, new in sorted(modules.items(), key=lambda rename: len(rename[0]))}
     gone = _modules_of(renames) - _modules_of(renames.values())
 
     def move(path: str) -> str | None:
-        old = next((module for module in (path, *reversed([*_ancestors(path)])) if module in modules), None)
+        old = path if path in modules else next((at for at in reversed([*_ancestors(path)]) if at in modules), None)
         if old is None or modules[old] == old:
             return None if path in gone or not gone.isdisjoint(_ancestors(path)) else path
         if old != path and innermost[modules[old]] != old:
@@ -75,7 +75,13 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def _modules_of(keys: Iterable[str]) -> set[str]:
-    return {module for key in keys for module in _ancestors(key)}
+    modules: set[str] = set()
+    for key in keys:
+        path, dot, _ = key.rpartition(".")
+        while dot and path not in modules:  # a module that is known has come with those that hold it
+            modules.add(path)
+            path, dot, _ = path.rpartition(".")
+    return modules | {""} if any(keys) else modules
 
 
 def _module_renames(renames: Mapping[str, str]) -> dict[str, str]:
@@ -83,8 +89,9 @@ def _module_renames(renames: Mapping[str, str]) -> dict[str, str]:
     # Keys that stay come first: a module that holds one of them stays too.
     for old, new in sorted(renames.items(), key=lambda rename: rename[0] != rename[1]):
         for before, after in _aligned(old.split("."), new.split(".")):
-            if modules.setdefault(before, after) != after:
-                break
+            if before in modules:
+                break  # under this name, and with it those that hold it, or it stays under the first that it got
+            modules[before] = after
     return modules
 
 

@@ -140,3 +140,25 @@ def test_a_check_of_values_is_linear(tmp_path: Path):
         return lambda: ckptfix.check(tmp_path / f"{layers}")
 
     assert_linear(work)
+
+
+DEFECTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zero": torch.zeros_like,
+    "decayed": lambda tensor: tensor * 1e-9,
+    "not finite": lambda tensor: tensor / 0,
+    "subnormal": lambda tensor: torch.full_like(tensor, 1e-42),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_check_of_values_that_are_all_broken_is_linear(defect: str):
+    def work(layers: int) -> Callable[[], Any]:
+        torch.manual_seed(0)
+        state = {f"sound.{number}.weight": torch.randn(8, 8) for number in range(3 * layers)}
+        for number in range(4 * layers):
+            state[f"layers.{number}.conv.weight"] = DEFECTS[defect](torch.randn(8, 8))
+            state[f"layers.{number}.bn.weight"] = torch.ones(8)
+        return lambda: ckptfix.check(state)
+
+    assert work(SOME)().remaining
+    assert_linear(work)

@@ -105,7 +105,8 @@ def _smoke(smoke: SmokeResult) -> dict[str, Any]:
 
 
 _PLAIN = (str, bool)
-_LISTS = (list, tuple, set, frozenset, Sequence)  # the first without a look at what is registered for the last
+_MAPPINGS = (dict, Mapping)  # the first without a look at what is registered for the last
+_LISTS = (list, tuple, set, frozenset, Sequence)
 
 
 def plain(value: object) -> Any:
@@ -118,7 +119,7 @@ def plain(value: object) -> Any:
         if math.isfinite(value):
             return float(value)
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, _LISTS) and not isinstance(value, bytes | bytearray | memoryview):
         return [plain(item) for item in value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from importlib import import_module
 
 from ckptfix.finding import Context, Finding, Rule
@@ -36,7 +37,7 @@ class Listed:
     name: str
     needs: Needs = Needs.NAMES
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
         """The rule itself: the function of its name in the module of its name."""
         name = self.name.replace("-", "_")

@@ -36,12 +36,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.checkpoint import Checkpoint
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
 from ckptfix.rules.replacing import Replacements
 from ckptfix.values import Statistics, TensorStatistics
 from ckptfix.values.optimizer import was_stepped
-from ckptfix.values.roles import is_embedding, is_head, is_layers_own, is_matrix, is_zero_by_design, norm_after
+from ckptfix.values.roles import (
+    Norm,
+    is_embedding,
+    is_head,
+    is_layers_own,
+    is_matrix,
+    is_zero_by_design,
+    norms_after,
+)
 
 MOST = 0.5
 """Share of the matrices beyond which not a layer but the file is empty."""
@@ -61,7 +68,8 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     suspects = _not_by_design(zero, context, use_names=not empty_file)
     excused = [] if empty_file else _excused(suspects, matrices, context)
     excused = [key for key in excused if not context.settings.replaces(rule.code, key)]
-    reported = [key for key in suspects if key not in set(excused)]
+    are_excused = set(excused)
+    reported = [key for key in suspects if key not in are_excused]
     if excused:
         yield rule.finding(
             Level.NOTE,
@@ -71,11 +79,13 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
         )
     if reported:
-        companions = [key for matrix in reported for key in _zero_companions(context.checkpoint, matrix, statistics)]
+        norms = norms_after(context.checkpoint, reported)
+        companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
         replacements = Replacements(context)
         edits = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
-        for keys in ([key for key in edits if edits[key]], [key for key in edits if not edits[key]]):
-            some = [key for key in reported if key in keys]
+        for is_cured in (True, False):
+            keys = [key for key in edits if bool(edits[key]) is is_cured]
+            some = [key for key in reported if bool(edits[key]) is is_cured]
             cure = tuple(edit for key in keys if (edit := edits[key]))
             hold = "holds" if len(some) == 1 else "hold"
             if some:
@@ -121,7 +131,7 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
 
 def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
     """Those that may be buffers, or zero because nothing was trained yet. A model that knows both has told already."""
-    if context.target and context.target.initial:
+    if not suspects or (context.target and context.target.initial):
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not _is_trained(context):
@@ -167,9 +177,8 @@ def _is_trained(context: Context) -> bool:
     return counted or was_stepped(context.checkpoint.root)
 
 
-def _zero_companions(checkpoint: Checkpoint, matrix: str, statistics: Statistics) -> Iterator[str]:
-    """The weight and bias of the norm after the matrix where both are zero."""
-    norm = norm_after(checkpoint, matrix)
+def _zero_companions(norm: Norm | None, statistics: Statistics) -> Iterator[str]:
+    """The weight and bias of the norm after a matrix where both are zero."""
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):
         yield from found
@@ -177,5 +186,6 @@ def _zero_companions(checkpoint: Checkpoint, matrix: str, statistics: Statistics
 
 def _untrained_adapter(statistics: Statistics) -> tuple[str, ...]:
     """The B matrices of an adapter if all of them, two at least, are zero beside their A."""
-    pairs = [key for key in statistics if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]
+    named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
+    pairs = [key for key in named if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]
     return tuple(pairs) if len(pairs) > 1 and all(statistics[key].all_zero for key in pairs) else ()

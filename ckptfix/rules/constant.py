@@ -66,8 +66,10 @@ def _is_sound(figures: TensorStatistics) -> bool:
 
 
 def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
+    if figures.minimum != figures.maximum or not figures.is_constant or figures.maximum == 0:
+        return False
     spec = context.checkpoint.specs[key]
-    if spec.numel < SMALLEST or not figures.is_constant or figures.maximum == 0:
+    if spec.numel < SMALLEST:
         return False
     if not key.endswith("weight") or not is_matrix(key, spec, context.target):
         return False

@@ -65,7 +65,7 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
 def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
     """The channels of zeros of a matrix or of a norm. The second look is taken only where zeros were counted."""
     spec, figures = context.checkpoint.specs[key], statistics[key]
-    if figures.all_zero or not figures.zeros or figures.numel != spec.numel or not spec.shape:
+    if not figures.zeros or figures.all_zero or figures.numel != spec.numel or not spec.shape:
         return ()
     if is_matrix(key, spec, context.target):
         length = spec.numel // spec.shape[0]

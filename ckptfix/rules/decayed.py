@@ -57,7 +57,16 @@ from ckptfix.rules.light_decay import REMEDY, counted_matrices, light_decay
 from ckptfix.rules.replacing import Replacements
 from ckptfix.values import Statistics, TensorStatistics
 from ckptfix.values.optimizer import strongest_decay
-from ckptfix.values.roles import Norm, is_head, is_matrix, is_scale_free, is_zero_by_design, kind, norm_after, usual_rms
+from ckptfix.values.roles import (
+    Norm,
+    is_head,
+    is_matrix,
+    is_scale_free,
+    is_zero_by_design,
+    kind,
+    norms_after,
+    usual_rms,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +190,10 @@ def _matrices(context: Context, statistics: Statistics) -> dict[str, TensorStati
     """The matrices that are large enough and have a value other than zero."""
     specs = context.checkpoint.specs
     return {
-        key: statistics[key]
+        key: figures
         for key in statistics
-        if specs[key].numel >= SMALLEST and is_matrix(key, specs[key], context.target) and statistics[key].rms > 0
+        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
+        if (figures := statistics[key]).rms > 0
     }
 
 
@@ -198,17 +208,24 @@ def _decayed_matrices(
         if not _is_drawn_tiny(figures)
     }
     suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
-    initial = context.target.initial() if suspects and context.target and context.target.initial else {}
+    if not suspects:
+        return
+    initial = context.target.initial() if context.target and context.target.initial else {}
     healthy = {key: figures.rms for key, figures in matrices.items() if key not in suspects}
+    of_kind: dict[str, list[float]] = {}
+    for key, rms in healthy.items():
+        of_kind.setdefault(kind(key, specs[key]), []).append(rms)
+    medians = {name: median(same) for name, same in of_kind.items()}
+    overall = median(healthy.values()) if healthy else None
+    norms = norms_after(context.checkpoint, suspects)
     for key in matrices:
         if key not in suspects:
             continue
-        same = [rms for other, rms in healthy.items() if kind(other, specs[other]) == kind(key, specs[key])]
-        peers = median(same or healthy.values()) if healthy else None
+        peers = medians.get(kind(key, specs[key]), overall)
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
             start, reference = _rms(initial[key]), BY_MODEL
-        matrix = _Matrix(key, matrices[key], start, reference, peers, norm_after(context.checkpoint, key))
+        matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key))
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], statistics):
             yield matrix
 

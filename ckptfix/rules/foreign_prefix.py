@@ -124,9 +124,10 @@ def _renamed_modules(
         place = missing.get(tensors)
         if not is_telling or place is None or place.split(".")[-2] == module.split(".")[-2]:
             continue  # of the same name, the prefix in front has been judged already
-        keys = [module + name for name, _ in tensors]
+        names = sorted(name for name, _ in tensors)
+        keys = [module + name for name in names]
         if not _is_another_layer((module, place), placed) and not _have_places(keys, placed):
-            yield (module, place), {module + name: place + name for name, _ in tensors}
+            yield (module, place), {module + name: place + name for name in names}
 
 
 def _alone(

@@ -76,31 +76,31 @@ def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Findin
 def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
     """Paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
     specs = checkpoint.specs
-    for key, mean in specs.items():
-        module, leaf = split_key(key)
-        variance = specs.get(module + "running_var")
-        is_mean = (
-            leaf == "running_mean" and variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
-        )
+    for module in _with_leaf(checkpoint, "running_mean"):
+        mean, variance = specs[module + "running_mean"], specs.get(module + "running_var")
+        is_norm = variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
         counter = module + NUM_BATCHES_TRACKED
-        if is_mean and counter not in checkpoint.entries and not _is_lost(checkpoint, counter):
+        if is_norm and counter not in checkpoint.entries and not _is_lost(checkpoint, counter):
             yield module
+
+
+def _with_leaf(checkpoint: Checkpoint, name: str) -> list[str]:
+    """Paths of the modules that have a tensor of this name, each with its closing dot."""
+    candidates = [key for key in checkpoint.specs if key.endswith(name)]
+    return [module for module, leaf in map(split_key, candidates) if leaf == name]
 
 
 def _incomplete(checkpoint: Checkpoint) -> list[str]:
     """The uncounted modules that are a BatchNorm by what the file alone says."""
     uncounted = list(_uncounted(checkpoint))
+    if not uncounted:
+        return []
     if not checkpoint.metadata:
-        if checkpoint.format == SAFETENSORS or any(
-            split_key(key)[1] == NUM_BATCHES_TRACKED for key in checkpoint.specs
-        ):
+        if checkpoint.format == SAFETENSORS or _with_leaf(checkpoint, NUM_BATCHES_TRACKED):
             return []
-        norms = (module for module, leaf in map(split_key, checkpoint.specs) if leaf == "running_mean")
-        has_weights = any(module + "weight" in checkpoint.specs for module in norms)
+        has_weights = any(module + "weight" in checkpoint.specs for module in _with_leaf(checkpoint, "running_mean"))
         return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]
-    counted_versions = {
-        _version(checkpoint, module) for module, leaf in map(split_key, checkpoint.specs) if leaf == NUM_BATCHES_TRACKED
-    }
+    counted_versions = {_version(checkpoint, module) for module in _with_leaf(checkpoint, NUM_BATCHES_TRACKED)}
     # A frozen BatchNorm has version 1 or 3, and no counter of its own: those of version 2 beside it say nothing of it.
     versions = {_COUNTING_VERSION} | {version for version in counted_versions if version < _COUNTING_VERSION}
     return [module for module in uncounted if _version(checkpoint, module) in versions]

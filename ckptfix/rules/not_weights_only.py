@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import Checkpoint
+from ckptfix.checkpoint import Checkpoint, TensorSpec
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
 from ckptfix.formats.weights.plain import plain_root
 from ckptfix.formats.weights.quantized_modules import (
@@ -69,7 +69,8 @@ _BEFORE = {
 
 def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Name the entries of the state_dict that no file for ``weights_only=True`` can hold as they are."""
-    packed = tuple(key for key, entry in checkpoint.entries.items() if is_packed(entry))
+    others = {key: entry for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorSpec)}
+    packed = tuple(key for key, entry in others.items() if is_packed(entry))
     if packed:
         yield rule.finding(
             Level.ERROR,
@@ -79,7 +80,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=packed,
             remedy="quantise the float model again after loading its weights; the tensors stay in the file as data",
         )
-    composed = {key: name for key, entry in checkpoint.entries.items() if (name := composed_class(entry))}
+    composed = {key: name for key, entry in others.items() if (name := composed_class(entry))}
     if composed:
         classes = list(dict.fromkeys(composed.values()))
         package = classes[0].partition(".")[0]
@@ -97,7 +98,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
             f"without {package}, load the model there, dequantise it, and save its state_dict",
         )
-    rebuilt = {key: name for key, entry in checkpoint.entries.items() if (name := rebuilding_call(entry))}
+    rebuilt = {key: name for key, entry in others.items() if (name := rebuilding_call(entry))}
     if rebuilt:
         calls = ", ".join(dict.fromkeys(rebuilt.values()))
         yield rule.finding(

@@ -50,7 +50,10 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.statistics is None:
         return
     statistics, specs = context.statistics, context.checkpoint.specs
-    medians = _medians(context, statistics)
+    scales = _scales(context, statistics)
+    if max(scales.values(), default=0.0) <= OF_START:
+        return
+    medians = _medians(scales, specs)
     found = [key for key in medians if _is_outlier(key, statistics[key], medians[key], context)]
     replacements = Replacements(context)
     edits = {key: replacements.of(rule.code, key, partial(_is_sound, specs[key], medians[key])) for key in found}
@@ -80,13 +83,22 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
             )
 
 
-def _medians(context: Context, statistics: Statistics) -> Mapping[str, float]:
-    """The median scale of the others of its kind for every matrix that has enough of them."""
+def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:
+    """The scale of every matrix that is large enough and has a value other than zero."""
     specs = context.checkpoint.specs
+    return {
+        key: _scale(figures, spec)
+        for key in statistics
+        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
+        if (figures := statistics[key]).rms > 0
+    }
+
+
+def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Mapping[str, float]:
+    """The median scale of the others of its kind for every matrix that has enough of them."""
     kinds: dict[str, dict[str, float]] = {}
-    for key in statistics:
-        if specs[key].numel >= SMALLEST and statistics[key].rms > 0 and is_matrix(key, specs[key], context.target):
-            kinds.setdefault(kind(key, specs[key]), {})[key] = _scale(statistics[key], specs[key])
+    for key, scale in scales.items():
+        kinds.setdefault(kind(key, specs[key]), {})[key] = scale
     layers = {key: scale for name in ("convolution", "linear") for key, scale in kinds.get(name, {}).items()}
     usual: dict[str, float] = {}
     for name, scales in kinds.items():
@@ -111,7 +123,7 @@ def _is_sound(spec: TensorSpec, usual: float, figures: TensorStatistics) -> bool
 
 def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Context) -> bool:
     spec = context.checkpoint.specs[key]
-    if "weight" not in split_key(key)[1] or is_scale_free(key) or not _is_large(figures, spec, usual):
+    if not _is_large(figures, spec, usual) or "weight" not in split_key(key)[1] or is_scale_free(key):
         return False
     initial = context.target.initial() if context.target and context.target.initial else {}
     return key not in initial or figures.rms > OF_START * float(initial[key].detach().double().square().mean().sqrt())

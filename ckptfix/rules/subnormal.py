@@ -42,12 +42,13 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     specs, found = context.checkpoint.specs, context.statistics
     slow = [key for key in found if specs[key].dtype in SLOW and found[key].subnormals]
-    many = [
+    many = {
         key
         for key in slow
         if found[key].subnormals >= MANY * found[key].numel and is_matrix(key, specs[key], context.target)
-    ]
-    for level, keys in ((Level.WARNING, many), (Level.NOTE, [key for key in slow if key not in many])):
+    }
+    for level in (Level.WARNING, Level.NOTE):
+        keys = [key for key in slow if (key in many) is (level is Level.WARNING)]
         if keys:
             total = sum(found[key].subnormals for key in keys)
             edits = tuple(Zero(key, specs[key].dtype, SUBNORMAL) for key in keys if can_be_zeroed(specs[key]))

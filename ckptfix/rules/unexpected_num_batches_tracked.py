@@ -36,15 +36,16 @@ from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, R
 @rule("BUF102", "unexpected-num-batches-tracked")
 def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
     """Drops the counters that the target, or the release that is aimed at, has no place for."""
+    is_before_counters = context.settings.is_for_torch_before(COUNTED_SINCE)
+    if not is_before_counters and context.target is None:
+        return
     counters = [key for key in context.checkpoint.specs if split_key(key)[1] == NUM_BATCHES_TRACKED]
-    if context.settings.is_for_torch_before(COUNTED_SINCE):
+    if is_before_counters:
         reason = f"torch {context.settings.for_torch} does not know num_batches_tracked"
     elif context.target is not None:
         reason = "the target has these modules without num_batches_tracked"
         slots = context.target.slots
         counters = [key for key in counters if key not in slots and split_key(key)[0] + "running_mean" in slots]
-    else:
-        return
     if counters:
         yield rule.finding(
             Level.ERROR,

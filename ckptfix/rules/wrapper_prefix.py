@@ -32,11 +32,13 @@ from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, R
 from ckptfix.formats.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.wrappers import (
+    COUNTER,
     bare,
     colliding,
     is_counter,
     leading_modules,
     renames,
+    shared_modules,
     strip_segments,
     two_sets,
     without_first,
@@ -94,12 +96,11 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
     """The counters of AveragedModels around the whole model: each stands where all other keys go on with ``module``."""
     if target is not None and any(is_counter(key) for key in target.slots):
         return ()
-    found = {
-        key
-        for key, spec in checkpoint.specs.items()
-        if (is_counter(key) or (target is not None and bare(key) == STEPS and key not in target.slots))
-        and (spec.dtype, spec.numel) == ("int64", 1)
-    }
+    specs = checkpoint.specs
+    candidates = [key for key in specs if key.endswith(COUNTER) and is_counter(key)]
+    if target is not None:
+        candidates += [key for key in specs if bare(key) == STEPS and key not in target.slots]
+    found = {key for key in candidates if (specs[key].dtype, specs[key].numel) == ("int64", 1)}
     if not found:
         return ()
     depths = {key: leading_modules(strip_segments(key)) for key in checkpoint.entries}
@@ -109,7 +110,7 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
 
 def _by_shared_prefix(keys: list[str]) -> Mapping[str, str]:
     """Without a target: as many ``module.`` as every single key has."""
-    shared = min((leading_modules(key) for key in keys), default=0)
+    shared = shared_modules(keys)
     return {key: without_first(key, shared) for key in keys} if shared else {}
 
 
@@ -122,7 +123,7 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mappi
     def agreement(new: Mapping[str, str]) -> int:
         return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
 
-    shared = min((leading_modules(key) for key in keys), default=0)
+    shared = shared_modules(keys)
     cuts = [{key: without_first(key, count) for key in keys} for count in range(1, min(shared, DEEPEST) + 1)]
     single = _each_for_itself(checkpoint, keys, target)
     least = max(agreement(single), agreement({}) + 1)
@@ -160,9 +161,8 @@ def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:
 
 def _half_prefixed(keys: list[str]) -> list[str]:
     """Keys with the prefix whose module stands there without it too: ``module.bn1.weight`` beside ``bn1.bias``."""
-    plain = {key.rpartition(".")[0] for key in keys if not leading_modules(key)} - {""}
-    return [
-        key
-        for key in keys
-        if leading_modules(key) and without_first(key, leading_modules(key)).rpartition(".")[0] in plain
-    ]
+    depths = {key: depth for key in keys if (depth := leading_modules(key))}
+    if not depths:
+        return []
+    plain = {key.rpartition(".")[0] for key in keys if key not in depths} - {""}
+    return [key for key, depth in depths.items() if without_first(key, depth).rpartition(".")[0] in plain]

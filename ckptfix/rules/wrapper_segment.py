@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from ckptfix.finding import Applicability, Context, Finding, Fix, Level, RenameModule, Rule, counted, rule
 from ckptfix.metadata import rename_metadata
 from ckptfix.rules.choosing import choice_of_copies
-from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, has_wrapper_segment, renames, strip_segments, two_sets
+from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, colliding, has_wrapper_segment, renames, without_segments
 
 
 @rule("KEY101", "wrapper-segment")
@@ -40,8 +40,8 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is not None and any(has_wrapper_segment(key) for key in target.slots):
         return
     entries = context.checkpoint.entries
-    new = {key: strip_segments(key) for key in entries if has_wrapper_segment(key)}
-    clash = two_sets(entries)
+    new = without_segments(entries)
+    clash = colliding(entries, new) if new else None
     if new:
         yield _keys(rule, new, clash, entries)
     if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
@@ -66,9 +66,10 @@ def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collec
 
 def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:
     """The paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
-    entries = context.checkpoint.entries
-    metadata = rename_metadata(context.checkpoint.metadata, {key: new.get(key, key) for key in entries})
-    rows = {path: strip_segments(path) for path in metadata or () if has_wrapper_segment(path)}
+    metadata = context.checkpoint.metadata
+    if new:
+        metadata = rename_metadata(metadata, {key: new.get(key, key) for key in context.checkpoint.entries})
+    rows = without_segments(metadata or ())
     if rows:
         yield rule.finding(
             Level.NOTE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ckptfix.finding import Edit, Rename
 
@@ -13,6 +13,8 @@ MODULE = "module"
 """The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
 too.
 """
+
+_LEADING = f"{MODULE}."
 
 COUNTER = "n_averaged"
 """AveragedModel's own buffer, beside its ``module``: 0-d, int64, zero in a fresh one."""
@@ -28,6 +30,12 @@ def strip_segments(path: str) -> str:
     if not _may_have_segment(path):
         return path
     return ".".join(part for part in path.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def without_segments(paths: Iterable[str]) -> dict[str, str]:
+    """Those of the keys or module paths that have reserved segments, each with what it is called without them."""
+    suspects = [path for path in paths if "._" in path or path.startswith("_")]
+    return {path: strip_segments(path) for path in suspects if has_wrapper_segment(path)}
 
 
 def _may_have_segment(path: str) -> bool:
@@ -52,22 +60,31 @@ def is_counter(key: str) -> bool:
 
 def leading_modules(key: str) -> int:
     """How many segments ``module`` the key begins with, its last segment not counted."""
-    if not key.startswith(f"{MODULE}."):
-        return 0
-    path = key.split(".")[:-1]
-    return next((count for count, part in enumerate(path) if part != MODULE), len(path))
+    count = 0
+    while key.startswith(_LEADING, count * len(_LEADING)):
+        count += 1
+    return count
+
+
+def shared_modules(keys: Collection[str]) -> int:
+    """How many segments ``module`` all of the keys begin with."""
+    # What the first and the last of a sorted list begin with, all between them begin with.
+    return min(leading_modules(min(keys)), leading_modules(max(keys))) if keys else 0
 
 
 def without_first(key: str, count: int) -> str:
     """The key without its first ``count`` segments."""
-    return ".".join(key.split(".")[count:])
+    return ".".join(key.split(".", count)[count:])
 
 
 def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
     """A name that two keys would have after the renames; None where all stay apart."""
+    keys = tuple(keys)
+    names = [new.get(key, key) for key in keys]
+    if all(names) and len(set(names)) == len(names):
+        return None
     seen: set[str] = set()
-    for key in keys:
-        name = new.get(key, key)
+    for key, name in zip(keys, names, strict=True):
         if name in seen or not name:
             return name or key
         seen.add(name)
@@ -79,7 +96,8 @@ def two_sets(keys: Iterable[str]) -> str | None:
     another one, and no rule may move either of them out of the other's way.
     """
     keys = tuple(keys)
-    return colliding(keys, {key: strip_segments(key) for key in keys if has_wrapper_segment(key)})
+    new = without_segments(keys)
+    return colliding(keys, new) if new else None
 
 
 def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:

@@ -42,9 +42,11 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     unproved: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, keys in storages_of(context.checkpoint):
+        if storage.crc32 is not None:
+            continue
         specs = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
         matrices = {key: spec for key, spec in specs.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
-        if storage.crc32 is None and matrices:
+        if matrices:
             unproved.append((storage, matrices))
     # Asked for together, since they are computed side by side.
     figures = dict(context.statistics.items()) if unproved else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfix.checkpoint import Checkpoint, Storage
+from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
 from ckptfix.formats.damage.torn import SECTOR
 from ckptfix.formats.raw.batches import side_by_side
 from ckptfix.formats.raw.checksums import is_sound, is_unproved
@@ -62,10 +62,11 @@ def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
     """Every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
     found: dict[int, tuple[Storage, list[str]]] = {}
     for key, entry in checkpoint.entries.items():
-        for part in tensors_in(entry):
-            if part.storage is not None:
-                keys = found.setdefault(id(part.storage), (part.storage, []))[1]
-                if key not in keys[-1:]:
+        for part in entry.strided_parts() if isinstance(entry, TensorSpec) else tensors_in(entry):
+            storage = part.storage
+            if storage is not None:
+                keys = found.setdefault(id(storage), (storage, []))[1]
+                if not keys or keys[-1] != key:
                     keys.append(key)
     yield from found.values()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptfix.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
@@ -64,6 +65,9 @@ _LAYERS_OWN = re.compile(r"(^|_)(weights?|kernel)(_(ih|hh|hr|v|orig|raw))?(_l\d+
 _NOISE = re.compile(r"(^|_)(eps|epsilon|noise|prior)(_|$)")
 """In such a segment: what is drawn for each pass, or the prior of a Bayesian layer."""
 
+_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""The dtypes that weights are trained in."""
+
 _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
@@ -108,9 +112,12 @@ def is_scale_free(key: str) -> bool:
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
     """Whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above 1."""
-    floating = spec.dtype in {"float64", "float32", "float16", "bfloat16"} and spec.layout == "strided"
-    is_vector = sum(size > 1 for size in spec.shape) < 2 or "bias" in split_key(key)[1]
-    return floating and not is_vector and not is_buffer(key, spec, target)
+    shape = spec.shape
+    if len(shape) < 2 or len([size for size in shape if size > 1]) < 2:
+        return False
+    if spec.layout != "strided" or spec.dtype not in _FLOATING or "bias" in split_key(key)[1]:
+        return False
+    return not is_buffer(key, spec, target)
 
 
 def is_layers_own(key: str) -> bool:
@@ -152,16 +159,31 @@ class Norm:
         return tuple(self.keys[name] for name in ("weight", "bias") if name in self.keys)
 
 
-def norm_after(checkpoint: Checkpoint, key: str) -> Norm | None:
-    """The norm whose tensors come next in the file, if its vectors are as long as the matrix has outputs.
+def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, Norm]:
+    """For each of these matrices the norm whose tensors come next in the file, if its vectors are as long as the matrix
+    has outputs.
 
     State_dicts list modules in the order of their definition, which nearly always is the order of their use.
     """
-    specs, module = checkpoint.specs, key.rpartition(".")[0]
-    keys = list(specs)
-    following = [other for other in keys[keys.index(key) + 1 :] if other.rpartition(".")[0] != module]
-    path = following[0].rpartition(".")[0] if following else ""
-    members = {other.rpartition(".")[2]: other for other in following if other.rpartition(".")[0] == path}
-    vectors = [specs[member].shape for name, member in members.items() if name != NUM_BATCHES_TRACKED]
-    is_norm = bool(vectors) and all(shape == specs[key].shape[:1] for shape in vectors)
+    specs, wanted = checkpoint.specs, set(keys)
+    behind: dict[str, list[str]] = defaultdict(list)  # the keys of each module, from the end of the file to here
+    norms: dict[str, Norm] = {}
+    following = last = None
+    for key in reversed(list(specs) if wanted else []):
+        module = key.rpartition(".")[0]
+        if module != last:
+            following, last = last, module
+        if key in wanted and following is not None and (norm := _norm(specs, behind[following], specs[key].shape[:1])):
+            norms[key] = norm
+        behind[module].append(key)
+    return norms
+
+
+def _norm(specs: Mapping[str, TensorSpec], keys: list[str], shape: tuple[int, ...]) -> Norm | None:
+    """The keys of a module as a norm, if they are one's and all its vectors have this shape."""
+    if len(keys) > 2 * len(_OF_NORM):  # `weight` and `.weight` both are of the module without a name
+        return None
+    members = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    vectors = [specs[key].shape for name, key in members.items() if name != NUM_BATCHES_TRACKED]
+    is_norm = bool(vectors) and all(vector == shape for vector in vectors)
     return Norm(members) if is_norm and members.keys() <= _OF_NORM else None

@@ -15,6 +15,9 @@ from ckptfix.target import Target
 _PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
 """First segments of the raw weights and of their average within one state_dict."""
 
+_AVERAGED = ("ema_", *(averaged for _, averaged in _PREFIXES))
+"""How the names of averages begin that stand beside the raw weights."""
+
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "tok_embeddings.weight")
 _HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight")
 """Names of the input and the output embedding of language models, which most of them tie."""
@@ -64,7 +67,8 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
 
     Two names of one stored tensor are none: what is broken under the one is broken under the other."""
     specs = checkpoint.specs
-    pairs = {key: other for key in specs for other in _average_names(key) if other in specs}
+    averages = [key for key in specs if key.startswith(_AVERAGED)]
+    pairs = {key: other for key in specs for other in _average_names(key) if other in specs} if averages else {}
     groups = target.ties if target is not None else _embedding_ties(specs)
     for group in groups:
         stored = [key for key in group if key in specs]
@@ -107,7 +111,7 @@ def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -
 
 def _average_names(key: str) -> Iterator[str]:
     """The names under which the average of a key may stand beside it."""
-    yield "ema_" + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
+    yield _AVERAGED[0] + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
     for raw, averaged in _PREFIXES:
         if key.startswith(raw) and not key.startswith(averaged):
             yield averaged + key.removeprefix(raw)

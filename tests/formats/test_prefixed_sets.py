@@ -125,3 +125,18 @@ def test_a_file_is_opened_at_the_set(tmp_path):
         assert opened.read("conv.weight") == 4
     with pytest.raises(ckptfix.UsageError, match="no weights under 'ema'"):
         ckptfix.open_checkpoint(tmp_path / "f", weights="ema")
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map(".".join), min_size=1, unique=True))
+def test_copies_are_what_most_keys_have_a_twin_in(keys):
+    """By the definition, for every prefix of up to three segments."""
+    prefixes = {
+        ".".join(key.split(".")[:depth]) + "." for key in keys for depth in (1, 2, 3) if key.count(".") >= depth
+    }
+    copies = set()
+    for prefix in prefixes:
+        inside = [key for key in keys if key.startswith(prefix)]
+        twins = [key for key in inside if key.removeprefix(prefix) in keys]
+        if 2 * len(twins) > max(len(inside), len(keys) - len(inside)):
+            copies.add(prefix)
+    assert set(copied_under(keys)) == copies

@@ -249,6 +249,7 @@ def test_the_only_module_of_its_shapes_may_have_another_name():
     state, model = classifier("head").state_dict(), classifier("fc")
     (finding,) = propose(foreign_prefix, state, model)
     assert "`head.` instead of `fc.`" in finding.message
+    assert finding.keys == ("head.bias", "head.weight")  # by name, the same in every run
     assert finding.fix is not None
     assert finding.fix.applicability == Applicability.UNSAFE
     done, report = ckptfix.repair_state_dict(state, model, unsafe_fixes=True)

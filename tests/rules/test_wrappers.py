@@ -16,7 +16,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import ckptfix
-from ckptfix.rules.wrappers import bare, colliding, leading_modules, strip_segments, without_first
+from ckptfix.rules.wrappers import (
+    bare,
+    colliding,
+    leading_modules,
+    shared_modules,
+    strip_segments,
+    without_first,
+    without_segments,
+)
 from tests.checks import assert_same
 
 Wrap = Callable[[Any], Any]
@@ -229,6 +237,8 @@ def test_dtensors_are_refused() -> None:
         pytest.param("module.module.weight", "module.module.weight", "weight", 2, id="modules"),
         pytest.param("module._orig_mod.a.module.w", "module.a.module.w", "a.w", 1, id="mixed"),
         pytest.param("module", "module", "module", 0, id="a parameter named module"),
+        pytest.param("module.module", "module.module", "module", 1, id="one of that name in a wrapper"),
+        pytest.param("modules.w", "modules.w", "modules.w", 0, id="a longer word"),
         pytest.param("my_module.module", "my_module.module", "my_module.module", 0, id="last and part of a word"),
     ],
 )
@@ -241,3 +251,24 @@ def test_colliding() -> None:
     assert colliding(["a", "b"], {"a": "b", "b": "a"}) is None
     assert colliding(["a", "b"], {"a": "b"}) == "b"
     assert colliding(["a"], {"a": ""}) == "a"
+    assert colliding(["a", "b", "c"], {"c": "x"}) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ([], 0),
+        (["module.b", "module.a"], 1),
+        (["module.module.b", "module.n_averaged"], 1),
+        (["module.b", "a"], 0),
+        (["module.b", "z"], 0),
+        (["module.module.module", "module.module.w"], 2),
+    ],
+)
+def test_shared_modules(keys: list[str], shared: int) -> None:
+    assert shared_modules(keys) == shared == min(map(leading_modules, keys), default=0)
+
+
+def test_without_segments() -> None:
+    paths = ["", "a.weight", "a._orig_mod.weight", "_orig_mod", "a._other.weight", "_forward_module.a"]
+    assert without_segments(paths) == {"a._orig_mod.weight": "a.weight", "_orig_mod": "", "_forward_module.a": "a"}

@@ -61,11 +61,12 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     ranks = _tensor_parallel(root)
     if ranks > 1:
         return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", MEGATRON_REMEDY)
-    flat = tuple(key for key in entries if key.rpartition(".")[2] in FLAT)
+    flat = tuple(key for key in entries if key.endswith(FLAT) and key.rpartition(".")[2] in FLAT)
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
         return RankShard(what, FSDP_REMEDY, flat)
-    parts = tuple(str(key) for key, value in (entries or _members(root)).items() if _is_sharded(value))
+    members = entries or _members(root)
+    parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and _is_sharded(value))
     if parts:
         return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", FSDP_REMEDY, parts)
     empty = _emptied(root, entries)
@@ -127,14 +128,16 @@ def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
 
     A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
     """
-    weights = {
-        key: value.shape
-        for key, value in entries.items()
-        if isinstance(value, TensorSpec) and any(part in key.rpartition(".")[2] for part in ("weight", "bias"))
-    }
-    empty = [key for key, shape in weights.items() if shape == (0,)]
-    noted = isinstance(root, dict) and any(note in root for note in _DEEPSPEED)
-    return tuple(empty) if noted or (len(empty) > 1 and len(empty) >= _LEAST_SHARE * len(weights)) else ()
+    shapes = {key: value.shape for key, value in entries.items() if isinstance(value, TensorSpec)}
+    empty = tuple(key for key, shape in shapes.items() if shape == (0,) and _is_weight(key))
+    if not empty or (isinstance(root, dict) and any(note in root for note in _DEEPSPEED)):
+        return empty
+    return empty if len(empty) > 1 and len(empty) >= _LEAST_SHARE * sum(map(_is_weight, shapes)) else ()
+
+
+def _is_weight(key: str) -> bool:
+    leaf = key.rpartition(".")[2]
+    return "weight" in leaf or "bias" in leaf
 
 
 def _members(value: Any) -> Mapping[Any, Any]:

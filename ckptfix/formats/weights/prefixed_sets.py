@@ -58,8 +58,16 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
 
 def copied_under(keys: Collection[str]) -> tuple[str, ...]:
     """The prefixes under which most of the keys that stand beside them stand once more."""
-    known, sizes = set(keys), _sizes(keys)
-    twins = Counter(prefix for key in keys for prefix, rest in _cuts(key) if rest in known)
+    return _copied_under(keys, _sizes(keys))
+
+
+def _copied_under(keys: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    # Where it has a third of all keys or less, its twins are no more than half of those beside it.
+    large = [prefix for prefix, size in sizes.items() if 3 * size > len(keys)]
+    known = set(keys) if large else ()
+    twins = Counter(
+        [prefix for key in keys for prefix in large if key.startswith(prefix) and key[len(prefix) :] in known]
+    )
     return tuple(
         prefix for prefix, number in twins.items() if 2 * number > max(sizes[prefix], len(keys) - sizes[prefix])
     )
@@ -71,12 +79,14 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """
     sizes = _sizes(specs)
     for prefix, size in sizes.items():
+        if 5 * size < len(specs):
+            continue  # of two sets of about one size that make up most of it, each has more
         for leader in _leaders(prefix):
-            few, many = sorted((size, sizes[leader]))
+            few, many = sorted((size, sizes.get(leader, 0)))
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
             if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
                 return (leader[:-1], prefix[:-1])
-    copies = copied_under(specs)
+    copies = _copied_under(specs, sizes)
     if len(copies) != 1 or not is_follower(copies[0][:-1]):
         return ()
     plain = {key: specs[key].shape for key in keys_of_set(specs, PLAIN)}
@@ -105,19 +115,19 @@ def narrowed(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint.with_entries(entries, metadata), picked=None)
 
 
-def _cuts(key: str) -> Iterator[tuple[str, str]]:
-    """The prefixes of a key, each with its dot, and what follows."""
-    position = 0
-    for _ in range(DEPTH):
-        position = key.find(".", position) + 1
-        if not position:
-            return
-        yield key[:position], key[position:]
-
-
-def _sizes(keys: Collection[str]) -> Counter[str]:
-    """How many keys stand under each prefix."""
-    return Counter(prefix for key in keys for prefix, _ in _cuts(key))
+def _sizes(keys: Collection[str]) -> dict[str, int]:
+    """How many keys stand under each prefix, with its dot."""
+    modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer, and each has the prefixes of its keys
+    sizes: dict[str, int] = {}
+    for module, number in modules.items():
+        position = 0
+        for _ in range(DEPTH):
+            position = module.find(".", position) + 1
+            if not position:
+                break
+            prefix = module[:position]
+            sizes[prefix] = sizes.get(prefix, 0) + number
+    return sizes
 
 
 def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
