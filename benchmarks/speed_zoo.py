@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.measure import CKPTFIX, Runs, Way, measure, time_answer
@@ -20,7 +20,7 @@ SMALL = 20_000
 def zoo_of_large_files(folder: Path, size: int) -> Iterator[Section]:
     """200 files, the whole zoo as large as the main file."""
     zoo, out = make_zoo(folder / "zoo", 200, size // 200), folder / "out"
-    runs = _measured(zoo, out)
+    runs = _measured(zoo, out, [_copy_with_digests(zoo, out)])
     copy = next(iter(runs.values())).median
     rows = [[name, f"{done.median / copy:.2f}", _times(done), memory(done.peak)] for name, done in runs.items()]
     yield Section(
@@ -48,9 +48,10 @@ def zoo_of_small_files(folder: Path, size: int) -> Iterator[Section]:
     yield Section(f"A zoo of {MANY:,} files of {size_name(SMALL)}", heads, rows)
 
 
-def _measured(zoo: Path, out: Path) -> dict[str, Runs]:
+def _measured(zoo: Path, out: Path, beside: Sequence[Way] = ()) -> dict[str, Runs]:
     """The loops of others take minutes: they run once."""
-    return measure([_copy(zoo, out), _migrate("values scanned", zoo, out)], 3) | measure([*_loops(zoo, out)], 1)
+    ways = [_copy(zoo, out), *beside, _migrate("values scanned", zoo, out)]
+    return measure(ways, 3) | measure([*_loops(zoo, out)], 1)
 
 
 def _times(done: Runs) -> str:
@@ -64,6 +65,13 @@ def _times(done: Runs) -> str:
 
 def _copy(zoo: Path, out: Path) -> Way:
     return Way("cp -r, sync", ["sh", "-c", 'cp -r "$0" "$1/new" && sync -f "$1/new"', str(zoo), str(out)], zoo, out)
+
+
+def _copy_with_digests(zoo: Path, out: Path) -> Way:
+    """What ``migrate`` writes down of each file, too: two digests, two files at a time as it has two cores."""
+    digests = 'find "$0" "$1/new" -type f -print0 | xargs -0 -P 2 -n 20 sha256sum > "$1/new/SHA256SUMS"'
+    command = f'cp -r "$0" "$1/new" && {digests} && sync -f "$1/new"'
+    return Way("cp -r, sha256sum of both, sync", ["sh", "-c", command, str(zoo), str(out)], zoo, out)
 
 
 def _migrate(name: str, zoo: Path, out: Path) -> Way:
