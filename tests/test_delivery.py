@@ -185,6 +185,23 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(after, name, source, tm
     assert (digest(source), names(tmp_path)) == (before, ["here"])
 
 
+def test_a_disk_that_does_not_confirm_the_name_is_said_as_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "model.pth"
+    torch.save({"module.w": torch.ones(3)}, path)
+    flush = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        flush(descriptor)
+
+    monkeypatch.setattr("os.fsync", refuse_folders)
+    with pytest.raises(WriteError, match="is written and in place, but the disk does not confirm its name"):
+        ckptfix.repair(path, in_place=True)
+    assert list(torch.load(path)) == ["w"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pth"]
+
+
 @pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
 @pytest.mark.parametrize("step", ["write", "fdatasync", "fsync"])
 def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step, name, source, tmp_path, monkeypatch):

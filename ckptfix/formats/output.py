@@ -164,7 +164,13 @@ def deliver_file(temporary: Path, output: Path, backup_of: Path | None, flush: b
                 raise WriteError(f"{backup}: a backup is there already; move it away, or leave out --backup")
             os.link(backup_of, backup)
         temporary.replace(output)
-        if flush:
-            _flush(output.parent)
     except OSError as error:
         raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
+    if flush:
+        try:
+            _flush(output.parent)
+        except OSError as error:
+            raise WriteError(
+                f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a "
+                "power cut could undo it; look at the disk"
+            ) from error

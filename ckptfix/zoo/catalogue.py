@@ -19,6 +19,7 @@ _SCHEMA = f"""
 CREATE TABLE found ({_ITEM});
 CREATE TABLE items (number INTEGER PRIMARY KEY, {_ITEM});
 CREATE TABLE known (source BLOB PRIMARY KEY, {_KNOWN}) WITHOUT ROWID;
+CREATE INDEX renamed ON known (output) WHERE output <> source;
 """
 _COLUMNS = _ITEM.count(",") + 1
 
@@ -64,6 +65,11 @@ class Catalogue:
     def known(self, source: str) -> Known | None:
         """What an earlier run made of a source."""
         return _known(self._index.one("SELECT * FROM known WHERE source = ?", packed(source)) or (None,))
+
+    def is_shared(self, output: str, source: str) -> bool:
+        """Whether an earlier run gave another source the same output: copies of one file, named by their hash."""
+        where = "output = ? AND output <> source AND source <> ?"
+        return self._index.one(f"SELECT 1 FROM known WHERE {where}", packed(output), packed(source)) is not None
 
     def known_beside(self) -> Iterator[Known]:
         """What an earlier run made of sources that are no items of this one."""

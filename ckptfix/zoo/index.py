@@ -59,7 +59,8 @@ class Index:
             try:
                 self._database.executemany(sql, rows)
             finally:
-                self._database.execute("COMMIT")
+                if self._database.in_transaction:  # a full disk ends it
+                    self._database.execute("COMMIT")
 
     def one(self, sql: str, *values: object) -> Row | None:
         """The first row of a query; None where there is none."""

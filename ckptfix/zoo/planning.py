@@ -89,7 +89,14 @@ class Plan:
             return []
         new = {*record.output_parts, record.output}
         old = before.parts or (before.output,)
-        return [name for name in old if name is not None and name not in new and name not in self._claims]
+        return [
+            name
+            for name in old
+            if name is not None
+            and name not in new
+            and name not in self._claims
+            and not self.items.is_shared(name, record.source)
+        ]
 
     def _job(self, number: int, item: Item, before: Known | None) -> Job:
         common = self.table.treatment_of(item.name)
@@ -141,7 +148,7 @@ class Plan:
     def _output(self, item: Item, treatment: Treatment) -> str:
         if item.kind is not Kind.FILE:
             return free_name(item.name)
-        return treatment.output_name(item.name)
+        return free_name(treatment.output_name(item.name))
 
     def _digest(self, treatment: Treatment, item: Item) -> str:
         """What the result of an item depends on besides its bytes."""

@@ -96,3 +96,10 @@ def test_what_memory_has_no_room_for_is_in_a_file_without_a_name(tmp_path: Path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert int(killed.stdout) < 24_000, "30 MB of rows are not in memory"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_the_error_that_is_told():
+    with Index("CREATE TABLE names (name BLOB)") as index:
+        index.run("PRAGMA max_page_count = 4")
+        with pytest.raises(WriteError, match="full"), explaining():
+            index.run_many("INSERT INTO names VALUES (?)", ((b"x" * 1000,) for _ in range(100)))

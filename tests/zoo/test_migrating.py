@@ -246,6 +246,50 @@ def test_two_sources_of_one_name_are_errors_and_neither_wins(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").glob("*.safetensors")) == ["b.safetensors"]
 
 
+def test_what_cannot_be_read_is_not_cured_by_the_output_of_another_source(tmp_path):
+    """Shards of two sets without an index, beside a file of their folder's name."""
+    (tmp_path / "zoo/sets").mkdir(parents=True)
+    for stem in ("a", "b"):
+        torch.save({"w": torch.ones(3)}, tmp_path / f"zoo/sets/{stem}-00001-of-00002.pth")
+        torch.save({"v": torch.ones(3)}, tmp_path / f"zoo/sets/{stem}-00002-of-00002.pth")
+    torch.save({"w": torch.ones(3)}, tmp_path / "zoo/sets.pth")
+    run(tmp_path / "zoo", tmp_path / "new")
+    before = zoos.outcomes(tmp_path / "new")
+    assert before == {"sets": "unreadable", "sets.pth": "already fine"}
+    run(tmp_path / "zoo", tmp_path / "new")
+    assert zoos.outcomes(tmp_path / "new") == before
+
+
+def test_a_checkpoint_that_is_named_like_a_book_gets_another_name(tmp_path):
+    (tmp_path / "zoo").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "zoo/manifest.jsonl")
+    run(tmp_path / "zoo", tmp_path / "new")
+    assert zoos.outcomes(tmp_path / "new") == {"manifest.jsonl": "already fine"}
+    assert torch.load(tmp_path / "new/manifest.old.jsonl")["w"].tolist() == [1, 1, 1]
+
+
+def test_the_output_that_two_copies_have_in_common_stays_when_one_of_them_changes(tmp_path):
+    (tmp_path / "zoo").mkdir()
+    torch.save({"module.w": torch.ones(3)}, tmp_path / "zoo/net.pth")
+    raw = (tmp_path / "zoo/net.pth").read_bytes()
+    (tmp_path / "zoo/net.pth").unlink()
+    first, second = f"net-{hashlib.sha256(raw).hexdigest()[:8]}.pth", "net-deadbe3f.pth"
+    for name in (first, second):
+        (tmp_path / "zoo" / name).write_bytes(raw)
+    run(tmp_path / "zoo", tmp_path / "new")
+    old = {line["source"]: line["output"] for line in lines_of(tmp_path / "new")}
+    assert old[first] == old[second]
+    torch.save({"module.w": torch.zeros(4)}, tmp_path / "zoo" / first)
+    run(tmp_path / "zoo", tmp_path / "new")
+    new = {line["source"]: line["output"] for line in lines_of(tmp_path / "new")}
+    assert new[second] == old[second] != new[first]
+    assert all((tmp_path / "new" / output).is_file() for output in new.values())
+
+
+def lines_of(goal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (goal / "manifest.jsonl").read_text().splitlines()]
+
+
 def test_a_decision_about_one_file_is_kept(zoo, tmp_path):
     goal, name = tmp_path / "new", "broken/nan.pth"
     run(zoo, goal)

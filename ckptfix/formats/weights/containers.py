@@ -248,8 +248,9 @@ def _entries(
     remarks: list[Remark] = []
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
-    for key, entry in value.items():
-        name = str(key)  # text of Python 2 is of a class of its own
+    for number, (key, entry) in enumerate(value.items()):
+        # Text of Python 2 is of a class of its own; that of a tensor would be another in every run.
+        name = f"tensor{number}" if isinstance(key, TensorSpec) else str(key)
         if not isinstance(key, str):
             remarks.append(Remark("non-string-key", path_name(path), name))
         if not isinstance(entry, TensorSpec) and is_uninitialized(entry):

@@ -66,6 +66,10 @@ class Known:
         _check(line, int, ("size",))
         _check(line, (str, type(None)), ("output",))
         _check(line, (int, type(None)), ("output_size",))
+        _check(line, list, ("output_parts",))
+        for part in line["output_parts"]:
+            _check({"output_parts": part}, str, ("output_parts",))
+        _check({"decision": line.get("decision")}, (dict, type(None)), ("decision",))
         outcome = Outcome(line["outcome"])
         is_unseen = outcome is Outcome.UNREADABLE and line["sha256"] is None and bool(line["stamp"])
         return cls(
@@ -141,7 +145,8 @@ def standing(known: Known | None, job: Job, size_of: Callable[[str], int | None]
     if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is Kind.OTHER:
         return Standing.DONE if is_there else Standing.NEW
     if not names:
-        return Standing.DECIDED if size_of(job.written_name) is not None else Standing.DONE
+        is_free = job.written_name not in job.taken  # what lies there else is the output of another source
+        return Standing.DECIDED if is_free and size_of(job.written_name) is not None else Standing.DONE
     if is_there:
         return Standing.DONE
     return Standing.DECIDED if len(sizes) == 1 and sizes[0] is not None else Standing.NEW

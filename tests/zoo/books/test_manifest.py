@@ -35,7 +35,17 @@ def test_what_counts_of_a_line_is_known(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [{"stamp": None}, {"size": "1"}, {"output": 7}, {"output_size": 1.5}, {"size": 2**63}, {"outcome": "eaten"}],
+    [
+        {"stamp": None},
+        {"size": "1"},
+        {"output": 7},
+        {"output_size": 1.5},
+        {"size": 2**63},
+        {"outcome": "eaten"},
+        {"output_parts": "abc"},
+        {"output_parts": [1]},
+        {"decision": 5},
+    ],
     ids=str,
 )
 def test_a_line_that_is_none_is_an_error_and_no_bug(damage, tmp_path):
