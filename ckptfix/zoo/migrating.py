@@ -32,7 +32,7 @@ from ckptfix.zoo.engines.memory import memory_at_hand, room_at
 from ckptfix.zoo.index import explaining
 from ckptfix.zoo.items.listing import ABSENT, Item, walk_zoo
 from ckptfix.zoo.places import Place, open_place
-from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.summary import Summary
 from ckptfix.zoo.table import Table
 from ckptfix.zoo.work.job import Done, Others
@@ -98,7 +98,7 @@ def migrate(
     old, new = open_place(source), open_place(destination)
     _refuse_overlap(old, new)
     found = (item for item in walk_zoo(old, patterns, listed) if not table.excludes(item.name))
-    with explaining(), largest_first(found) as items:
+    with explaining(), Catalogue(found) as items:
         _check_chosen(source, items, patterns, listed, decided)
         summary = Summary(files=len(items), bytes=items.nbytes)
         with opened(new, dry_run) as workspace:

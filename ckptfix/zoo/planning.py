@@ -161,8 +161,3 @@ class Plan:
 def _names(item: Item, output: str) -> Iterable[str]:
     """The names in the destination that an item certainly claims."""
     return (part.name for part in item.parts) if item.kind is Kind.FOLDER else (output,)
-
-
-def largest_first(items: Iterable[Item]) -> Catalogue:
-    """The items in the order in which they are done."""
-    return Catalogue(items)

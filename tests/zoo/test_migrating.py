@@ -101,7 +101,7 @@ def test_a_second_run_does_nothing(zoo, whole, tmp_path):
 
 
 POINTS = {
-    "in the listing": ("ckptfix.zoo.migrating", "largest_first", 1),
+    "in the listing": ("ckptfix.zoo.migrating", "Catalogue", 1),
     "before the first line": ("ckptfix.zoo.books.journal.Journal", "append", 1),
     "between weights and manifest": ("ckptfix.zoo.books.journal.Journal", "append", 4),
     "later": ("ckptfix.zoo.books.journal.Journal", "append", 9),

@@ -9,9 +9,10 @@ import pytest
 
 from ckptfix.zoo.books.manifest import Known
 from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.catalogue import Catalogue
 from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Entry
-from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.table import plain_table
 from ckptfix.zoo.work.job import Job
 
@@ -21,14 +22,14 @@ def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...
 
 
 def jobs(*items: Item, known: dict[str, Known] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
-    catalogue = largest_first(items)
+    catalogue = Catalogue(items)
     catalogue.learn((known or {}).items())
     plan = Plan(catalogue, plain_table(settings), "/old", "/new")
     return {job.item.name: job for job in plan.todo(None, dict(sizes).get, lambda item, known: None)}
 
 
 def test_the_largest_come_first():
-    assert [each.name for each in largest_first([item("a", 1), item("c", 9), item("b", 9)])] == ["b", "c", "a"]
+    assert [each.name for each in Catalogue([item("a", 1), item("c", 9), item("b", 9)])] == ["b", "c", "a"]
 
 
 def test_names_are_mirrored_and_follow_the_format():
@@ -103,7 +104,7 @@ def test_what_an_earlier_run_means(before, sizes, what):
 
 def test_what_stands_is_told_before_the_first_job():
     items, heard = [item("new.pth", 9), item("a.pth")], []
-    catalogue = largest_first(items)
+    catalogue = Catalogue(items)
     catalogue.learn([("a.pth", known(Outcome.FINE))])
     plan = Plan(catalogue, plain_table(), "/old", "/new")
     todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.catalogue import Catalogue
 from ckptfix.zoo.engines.budget import Budget, cost_of
 from ckptfix.zoo.engines.local import LocalEngine
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.table import Table
 from ckptfix.zoo.treatment import treatment_of_choices
 from ckptfix.zoo.work.job import Done, Job
@@ -29,7 +30,7 @@ def jobs_for(folder: Path, count: int, **models: dict[str, Any]) -> list[Job]:
     for number in range(count):
         torch.save(nn.Linear(2, 2).state_dict(), folder / f"old/f{number}.pth")
     treatments = tuple(treatment_of_choices((f"{name}.pth",), choices, None, "") for name, choices in models.items())
-    items = largest_first(list_zoo(open_place(str(folder / "old"))))
+    items = Catalogue(list_zoo(open_place(str(folder / "old"))))
     plan = Plan(items, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
     (folder / "scratch").mkdir()
     return list(plan.todo(None, lambda name: None, lambda item, known: None))

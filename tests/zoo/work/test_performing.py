@@ -13,9 +13,10 @@ import torch
 
 import ckptfix
 from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.catalogue import Catalogue
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.planning import Plan, largest_first
+from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.table import plain_table
 from ckptfix.zoo.work import performing, treating
 from ckptfix.zoo.work.job import Done
@@ -32,7 +33,7 @@ def done(folder: Path, name: str, content: Any, **settings: Any) -> Done:
     else:
         torch.save(content, folder / "old" / name)
     items = list_zoo(open_place(str(folder / "old")))
-    plan = Plan(largest_first(items), plain_table(settings), str(folder / "old"), str(folder / "new"))
+    plan = Plan(Catalogue(items), plain_table(settings), str(folder / "old"), str(folder / "new"))
     (job,) = plan.todo(None, lambda name: None, lambda item, known: None)
     result = perform(job, folder / "scratch")
     assert result.staged == ()
