@@ -36,7 +36,7 @@ help:
 install: $(INSTALLED)
 
 # The stamp is younger than the files that decide what is installed and built, or the install runs again.
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py ckptfix/values/kernel.c $(wildcard ckptfix/values/*.h)
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py ckptfix/bytes/kernel/kernel.c $(wildcard ckptfix/bytes/kernel/*.h)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

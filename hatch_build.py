@@ -18,8 +18,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("ckptfix/values/kernel.c")
-LIBRARY = Path("ckptfix/values/_kernel.so")
+SOURCE = Path("ckptfix/bytes/kernel/kernel.c")
+LIBRARY = Path("ckptfix/bytes/kernel/_kernel.so")
 
 FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 

@@ -32,7 +32,7 @@ def read_bandwidth(megabytes: str) -> list[float]:
 def scan(path: str) -> list[float]:
     """Seconds of the statistics of every tensor, from a warm cache."""
     import ckptfix
-    from ckptfix.values import Statistics
+    from ckptfix.values.statistics import Statistics
 
     checkpoint = ckptfix.open_checkpoint(path)  # no tensor is read, and no figure kept, by it
 

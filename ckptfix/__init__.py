@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptfix.checkpoint import Checkpoint, TensorSpec
     from ckptfix.comparison import Difference, diff
+    from ckptfix.core.checkpoint import Checkpoint
+    from ckptfix.core.plan import Plan
+    from ckptfix.core.report import Report
+    from ckptfix.core.spec import TensorSpec
     from ckptfix.errors import (
         CkptfixError,
         HostileError,
@@ -20,10 +23,8 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptfix.loading import load
-    from ckptfix.plan import Plan
-    from ckptfix.recalibration import Recalibration, recalibrate
+    from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
-    from ckptfix.report import Report
 
 __version__ = "0.1.0"
 
@@ -53,15 +54,15 @@ __all__ = [
 
 _HOMES = {
     **{name: "errors" for name in __all__ if name.endswith("Error")},
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "core.checkpoint",
     "Difference": "comparison",
-    "TensorSpec": "checkpoint",
-    "Plan": "plan",
-    "Recalibration": "recalibration",
-    "Report": "report",
+    "TensorSpec": "core.spec",
+    "Plan": "core.plan",
+    "Recalibration": "modules.recalibration",
+    "Report": "core.report",
     "diff": "comparison",
     "load": "loading",
-    "recalibrate": "recalibration",
+    "recalibrate": "modules.recalibration",
 }
 
 

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.assigning import left_empty, prepare
+from ckptfix.bytes.mapping import kept_mapped
+from ckptfix.core.finding import counted
+from ckptfix.core.report import Report
 from ckptfix.errors import HostileError, TargetError, UsageError
-from ckptfix.finding import counted
-from ckptfix.formats.raw.mapping import kept_mapped
+from ckptfix.modules.assigning import left_empty, prepare
+from ckptfix.modules.transfer import Transfer, is_loaded_by_torch
 from ckptfix.repairing import Source, repair
-from ckptfix.report import Report
-from ckptfix.transfer import Transfer, is_loaded_by_torch
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ckptfix.checkpoint import Checkpoint
+    from ckptfix.core.checkpoint import Checkpoint
 
 
 _WRITING = {"output", "beside", "in_place", "backup", "only_changes", "flush", "dry_run"}
@@ -117,7 +117,7 @@ def load_strictly(
     stay so; otherwise nothing of the model shares memory with the file. Raises ``TargetError`` for whatever torch or
     the model's own hooks raise, and ``UnreadableError``, before anything is changed, where bytes are damaged.
     """
-    from ckptfix.tensors import build_state_dict
+    from ckptfix.reading.tensors import build_state_dict
 
     # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
     moves = str(map_location) not in ("None", "" if assign else "cpu")

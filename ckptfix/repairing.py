@@ -18,25 +18,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.buffers import COUNTED_SINCE
-from ckptfix.checkpoint import Checkpoint, path_name
-from ckptfix.diagnosis import Diagnosis, diagnose
+from ckptfix.core.buffers import COUNTED_SINCE
+from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.report import Report
+from ckptfix.core.settings import Settings
+from ckptfix.engine.diagnosis import Diagnosis, diagnose
+from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import UsageError
-from ckptfix.formats import open_file
-from ckptfix.report import Coverage, Report
-from ckptfix.settings import Settings
-from ckptfix.validation import checked_settings
+from ckptfix.reading.opening import open_file
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckptfix.delivery import Delivery
-    from ckptfix.factory import Arguments
-    from ckptfix.finding import Finding
-    from ckptfix.plan import Plan
-    from ckptfix.supplies import Measure, Supplies
-    from ckptfix.target import Target
+    from ckptfix.core.coverage import Coverage
+    from ckptfix.core.finding import Finding
+    from ckptfix.core.plan import Plan
+    from ckptfix.core.target import Target
+    from ckptfix.engine.delivery import Delivery, ForwardTest
+    from ckptfix.engine.supplies import Measure, Supplies
+    from ckptfix.modules.factory import Arguments
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A checkpoint file, or a state_dict in memory."""
@@ -79,7 +80,7 @@ def check(
 ) -> Report:
     """Say what is wrong with a checkpoint and what would be done about it; nothing is written.
 
-    ``settings`` are the fields of ``ckptfix.settings.Settings``.
+    ``settings`` are the fields of ``ckptfix.core.settings.Settings``.
     """
     checked = checked_settings(settings)
     checkpoint = _open(source, checked)
@@ -112,8 +113,8 @@ def repair(
     be flushed to the disk. ``plan`` applies saved edits instead of proposing any. Where a target is given and a strict
     load would still fail, where the forward test fails, or where the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
-    from ckptfix.delivery import Destination, deliver, refuse_inputs, state_of
-    from ckptfix.formats.output import output_format
+    from ckptfix.engine.delivery import Destination, deliver, refuse_inputs, state_of
+    from ckptfix.writing.output import output_format
 
     checked = checked_settings(settings)
     if checked.smoke and not isinstance(model, str):
@@ -140,7 +141,7 @@ def repair(
     if plan is None:
         diagnosis = diagnose(checkpoint, target, checked, donor, measure)
     else:
-        from ckptfix.supplies import Supplies
+        from ckptfix.engine.supplies import Supplies
 
         supplies = Supplies(target.initial if target is not None else None, donor, measure)
         diagnosis = _carry_out(plan, checkpoint, target, checked, supplies)
@@ -148,8 +149,7 @@ def repair(
     if destination is not None and destination.only_changes and not diagnosis.plan and checked.shard_bytes is None:
         destination = None
     if not dry_run:
-        factory = (model, model_args) if isinstance(model, str) else None
-        delivery = deliver(diagnosis.result, report, destination, checked, factory)
+        delivery = deliver(diagnosis.result, report, destination, checked, _forward_test(model, model_args, checked))
         report = _with_delivery(report, delivery)
     return Repair(report, diagnosis.plan, diagnosis.result)
 
@@ -168,8 +168,8 @@ def _open(source: Source, settings: Settings) -> Checkpoint:
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
         path, weights = os.fspath(source), settings.weights
         return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
-    from ckptfix.formats.weights.prefixed_sets import with_pick
-    from ckptfix.live import open_state_dict
+    from ckptfix.reading.memory import open_state_dict
+    from ckptfix.reading.weights.prefixed_sets import with_pick
 
     checkpoint = open_state_dict(source)
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
@@ -182,10 +182,10 @@ def _target(
         raise UsageError("model and like exclude each other: both say what the checkpoint has to fit")
     if model is None and like is None:
         return None
-    from ckptfix.target import target_from_checkpoint, target_from_module
+    from ckptfix.core.target import target_from_checkpoint, target_from_module
 
     if isinstance(model, str):
-        from ckptfix.factory import target_from_factory
+        from ckptfix.modules.factory import target_from_factory
 
         return target_from_factory(model, model_args, settings.seed)
     if model is not None:
@@ -220,16 +220,26 @@ def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Set
         return None
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
         raise UsageError(f"--recalibrate {settings.recalibrate}: there is no such file; check the path")
-    from ckptfix.measuring import measure_with
+    from ckptfix.smoke.measuring import measure_with
 
     return measure_with(model, model_args, settings.seed)
+
+
+def _forward_test(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> ForwardTest:
+    if not isinstance(model, str) or settings.smoke is False:
+        return lambda file, result: (None, [])
+    from ckptfix.smoke.delivery import forward_test
+
+    return forward_test(settings, model, model_args)
 
 
 def _carry_out(
     plan: Plan, checkpoint: Checkpoint, target: Target | None, settings: Settings, supplies: Supplies
 ) -> Diagnosis:
     """The result of a saved plan, and what the rules say of it; they change nothing more."""
-    result = plan.apply(checkpoint, supplies)
+    from ckptfix.engine.applying import apply_plan
+
+    result = apply_plan(plan, checkpoint, supplies)
     left = diagnose(result, target, replace(settings, unsafe_fixes=False), supplies.donor)
     return Diagnosis(left.findings, (), plan, result, left.figures)
 
@@ -238,7 +248,7 @@ def _report(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis,
     coverage: Coverage | None = None
     left: tuple[str, ...] = ()
     if target is not None:
-        from ckptfix.coverage import measure_coverage, obstacles
+        from ckptfix.core.coverage import measure_coverage, obstacles
 
         coverage = measure_coverage(diagnosis.result, target, diagnosis.filled)
         left = tuple(obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE)))

@@ -24,7 +24,7 @@ sys.stderr.write("\\n".join(sys.modules))
 
 STARTING = """
 ckptfix ckptfix.cli ckptfix.cli.app ckptfix.cli.choices ckptfix.cli.command ckptfix.cli.console ckptfix.cli.meter
-ckptfix.cli.program ckptfix.config ckptfix.errors ckptfix.progress ckptfix.report ckptfix.report.model
+ckptfix.cli.program ckptfix.core ckptfix.core.config ckptfix.core.progress ckptfix.errors ckptfix.report
 ckptfix.report.style
 """.split()
 """What every command begins with."""
@@ -36,14 +36,14 @@ SLOW = (
 """Modules that take long, or bring many others with them, and that no look at names needs."""
 
 OTHER_WORK = (
-    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.live ckptfix.tensors "
-    "ckptfix.delivery ckptfix.applying ckptfix.supplies ckptfix.factory ckptfix.measuring ckptfix.target "
-    "ckptfix.formats.output ckptfix.formats.folders ckptfix.formats.damage.mending "
-    "ckptfix.formats.torch_files.torchscript ckptfix.formats.torch_files.torch_tar "
-    "ckptfix.formats.torch_files.torch_legacy ckptfix.formats.foreign.strangers "
-    "ckptfix.formats.foreign.pages ckptfix.formats.wrappers.wrapped ckptfix.formats.shards.sharded "
-    "ckptfix.formats.safetensors_files.safetensors_write ckptfix.formats.torch_files.torch_write "
-    "ckptfix.cli.repair ckptfix.cli.diff ckptfix.cli.explain ckptfix.cli.rule"
+    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.reading.live "
+    "ckptfix.reading.tensors ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.supplies "
+    "ckptfix.modules.factory ckptfix.smoke.measuring ckptfix.core.target ckptfix.writing.output "
+    "ckptfix.reading.folders.folders ckptfix.reading.salvage.recovery ckptfix.reading.torch_files.torchscript "
+    "ckptfix.reading.torch_files.torch_tar ckptfix.reading.torch_files.torch_legacy ckptfix.reading.foreign.files "
+    "ckptfix.reading.foreign.pages ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
+    "ckptfix.writing.safetensors ckptfix.writing.torch_files ckptfix.cli.repair ckptfix.cli.diff "
+    "ckptfix.cli.explain ckptfix.cli.rule "
 ).split()
 """What a check of the names in one file has nothing to do with."""
 
@@ -80,7 +80,9 @@ def test_the_version_needs_no_command(tmp_path: Path):
 def test_help_needs_the_commands_alone(words: list[str], tmp_path: Path):
     modules = imported(*words, cwd=tmp_path)
     assert within(modules, SLOW) == []
-    assert within(modules, ["ckptfix.formats", "ckptfix.rules", "ckptfix.checkpoint", *OTHER_WORK[:8]]) == []
+    assert (
+        within(modules, ["ckptfix.reading.opening", "ckptfix.rules", "ckptfix.core.checkpoint", *OTHER_WORK[:8]]) == []
+    )
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
@@ -89,7 +91,7 @@ def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: 
     modules = imported(*words, name, cwd=folder)
     assert within(modules, SLOW) == []
     assert within(modules, OTHER_WORK) == []
-    safetensors, torch_zip = "ckptfix.formats.safetensors_files.safetensors", "ckptfix.formats.torch_files.torch_zip"
+    safetensors, torch_zip = "ckptfix.reading.safetensors", "ckptfix.reading.torch_files.torch_zip"
     assert modules & {safetensors, torch_zip} == {safetensors if name.endswith("safetensors") else torch_zip}
 
 

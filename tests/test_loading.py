@@ -11,9 +11,9 @@ from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
-from ckptfix.formats.raw import mapping
-from ckptfix.live import open_state_dict
+from ckptfix.bytes import mapping
 from ckptfix.loading import load_strictly
+from ckptfix.reading.memory import open_state_dict
 from tests.checks import bytes_of, is_mapped
 
 

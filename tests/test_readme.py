@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.finding import Rule
 from ckptfix.rules import RULES
+from ckptfix.rules.rule import Rule
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 ROWS = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in README.splitlines() if line.startswith("|")}

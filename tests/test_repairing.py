@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Level
-from ckptfix.plan import Plan
+from ckptfix.core.finding import Level
+from ckptfix.core.plan import Plan
 from tests.checks import assert_same
 
 FACTORIES = """
@@ -440,7 +440,7 @@ def test_for_an_old_torch(tmp_path):
 
 
 def test_a_failed_forward_test_leaves_no_file(file, factories, tmp_path):
-    from ckptfix.settings import SmokeSettings
+    from ckptfix.core.settings import SmokeSettings
 
     wrong = SmokeSettings(inputs=("2x99",))
     report = ckptfix.repair(file, f"{factories}:net", output=tmp_path / "out.pth", smoke_settings=wrong).report

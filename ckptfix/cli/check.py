@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
 from ckptfix.cli.console import begin
 from ckptfix.cli.output import ReportWriter, page_writer
-from ckptfix.report import Report
+from ckptfix.core.report import Report
+from ckptfix.report.arguments import library_arguments, repair_command
 from ckptfix.report.telling import Mode, Telling
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfix.config import Configuration
+from ckptfix.core.config import Configuration
 
 # Options that answer one question: one of them on the command line replaces all of them in the configuration.
 _QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))

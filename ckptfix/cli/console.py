@@ -19,9 +19,9 @@ import typer
 
 from ckptfix.cli.choices import choose
 from ckptfix.cli.meter import SELDOM, Meter
-from ckptfix.config import load_configuration
+from ckptfix.core.config import load_configuration
+from ckptfix.core.progress import watched_by
 from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
-from ckptfix.progress import watched_by
 from ckptfix.report.style import Line, Paper, Span
 
 FAILED = 2

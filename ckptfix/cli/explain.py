@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
 from ckptfix.cli.console import Console, begin, write_output
 from ckptfix.errors import UsageError
+from ckptfix.report.arguments import library_arguments, repair_command
 
 if TYPE_CHECKING:
     from ckptfix.explain import Explanation, Verdict

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptfix.progress import Task
+    from ckptfix.core.progress import Task
 
 QUIET = 2.0
 """Seconds of work before anything is shown: most of it is done by then."""

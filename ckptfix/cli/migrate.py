@@ -11,9 +11,9 @@ import typer
 from ckptfix.cli import options, repair
 from ckptfix.cli.console import Console, begin
 from ckptfix.cli.zoo_table import draft, given_here, table_name, tables
+from ckptfix.core.settings import parse_size
+from ckptfix.core.shell import no_option, typed
 from ckptfix.errors import UsageError
-from ckptfix.settings import parse_size
-from ckptfix.shell import no_option, typed
 
 if TYPE_CHECKING:
     from ckptfix.zoo.migrating import MakeEngine
@@ -173,8 +173,8 @@ def migrate(
 def _migrate(
     console: Console, source: str, destination: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> int:
-    from ckptfix.arguments import repair_command
     from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
+    from ckptfix.report.arguments import repair_command
     from ckptfix.zoo.items.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
     from ckptfix.zoo.places.opening import split_source

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.meter import bytes_text, time_text
-from ckptfix.finding import counted
+from ckptfix.core.finding import counted
 from ckptfix.report.style import Line, Span
 from ckptfix.zoo.books.duplicates import Duplicates, find_duplicates
 from ckptfix.zoo.books.record import Outcome

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import FAILED, Console, write_output
-from ckptfix.report import Report
+from ckptfix.core.report import Report
 from ckptfix.report.telling import Telling
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ReportWriter:
     def error(self, source: str, message: str) -> None:
         """Write what programs should know of a file that could not be checked; people read the line on stderr."""
         if self.form == "json":
-            from ckptfix.report.json import error_to_json
+            from ckptfix.core.report import error_to_json
 
             self._entries.append(error_to_json(source, message))
         elif self.form == "github":
@@ -77,7 +77,7 @@ class ReportWriter:
     def close(self) -> None:
         """Write what was held back."""
         if self.form == "json":
-            from ckptfix.report.json import envelope
+            from ckptfix.core.report import envelope
 
             write_output(json.dumps(envelope(self._entries), indent=2, allow_nan=False) + "\n")
         if self.page is not None:

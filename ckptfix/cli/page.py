@@ -11,10 +11,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+from ckptfix.core.report import Report
+from ckptfix.core.shell import typed
 from ckptfix.errors import UsageError
-from ckptfix.report import Report
 from ckptfix.report.telling import Telling
-from ckptfix.shell import typed
 
 
 class PageWriter:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptfix.arguments import library_arguments, repair_command
 from ckptfix.cli import options
 from ckptfix.cli.console import begin
 from ckptfix.cli.output import ReportWriter, page_writer
+from ckptfix.core.report import Report
 from ckptfix.errors import PlanError, UsageError, WriteError
-from ckptfix.report import Report
+from ckptfix.report.arguments import library_arguments, repair_command
 from ckptfix.report.telling import Mode, Telling
 
 if TYPE_CHECKING:
-    from ckptfix.plan import Plan
+    from ckptfix.core.plan import Plan
 
 Output = Annotated[
     str | None,
@@ -181,7 +181,7 @@ def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
 def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any]) -> Report:
     # Here and not above: --help and --version need nothing of the library.
     import ckptfix
-    from ckptfix.delivery import refuse_inputs
+    from ckptfix.engine.delivery import refuse_inputs
 
     if choices.get("plan") is not None:
         _check_plan_file(path, choices)
@@ -195,7 +195,7 @@ def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any])
 
 
 def _saved_plan(file: str) -> Plan:
-    from ckptfix.plan import Plan
+    from ckptfix.core.plan import Plan
 
     try:
         return Plan.from_json(json.loads(Path(file).read_bytes()))
@@ -209,7 +209,7 @@ def _saved_plan(file: str) -> Plan:
 
 def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
     """A plan may replace an older plan and nothing else: one slip of a name must not cost a checkpoint."""
-    from ckptfix.delivery import refuse_inputs
+    from ckptfix.engine.delivery import refuse_inputs
 
     file = Path(choices["plan"])
     refuse_inputs(file, {"PATH": source, **_read_files(choices)})
@@ -244,7 +244,7 @@ def _may_be_replaced(file: Path) -> bool:
 
 
 def _save_plan(file: str, plan: Plan) -> None:
-    from ckptfix.formats.output import deliver_file, temporary_beside
+    from ckptfix.writing.output import deliver_file, temporary_beside
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
     if not _may_be_replaced(goal):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptfix.cli.console import Console, write_output
+from ckptfix.core.settings import parse_size
+from ckptfix.core.shell import no_option, typed
 from ckptfix.errors import UsageError
-from ckptfix.settings import parse_size
-from ckptfix.shell import no_option, typed
 
 if TYPE_CHECKING:
     from ckptfix.zoo.table import Table

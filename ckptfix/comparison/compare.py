@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptfix.checkpoint import Checkpoint, path_name
+from ckptfix.bytes.checksums import is_sound
 from ckptfix.comparison.contents import compare_entries, compare_extras, compare_metadata
 from ckptfix.comparison.difference import Difference, Gap, Pair, Side, Ties
 from ckptfix.comparison.gap import Tolerance, measure_gap
 from ckptfix.comparison.renames import find_renames, rename_modules
+from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.errors import UsageError
-from ckptfix.formats import open_file
-from ckptfix.formats.raw.checksums import is_sound
+from ckptfix.reading.opening import open_file
 from ckptfix.report.figures import size
 from ckptfix.report.inspection import ties
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from ckptfix.checkpoint import Checkpoint, PathPart, TensorSpec, path_name
 from ckptfix.comparison.difference import Texts
 from ckptfix.comparison.gap import Tolerance, measure_gap
-from ckptfix.finding import counted
-from ckptfix.formats.pickles.arrays import NumpyArray, numpy_type
-from ckptfix.formats.pickles.objects import Global, Opaque
+from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.report.inspection import describe
 
 LIMIT = 100_000

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfix.checkpoint import TensorSpec
+from ckptfix.core.spec import TensorSpec
 
 Ties = tuple[tuple[str, ...], ...]
 """Groups of keys that are one tensor."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import TensorSpec
+from ckptfix.core.spec import TensorSpec
 from ckptfix.values.walk import OVERLAP, Walk
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import Quantizer, TensorSpec
 from ckptfix.comparison.difference import Gap
 from ckptfix.comparison.elements import SideBySide
-from ckptfix.dtypes import DTYPES
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import Quantizer, TensorSpec
 from ckptfix.values.decode import Encoding, encoding
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ckptfix.checkpoint import TensorSpec
 from ckptfix.comparison.difference import Difference, Gap, Pair, Texts
-from ckptfix.report.json import plain
-from ckptfix.report.model import REPORT_VERSION
+from ckptfix.core.report import REPORT_VERSION, plain
+from ckptfix.core.spec import TensorSpec
 
 
 def difference_to_json(difference: Difference) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckptfix.checkpoint import TensorSpec
 from ckptfix.comparison.difference import Difference, Gap, Pair, Side, Texts, Ties
-from ckptfix.finding import Rename, counted
+from ckptfix.core.edits import Rename
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines

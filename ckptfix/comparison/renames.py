@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
-from ckptfix.checkpoint import TensorSpec
 from ckptfix.comparison.elements import row_major_blocks
+from ckptfix.core.spec import TensorSpec
 from ckptfix.values.walk import OVERLAP
 
 Kind = tuple[str, tuple[int, ...]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.report import Report
 from ckptfix.explain.explanation import Explanation
-from ckptfix.finding import Finding, Level, counted
 from ckptfix.report.advice import next_command
-from ckptfix.report.model import Report
 from ckptfix.report.telling import Telling, message_with_count
 
 _OF_TARGET = ("KEY", "BUF", "FIT")

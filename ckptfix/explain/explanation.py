@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ckptfix.core.shell import no_option, quoted, typed
 from ckptfix.errors import one_line
 from ckptfix.explain.record import Advice, Record
 from ckptfix.explain.records import RECORDS
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
-from ckptfix.shell import no_option, quoted, typed
 
 FILE, MODEL = "FILE", "PKG.MOD:FACTORY"
 """What stands in a command for a file or a model that is not known."""

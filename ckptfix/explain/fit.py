@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
-from ckptfix.checkpoint import IN_MEMORY, Checkpoint, TensorSpec
-from ckptfix.diagnosis import diagnose
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.edits import Rename
+from ckptfix.core.finding import Finding, counted
+from ckptfix.core.settings import Settings
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
+from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.record import Advice, Reading
 from ckptfix.explain.shapes import shape_causes
 from ckptfix.explain.text import Message
-from ckptfix.finding import Finding, Rename, counted
 from ckptfix.rules.wrappers import MODULE, WRAPPER_SEGMENTS
-from ckptfix.settings import Settings
-from ckptfix.target import BUFFER, PARAMETER, Slot, Target
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
 """Keys under which trainers keep the weights, beside epoch and optimizer."""

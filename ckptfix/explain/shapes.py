@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ckptfix.core.finding import counted
 from ckptfix.explain.mismatch import Shape
-from ckptfix.finding import counted
 
 
 def shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:

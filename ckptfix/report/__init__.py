@@ -1,5 +1,1 @@
-"""What a check or a repair found and did, and how to show it."""
-
-from ckptfix.report.model import Coverage, Report
-
-__all__ = ["Coverage", "Report"]
+"""What a check or a repair found and did, put into words: for the terminal, as JSON, for GitHub, and as a page."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptfix.finding import Finding, Fix, Level, Rename, RenameModule
-from ckptfix.report.model import Report
+from ckptfix.core.edits import Rename, RenameModule
+from ckptfix.core.finding import Finding, Fix, Level
+from ckptfix.core.report import Report
+from ckptfix.core.shell import no_option, typed
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
-from ckptfix.shell import no_option, typed
 
 _WEIGHTS = "--weights"
 _NAMED = re.compile(rf"{_WEIGHTS} ([^\s,;]+)")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckptfix.finding import (
+from ckptfix.core.edits import (
     Cast,
     Disarm,
     Drop,
@@ -21,8 +21,8 @@ from ckptfix.finding import (
     Rewrite,
     Tie,
     Zero,
-    counted,
 )
+from ckptfix.core.finding import counted
 from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 

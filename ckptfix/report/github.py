@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Finding, Level
-from ckptfix.report.model import Report
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.report import Report
 from ckptfix.report.telling import message_with_count
 
 _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}

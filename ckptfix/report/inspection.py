@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, PathPart, Storage, TensorSpec, path_name
-from ckptfix.finding import counted
-from ckptfix.formats.pickles.arrays import NumpyArray
-from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.formats.weights.modules import is_module
-from ckptfix.formats.weights.natural import known_form
-from ckptfix.formats.weights.plain import NATIVE
-from ckptfix.formats.weights.tree import tensors_in
+from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.report import REPORT_VERSION, plain
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
-from ckptfix.report.json import plain
-from ckptfix.report.model import REPORT_VERSION
 from ckptfix.report.style import Line, Span
+from ckptfix.writing.natural import known_form
+from ckptfix.writing.plain import NATIVE
 
 BLOAT = 1.25
 """From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfix.finding import Applicability, Finding, counted
-from ckptfix.report.model import Report
+from ckptfix.core.finding import Applicability, Finding, counted
+from ckptfix.core.report import Report
 
 
 class Mode(Enum):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.finding import Finding, Level, counted
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.report import Report, plain
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.figures import elements, percent, quantity
 from ckptfix.report.folding import folded_lines
-from ckptfix.report.json import plain
-from ckptfix.report.model import Coverage, Report
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, mark, message_with_count
 
 if TYPE_CHECKING:
-    from ckptfix.smoke.result import SmokeResult
+    from ckptfix.core.coverage import Coverage
+    from ckptfix.core.smoke_result import SmokeResult
 
 _HEADLINE_ITEMS = 3
 _HEADLINE_LENGTH = 100

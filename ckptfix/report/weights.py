@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfix.report.model import Report
+from ckptfix.core.report import Report
 
 WEIGHTS_VERSION = 1
 """Grows when a field changes its meaning or goes away; new fields do not count."""

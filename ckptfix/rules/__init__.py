@@ -8,7 +8,8 @@ from enum import Enum
 from functools import cached_property
 from importlib import import_module
 
-from ckptfix.finding import Context, Finding, Rule
+from ckptfix.core.finding import Finding
+from ckptfix.rules.rule import Context, Rule
 
 
 class Needs(Enum):

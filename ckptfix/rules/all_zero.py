@@ -35,10 +35,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
     Norm,
@@ -49,6 +50,7 @@ from ckptfix.values.roles import (
     is_zero_by_design,
     norms_after,
 )
+from ckptfix.values.statistics import Statistics
 
 MOST = 0.5
 """Share of the matrices beyond which not a layer but the file is empty."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptfix.formats.weights.prefixed_sets import PLAIN, copied_under, is_follower
+from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower
 
 MOST = 6
 """Sets that are named."""

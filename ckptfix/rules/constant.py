@@ -25,10 +25,11 @@ import math
 import re
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
 SMALLEST = 64

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED
-from ckptfix.finding import Context
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED
+from ckptfix.rules.rule import Context
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 
 PARALLEL = 0.99

@@ -35,9 +35,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptfix.checkpoint import Checkpoint, Remark, TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rewrite, Rule, counted, rule
+from ckptfix.core.checkpoint import Checkpoint, Remark
+from ckptfix.core.edits import Rewrite
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.donor import donor_fill
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIL203", "damaged-file")

@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.channels import channels_with
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.statistics import Statistics

@@ -51,11 +51,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.corroboration import Witness
 from ckptfix.rules.light_decay import REMEDY, counted_matrices, light_decay
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import strongest_decay
 from ckptfix.values.roles import (
     Norm,
@@ -67,11 +68,12 @@ from ckptfix.values.roles import (
     norms_after,
     usual_rms,
 )
+from ckptfix.values.statistics import Statistics
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptfix.checkpoint import TensorSpec
+    from ckptfix.core.spec import TensorSpec
 
 SMALLEST = 64
 """Elements below which an RMS says little."""

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Retag, Rule, rule
+from ckptfix.core.edits import Retag
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIL103", "device-tag")

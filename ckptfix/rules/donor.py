@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Context, Fill
+from ckptfix.core.edits import Fill
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context
 
 
 def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | None:

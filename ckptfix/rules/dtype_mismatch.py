@@ -36,10 +36,12 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.dtypes import DTYPES
-from ckptfix.finding import Applicability, Cast, Context, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.target import PARAMETER, Target
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.target import PARAMETER, Target
+from ckptfix.rules.rule import Context, Rule, rule
 
 LARGEST = {
     "float64": 1.7976931348623157e308,

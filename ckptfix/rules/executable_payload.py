@@ -33,8 +33,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptfix.finding import Applicability, Context, Disarm, Finding, Fix, Level, Plain, Rule, rule
-from ckptfix.formats.pickles.payload import GRAPH_CODE
+from ckptfix.core.edits import Disarm, Plain
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.reading.pickles.payload import GRAPH_CODE
+from ckptfix.rules.rule import Context, Rule, rule
 
 REMEDY = "do not load this file with anything; get it from a source that you trust"
 

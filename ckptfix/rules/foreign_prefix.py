@@ -33,11 +33,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
 from ckptfix.rules.choosing import choice
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import renames, two_sets
-from ckptfix.target import Target
 
 MOST = 32
 """Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,

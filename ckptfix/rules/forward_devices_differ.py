@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Rule, rule
+from ckptfix.core.finding import Finding
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("RUN104", "forward-devices-differ")

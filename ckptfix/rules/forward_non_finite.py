@@ -39,7 +39,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Rule, rule
+from ckptfix.core.finding import Finding
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("RUN102", "forward-non-finite")

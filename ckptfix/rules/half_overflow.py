@@ -28,10 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.dtypes import DTYPES
-from ckptfix.finding import Applicability, Cast, Context, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.values import TensorStatistics
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.statistics import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 from ckptfix.values.statistics import Statistics
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Replace, Rule
+from ckptfix.core.edits import Replace
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.corroboration import Corroboration, Witness
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import TensorStatistics
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import usual_rms
 
 LIGHT = 0.5

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
-from ckptfix.formats.weights.tree import holds_tensors
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.tree import holds_tensors
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIL104", "lost-extras")
@@ -35,7 +36,7 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what a safetensors file will not have."""
     if context.settings.format != "safetensors":
         return
-    from ckptfix.formats.safetensors_files.safetensors_write import lost_extras as places_lost
+    from ckptfix.writing.safetensors import lost_extras as places_lost
 
     lost = places_lost(context.checkpoint)
     if weights := tuple(place for place in lost if holds_tensors(context.checkpoint.entries.get(place))):

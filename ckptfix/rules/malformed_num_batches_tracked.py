@@ -32,24 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.dtypes import DTYPES
-from ckptfix.finding import (
-    Applicability,
-    Cast,
-    Context,
-    Drop,
-    Edit,
-    Fill,
-    Finding,
-    Fix,
-    Level,
-    Reshape,
-    Rule,
-    counted,
-    rule,
-)
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Cast, Drop, Edit, Fill, Reshape
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context, Rule, rule
 
 _DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())
 """What BatchNorm gives a counter."""

@@ -31,10 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
-from ckptfix.finding import Applicability, Context, Edit, Fill, Finding, Fix, Level, Rule, Tie, counted, rule
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.edits import Edit, Fill, Tie
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.other_layout import other_layout
-from ckptfix.target import PARAMETER, Target
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIT101", "missing-key")

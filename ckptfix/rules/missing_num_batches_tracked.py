@@ -36,9 +36,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Applicability, Context, Fill, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Fill
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
 
 SAFETENSORS = "safetensors"
 """A format that came years after the counter, and has no room for ``_metadata``."""

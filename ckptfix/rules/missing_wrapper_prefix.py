@@ -26,10 +26,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Fill, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Fill
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, renames, two_sets
-from ckptfix.target import Target
 
 
 @rule("KEY103", "missing-wrapper-prefix")

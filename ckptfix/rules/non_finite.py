@@ -31,10 +31,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Edit, Finding, Fix, Level, Rule, Zero, rule
+from ckptfix.core.edits import Edit, Zero
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements, reset_edits
-from ckptfix.values import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.channels import channels_with
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.zeroing import NON_FINITE, can_be_zeroed

@@ -38,16 +38,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Plain, Rule, counted, rule
-from ckptfix.formats.weights.plain import plain_root
-from ckptfix.formats.weights.quantized_modules import (
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Plain
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
     is_packed,
     part_names,
     rebuilding_call,
 )
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.writing.plain import plain_root
 
 TAKEN_APART = "parts"
 """In the evidence where writing the file would take tensors apart that its reader puts together."""

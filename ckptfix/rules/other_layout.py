@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import counted
-from ckptfix.target import Target
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import counted
+from ckptfix.core.target import Target
 
 Shape = tuple[int, ...]
 

@@ -26,11 +26,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import median
 
-from ckptfix.buffers import split_key
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, rule
+from ckptfix.core.buffers import split_key
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
 from ckptfix.values.statistics import Statistics
 

@@ -49,9 +49,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rename, Rule, counted, rule
-from ckptfix.target import Target
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Rename
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
 
 _FIELDS = {
     "module": r"(?:.+\.)?",

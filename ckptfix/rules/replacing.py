@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Context, Replace
-from ckptfix.values import TensorStatistics
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
+from ckptfix.core.edits import Replace
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
+from ckptfix.rules.rule import Context
 from ckptfix.values.decode import encoding
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.twins import Twin, twin_sets, twins_beside
@@ -74,7 +75,7 @@ class Replacements:
         initial = target.initial() if target is not None and target.initial else {}
         if key not in initial:
             return None
-        from ckptfix.live import spec_of_tensor
+        from ckptfix.reading.live import spec_of_tensor
 
         return spec_of_tensor(initial[key].detach())
 
@@ -103,7 +104,7 @@ def _is_plain(spec: TensorSpec) -> bool:
 def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
     """The figures of a tensor in the dtype of the one whose place it takes."""
     if spec.dtype != dtype:
-        from ckptfix.casting import cast_spec
+        from ckptfix.values.casting import cast_spec
 
         spec = cast_spec(spec, dtype, "replacement")
     return tensor_statistics(spec)

@@ -33,10 +33,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED
-from ckptfix.finding import Applicability, Context, Edit, Finding, Fix, Level, Rule, rule
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED
+from ckptfix.core.edits import Edit
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements, reset_edits
-from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.statistics import Statistics
 
 RECALIBRATE = (
     "measure them on some hundred samples of training data: --recalibrate data.npy --model pkg.mod:factory; "

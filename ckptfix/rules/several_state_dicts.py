@@ -29,10 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import path_name
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.weights.prefixed_sets import sets_of
+from ckptfix.core.checkpoint import path_name
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.choosing import choice
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import renames
 
 

@@ -32,8 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Reshape, Rule, counted, rule
+from ckptfix.core.edits import Drop, Reshape
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context, Rule, rule
 
 _TRANSPOSED = (
     "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, and "

@@ -31,8 +31,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptfix.finding import Context, Finding, Level, Rule, rule
-from ckptfix.formats.shards.rank_shards import rank_shard
+from ckptfix.core.finding import Finding, Level
+from ckptfix.reading.folders.rank_shards import rank_shard
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIL105", "shard-of-weights")
@@ -51,7 +52,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     name = Path(checkpoint.member or checkpoint.path).name
     if "-of-" not in name:
         return
-    from ckptfix.formats.shards.shard_index import Numbering
+    from ckptfix.reading.folders.shard_index import Numbering
 
     numbering = Numbering.of(name)
     if numbering is not None and numbering.count > 1:

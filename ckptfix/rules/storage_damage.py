@@ -26,8 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Applicability, Context, Drop, Edit, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.edits import Drop, Edit
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.rules.donor import donor_fill
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.integrity import storages_of
 
 REMEDY = "fetch the file again; --salvage leaves these tensors out, and --fill FILE takes them from another copy"

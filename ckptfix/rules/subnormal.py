@@ -24,7 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, Zero, counted, rule
+from ckptfix.core.edits import Zero
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 from ckptfix.values.zeroing import SUBNORMAL, can_be_zeroed
 

@@ -35,10 +35,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, Tie, counted, rule
-from ckptfix.formats.safetensors_files.safetensors_write import contiguous_blocks
-from ckptfix.target import Target
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Tie
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.reading.contiguous import contiguous_blocks
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIT105", "tie")

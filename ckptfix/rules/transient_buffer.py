@@ -41,12 +41,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.dtypes import DTYPES
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Drop, Fill
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
-from ckptfix.finding import Applicability, Context, Drop, Fill, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.target import BUFFER, Target
+from ckptfix.rules.rule import Context, Rule, rule
 
 _ROTARY = frozenset({"inv_freq", "cos_cached", "sin_cached"})
 """The known transient buffers whose values depend on more than a size."""

@@ -27,11 +27,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from ckptfix.buffers import split_key
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.buffers import split_key
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements
-from ckptfix.values import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
 from ckptfix.values.statistics import tensor_statistics

@@ -31,12 +31,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.weights.prefixed_sets import copied_under
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.target import Target
+from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.other_layout import other_layout
-from ckptfix.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
 
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 """In the keys of low-rank adapters, beside or around the layers that they change."""

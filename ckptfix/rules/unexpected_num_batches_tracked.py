@@ -29,8 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("BUF102", "unexpected-num-batches-tracked")

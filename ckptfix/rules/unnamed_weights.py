@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
 
 _FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"
 _CONSTANTS = "constants of the code have no names, and the state_dict does not have them"

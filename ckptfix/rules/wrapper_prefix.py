@@ -27,10 +27,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Applicability, Context, Drop, Finding, Fix, Level, Rule, counted, rule
-from ckptfix.formats.weights.prefixed_sets import copied_under
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import (
     COUNTER,
     bare,
@@ -45,7 +48,7 @@ from ckptfix.rules.wrappers import (
 )
 
 if TYPE_CHECKING:
-    from ckptfix.target import Target
+    from ckptfix.core.target import Target
 
 STEPS = "steps"
 """The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a

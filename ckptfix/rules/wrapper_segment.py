@@ -27,9 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from ckptfix.finding import Applicability, Context, Finding, Fix, Level, RenameModule, Rule, counted, rule
-from ckptfix.metadata import rename_metadata
+from ckptfix.core.edits import RenameModule
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.metadata import rename_metadata
 from ckptfix.rules.choosing import choice_of_copies
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, colliding, has_wrapper_segment, renames, without_segments
 
 

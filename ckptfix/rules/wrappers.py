@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from ckptfix.finding import Edit, Rename
+from ckptfix.core.edits import Edit, Rename
 
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 """Segments that only wrappers make; no module of a user is called so."""

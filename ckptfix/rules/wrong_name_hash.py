@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.finding import Context, Finding, Rule, rule
+from ckptfix.core.finding import Finding
+from ckptfix.rules.rule import Context, Rule, rule
 
 
 @rule("FIL107", "wrong-name-hash")

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint import IN_MEMORY, Storage, TensorSpec
-from ckptfix.dtypes import DTYPES
-from ckptfix.finding import Context, Finding, Level, Rule, counted, rule
-from ckptfix.formats.damage.torn import SECTOR
-from ckptfix.values import TensorStatistics
+from ckptfix.bytes.torn import SECTOR
+from ckptfix.core.checkpoint import IN_MEMORY
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.statistics import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.integrity import WORD, Hole, storages_of
 from ckptfix.values.zeroing import WITHOUT_ZERO
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptfix.core.smoke_result import Comparison
 from ckptfix.smoke.forward import Pass, Subject, forward
-from ckptfix.smoke.outcome import Comparison, Outcome
+from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.outputs import dtype_name, values_of
 
 if TYPE_CHECKING:

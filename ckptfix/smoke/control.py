@@ -92,7 +92,7 @@ class Control:
         """The control, to run as the first model did; None where the factory gives the first model again, or one of
         other shapes (lazy layers take any input), or does not run twice: then nothing can be compared.
         """
-        from ckptfix.factory import build_module
+        from ckptfix.modules.factory import build_module
 
         gc.collect()
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import UnreadableError
 from ckptfix.smoke.agreement import compare_with_cpu
 from ckptfix.smoke.control import Control, Guess, compare_non_finite, contrast, has_sound_weights, redraw
@@ -18,7 +19,7 @@ from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input, is_sticky
 from ckptfix.smoke.forward import Pass, Setting, Subject
 from ckptfix.smoke.input_health import ScaleCheck
 from ckptfix.smoke.inputs import parse_inputs
-from ckptfix.smoke.outcome import AFTERTHOUGHTS, ENVIRONMENT, MODEL, Comparison, Outcome
+from ckptfix.smoke.outcome import AFTERTHOUGHTS, ENVIRONMENT, MODEL, Outcome
 from ckptfix.smoke.proof import load_strictly
 from ckptfix.smoke.reference import Reference, compare_with_reference
 from ckptfix.smoke.retries import attempt
@@ -110,7 +111,7 @@ def _examine(job: Job, progress: Progress) -> Outcome:
 
 def _load(job: Job, progress: Progress) -> Subject:
     """The model with the values of the file, on its device, in eval mode."""
-    from ckptfix.factory import build_module
+    from ckptfix.modules.factory import build_module
 
     progress.so_far = Outcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
     progress.enter("device")
@@ -139,8 +140,8 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
     import torch
 
-    from ckptfix.formats import open_file
-    from ckptfix.formats.torch_files import torch_legacy, torch_zip
+    from ckptfix.reading.opening import open_file
+    from ckptfix.reading.torch_files import torch_legacy, torch_zip
 
     checkpoint = open_file(file, weights)
     if checkpoint.format in (torch_zip.NAME, torch_legacy.NAME):
@@ -231,8 +232,8 @@ def _after_control(run: Pass, subject: Subject, control: Control, progress: Prog
 
 def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progress: Progress) -> None:
     """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
-    from ckptfix.factory import build_module
-    from ckptfix.formats import open_file
+    from ckptfix.modules.factory import build_module
+    from ckptfix.reading.opening import open_file
 
     if not progress.so_far.is_good:
         seen = Comparison(reference.label, unlike="the output is not finite")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.finding import Finding, Level, counted
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.rules.forward_devices_differ import forward_devices_differ
 from ckptfix.rules.forward_fails import forward_fails
 from ckptfix.rules.forward_in_training import forward_in_training

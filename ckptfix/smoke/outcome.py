@@ -4,12 +4,11 @@ this.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptfix.finding import counted
+from ckptfix.core.smoke_result import Comparison
 
 AFTERTHOUGHTS = ("devices", "control", "compare")
 """Stages that come after the verdict, which stands whatever becomes of them."""
@@ -110,47 +109,6 @@ class Failure:
         """
         module = f" in {module_name(self.module, self.kind)}" if self.module is not None else ""
         return module + (f"{',' if module else ''} at {self.where}" if self.where else "")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far the outputs of two runs on the same input are apart.
-
-    ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
-    share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
-    dimension, None where there are no classes. ``unlike`` says why the two cannot be compared, and is empty where they
-    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None where nobody
-    looked.
-    """
-
-    against: str
-    identical: bool = False
-    difference: float = 0.0
-    scale: float = 0.0
-    tolerance: float = 0.0
-    agreement: float | None = None
-    unlike: str = ""
-    differing: int | None = None
-    tensors: int = 0
-
-    @property
-    def is_close(self) -> bool:
-        """Whether the outputs are the same but for rounding."""
-        return not self.unlike and self.difference <= self.tolerance * self.scale
-
-    def __str__(self) -> str:
-        if self.unlike or self.identical:
-            return f"against {self.against}: {f'not comparable, {self.unlike}' if self.unlike else 'bit-equal'}"
-        classes = "" if self.agreement is None else f", argmax agrees in {100 * self.agreement:.4g} %"
-        known = (
-            ""
-            if self.differing is None
-            else f"; the weights differ in {self.differing} of {counted(self.tensors, 'tensor')}"
-        )
-        if math.isinf(self.difference):
-            return f"against {self.against}: a value is finite in one and not in the other{classes}{known}"
-        rounding = f"rounding explains {self.tolerance * self.scale:.2g}"
-        return f"against {self.against}: largest difference {self.difference:.2g} ({rounding}){classes}{known}"
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from ckptfix.checkpoint import IN_MEMORY, Checkpoint, TensorSpec
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.settings import Settings
+from ckptfix.core.smoke_result import Comparison
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.settings import Settings
 from ckptfix.smoke.agreement import compare_outputs
 from ckptfix.smoke.forward import Pass, forward
-from ckptfix.smoke.outcome import Comparison, Outcome
+from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.outputs import dtype_name
 from ckptfix.smoke.proof import NotLoadedError, load_strictly
-from ckptfix.target import target_from_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +52,7 @@ class Reference:
 
     def open(self) -> Checkpoint:
         """The checkpoint as it is. Raises ``UnreadableError`` where the file holds none."""
-        from ckptfix.formats import open_file
+        from ckptfix.reading.opening import open_file
 
         return open_file(self.file, self.weights, salvage=self.salvage, member=self.member)
 
@@ -105,14 +107,14 @@ def compare_with_reference(
 
 
 def _with_safe_names(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
-    from ckptfix.diagnosis import diagnose  # all rules come with it, which few forward tests need
+    from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which few forward tests need
 
     return diagnose(checkpoint, target_from_module(model), _NAMES).result
 
 
 def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:
     """Whether two stored tensors differ in a bit, or in their form."""
-    from ckptfix.tensors import row_major_bytes
+    from ckptfix.reading.tensors import row_major_bytes
 
     if right is None or (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return True

@@ -8,8 +8,9 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ckptfix.finding import Finding
-from ckptfix.settings import SmokeSettings
+from ckptfix.core.finding import Finding
+from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.smoke.death import death
 from ckptfix.smoke.device import check_device_name
 from ckptfix.smoke.diagnosis import blame_of_assert, is_sticky
@@ -19,7 +20,6 @@ from ckptfix.smoke.inputs import parse_inputs
 from ckptfix.smoke.launch import Ending, launch
 from ckptfix.smoke.outcome import AFTERTHOUGHTS, INPUT, Outcome
 from ckptfix.smoke.reference import Reference
-from ckptfix.smoke.result import SmokeResult
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _TRUE_LINE = f"run again with {_BLOCKING}=1, so that the line is the true one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import TensorSpec
+from ckptfix.core.spec import TensorSpec
 from ckptfix.values.decode import encoding
 from ckptfix.values.portable import BLOCK
 from ckptfix.values.walk import Walk

@@ -113,7 +113,7 @@ _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float
 
 @cache
 def encoding(dtype: str) -> Encoding | None:
-    """How a dtype (a name of ``ckptfix.dtypes``) stores its numbers; None where an element is no single number (packed
+    """How a dtype (a name of ``core.dtypes``) stores its numbers; None where an element is no single number (packed
     bits)."""
     import numpy as np
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
-from ckptfix.formats.damage.torn import SECTOR
-from ckptfix.formats.raw.batches import side_by_side
-from ckptfix.formats.raw.checksums import is_sound, is_unproved
-from ckptfix.formats.raw.sources import stream
-from ckptfix.formats.weights.tree import tensors_in
-from ckptfix.progress import Task
+from ckptfix.bytes.batches import side_by_side
+from ckptfix.bytes.checksums import is_sound, is_unproved
+from ckptfix.bytes.sources import stream
+from ckptfix.bytes.torn import SECTOR
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.progress import Task
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.tree import tensors_in
 
 WORD = 8
 """Bytes that are looked at together when a hole is searched."""

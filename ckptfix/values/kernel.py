@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptfix.formats.raw.compiled import MemoryGone, library
+from ckptfix.bytes.compiled import MemoryGone, library
 from ckptfix.values.decode import Encoding
 from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.portable import tally_codes

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.target import Target
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ckptfix.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.target import BUFFER, Target
-from ckptfix.values.scan import TensorStatistics
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.target import BUFFER, Target
 
 _SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
-"""In the names of buffers that stay from release to release, which is why ``ckptfix.buffers`` does not list them."""
+"""In the names of buffers that stay from release to release, which is why ``core.buffers`` does not list them."""
 
 _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
 

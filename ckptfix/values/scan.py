@@ -7,8 +7,9 @@ well. A block is looked at by the compiled kernel where there is one that knows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.values.decode import Encoding
 from ckptfix.values.kernel import kernel
 from ckptfix.values.narrowing import Narrowing
@@ -19,47 +20,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
-
-
-class TensorStatistics(NamedTuple):
-    """What the numbers of a tensor look like.
-
-    ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to
-    ``rms`` are over the finite numbers, and 0.0 where there are none. ``first_nonfinite`` is the flat row-major index
-    of the first element that is NaN or infinite; None where there is none, and for sparse tensors. ``overflowing`` and
-    ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
-    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6.
-    """
-
-    numel: int
-    nan: int = 0
-    pos_inf: int = 0
-    neg_inf: int = 0
-    zeros: int = 0
-    subnormals: int = 0
-    minimum: float = 0.0
-    maximum: float = 0.0
-    absmax: float = 0.0
-    mean: float = 0.0
-    rms: float = 0.0
-    first_nonfinite: int | None = None
-    overflowing: int = 0
-    vanishing: int = 0
-
-    @property
-    def nonfinite(self) -> int:
-        """How many numbers are NaN or infinite."""
-        return self.nan + self.pos_inf + self.neg_inf
-
-    @property
-    def all_zero(self) -> bool:
-        """Whether there are numbers, and each is zero."""
-        return 0 < self.numel == self.zeros
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether there are two numbers or more, all finite and of one value."""
-        return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum
 
 
 def statistics_of(tally: Tally) -> TensorStatistics:

@@ -6,15 +6,17 @@ import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import chain
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.dtypes import DTYPES
-from ckptfix.formats.raw.checksums import note_checksum
-from ckptfix.formats.raw.crc32 import joined
-from ckptfix.progress import Task
+from ckptfix.bytes.checksums import note_checksum
+from ckptfix.bytes.crc32 import joined
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.progress import Task
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.values.decode import encoding
 from ckptfix.values.integrity import Integrity
 from ckptfix.values.narrowing import Narrowing
-from ckptfix.values.scan import TensorStatistics, statistics_of
+from ckptfix.values.scan import statistics_of
 from ckptfix.values.survey import Found, Part, looks, parts_of
 from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.dtypes import DTYPES
-from ckptfix.formats.raw.batches import batched, side_by_side
-from ckptfix.formats.raw.checksums import is_open
-from ckptfix.formats.raw.compiled import MemoryGone, can_sum
-from ckptfix.formats.raw.crc32 import crc32
-from ckptfix.formats.raw.mapping import WORTH_MAPPING, Mapping
-from ckptfix.formats.raw.sources import located
+from ckptfix.bytes.batches import batched, side_by_side
+from ckptfix.bytes.checksums import is_open
+from ckptfix.bytes.compiled import MemoryGone, can_sum
+from ckptfix.bytes.crc32 import crc32
+from ckptfix.bytes.mapping import WORTH_MAPPING, Mapping
+from ckptfix.bytes.sources import located
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import TensorSpec
 from ckptfix.values.decode import Encoding, encoding
 from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
 from ckptfix.values.narrowing import Narrowing

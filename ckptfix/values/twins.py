@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptfix.checkpoint import Candidate, Checkpoint, TensorSpec, path_name
-from ckptfix.target import Target
+from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
 
 _PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
 """First segments of the raw weights and of their average within one state_dict."""

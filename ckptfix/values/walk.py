@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import ByteSource, TensorSpec, contiguous_strides
-from ckptfix.formats.raw.sources import stream
+from ckptfix.bytes.sources import stream
+from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
 
 if TYPE_CHECKING:
     import numpy.typing as npt

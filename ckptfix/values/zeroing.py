@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Encoding, encoding
 from ckptfix.values.portable import magnitudes
 
@@ -74,7 +74,7 @@ class ZeroedBytes:
             begin = self.spec.offset * self.spec.itemsize
             return storage.source.read(begin + start, begin + stop)
         if self._row_major is None:
-            from ckptfix.tensors import row_major_bytes
+            from ckptfix.reading.tensors import row_major_bytes
 
             self._row_major = row_major_bytes(self.spec, self.path)
         return self._row_major[start:stop]

@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ckptfix.config import FLAG, KEYS, TEXT, TEXTS, Kind, checked, parse_toml
+from ckptfix.core.config import FLAG, KEYS, TEXT, TEXTS, Kind, checked, parse_toml
 from ckptfix.errors import UsageError
 from ckptfix.zoo.items.naming import check_template
 from ckptfix.zoo.patterns import compile_patterns

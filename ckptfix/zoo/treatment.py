@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckptfix.arguments import library_arguments, repair_command
+from ckptfix.core.settings import Settings
 from ckptfix.errors import UsageError
-from ckptfix.settings import Settings
+from ckptfix.report.arguments import library_arguments, repair_command
 from ckptfix.zoo.items.naming import MIRRORED, output_name
 
 
@@ -20,7 +20,7 @@ from ckptfix.zoo.items.naming import MIRRORED, output_name
 class Treatment:
     """The settings of ``repair`` for the files that match. It is plain data, for a worker or another node.
 
-    ``settings`` are fields of ``ckptfix.settings.Settings``, and ``choices`` what the user wrote, for the command that
+    ``settings`` are fields of ``core.settings.Settings``, and ``choices`` what the user wrote, for the command that
     says how to go on with one file. ``place`` is the table that it comes from."""
 
     patterns: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
     """The treatment of flags by name. Raises ``UsageError`` where one has no meaning."""
-    from ckptfix.validation import checked_settings  # the rules and formats come with it
+    from ckptfix.engine.validation import checked_settings  # the rules and formats come with it
 
     arguments = library_arguments(choices)
     model, like = arguments.pop("model", None), arguments.pop("like", None)

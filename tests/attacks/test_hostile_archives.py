@@ -23,7 +23,7 @@ import pytest
 
 from ckptfix.errors import UnreadableError
 from tests.attacks.crafted import state_dict, torch_zip
-from tests.formats.files import opened
+from tests.reading.files import opened
 
 Crafted = Callable[[], bytes]
 

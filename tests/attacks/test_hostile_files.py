@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError
-from ckptfix.finding import Level
 from tests.attacks.crafted import (
     PROTO,
     STORAGE,

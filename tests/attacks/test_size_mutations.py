@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckptfix
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from tests.checks import bytes_of
 
 SEEDS = 4

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save as save_safetensors
 
 from tests.attacks.test_mutations import campaign
-from tests.formats.test_torch_tar import made
-from tests.formats.test_wrapped import WRAPPERS, zipped
+from tests.reading.archives.test_wrapped import WRAPPERS, zipped
+from tests.reading.torch_files.test_torch_tar import made
 
 CASES = 600
 """Mutations in each of the three shares; ``campaign`` with another seed and more rounds runs longer."""

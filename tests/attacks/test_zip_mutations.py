@@ -18,8 +18,8 @@ import torch
 import ckptfix
 from ckptfix.errors import CkptfixError
 from tests.checks import bytes_of
-from tests.formats.test_wrapped import zipped
-from tests.formats.zips import CENTRAL, LOCAL, Zip, saved
+from tests.reading.archives.test_wrapped import zipped
+from tests.reading.archives.zips import CENTRAL, LOCAL, Zip, saved
 
 ROUNDS = 6
 """Mutations of each kind and file."""

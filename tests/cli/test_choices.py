@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.cli.choices import choose
-from ckptfix.config import Configuration
+from ckptfix.core.config import Configuration
 
 
 def chosen(given, configured):

@@ -5,8 +5,8 @@ import pytest
 import typer
 
 from ckptfix.cli.console import Console, Stopped
+from ckptfix.core.progress import tell_slower
 from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
-from ckptfix.progress import tell_slower
 
 
 class Terminal(io.StringIO):

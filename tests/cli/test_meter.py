@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.cli.meter import LIVE, SELDOM, Meter, bytes_text, time_text
-from ckptfix.progress import Task, tell_slower, watched_by
+from ckptfix.core.progress import Task, tell_slower, watched_by
 
 
 def watch(seconds, every=LIVE):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptfix.comparison.renames import find_renames, rename_modules
-from ckptfix.live import open_state_dict
+from ckptfix.reading.memory import open_state_dict
 
 ONE, TWO = torch.randn(2, 3), torch.randn(2, 3)
 

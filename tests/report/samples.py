@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ckptfix.finding import Applicability, Drop, Fill, Finding, Fix, Level, Rename
-from ckptfix.report.model import Coverage, Report
-from ckptfix.smoke.result import SmokeResult
+from ckptfix.core.coverage import Coverage
+from ckptfix.core.edits import Drop, Fill, Rename
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.report import Report
+from ckptfix.core.smoke_result import SmokeResult
 
 WRAPPED = tuple(f"module.layer{stage}.{block}.conv1.weight" for stage in (1, 2, 3) for block in (0, 1))
 COUNTERS = tuple(f"layer{stage}.0.bn1.num_batches_tracked" for stage in (1, 2, 3))

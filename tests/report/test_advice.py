@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptfix.finding import Applicability, Fix, Rename
+from ckptfix.core.edits import Rename
+from ckptfix.core.finding import Applicability, Fix
 from ckptfix.report.advice import advice_lines, next_command, remedy_flags
 from ckptfix.report.style import Paper
 from ckptfix.report.telling import Mode, Telling

@@ -3,7 +3,7 @@ from typing import ClassVar
 
 import pytest
 
-from ckptfix.finding import Cast, Drop, Edit, Fill, Plain, Rename, Replace, Reshape, Retag, Tie, Zero
+from ckptfix.core.edits import Cast, Drop, Edit, Fill, Plain, Rename, Replace, Reshape, Retag, Tie, Zero
 from ckptfix.report.edits import edit_lines, rename_pattern
 
 

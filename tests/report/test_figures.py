@@ -1,6 +1,6 @@
 import pytest
 
-from ckptfix.finding import counted
+from ckptfix.core.finding import counted
 from ckptfix.report.figures import percent, quantity, size, tensor_text
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ckptfix.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.report.github import github_error, github_lines
 from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckptfix.checkpoint import Candidate, Checkpoint, Remark
-from ckptfix.formats import open_file
-from ckptfix.formats.pickles.objects import Global, Opaque
-from ckptfix.live import open_state_dict
+from ckptfix.core.checkpoint import Candidate, Checkpoint, Remark
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.reading.opening import open_file
 from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 from ckptfix.report.style import Paper
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ckptfix.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.report.telling import Mode, Telling, mark
 from tests.report.samples import EXTRA, MISMATCH, PREFIX, report
 

@@ -1,11 +1,11 @@
 import pytest
 
-from ckptfix.finding import Finding, Level
-from ckptfix.report.model import Coverage
+from ckptfix.core.coverage import Coverage
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.style import Paper
 from ckptfix.report.telling import Mode, Telling
 from ckptfix.report.terminal import concise_lines, full_lines, headline
-from ckptfix.smoke.result import SmokeResult
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 

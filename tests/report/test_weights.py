@@ -1,8 +1,8 @@
 import json
 
-from ckptfix.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.report.weights import weights_to_json
-from ckptfix.values import TensorStatistics
 from tests.report.samples import report
 
 FIGURES = {

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ckptfix.applying import Step
-from ckptfix.finding import Context, Finding, Rule
-from ckptfix.live import open_state_dict
-from ckptfix.plan import Plan
-from ckptfix.settings import Settings
-from ckptfix.supplies import Supplies
-from ckptfix.target import Target, target_from_module
-from ckptfix.values import Statistics
+from ckptfix.core.finding import Finding
+from ckptfix.core.plan import Plan, Step
+from ckptfix.core.settings import Settings
+from ckptfix.core.target import Target, target_from_module
+from ckptfix.engine.applying import apply_plan
+from ckptfix.engine.supplies import Supplies
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.rules.rule import Context, Rule
+from ckptfix.values.statistics import Statistics
 
 StateDict = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def repaired(
     seen = context(state_dict, model, donor, **settings)
     edits = tuple(edit for finding in rule.propose(seen) if finding.fix for edit in finding.fix.edits)
     supplies = Supplies(seen.target.initial if seen.target else None, seen.donor)
-    after = Plan((Step(rule.code, edits),)).apply(seen.checkpoint, supplies)
+    after = apply_plan(Plan((Step(rule.code, edits),)), seen.checkpoint, supplies)
     state = after.state_dict()
     assert not [finding for finding in propose(rule, state, model, donor, **settings) if finding.fix]
     return state

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from ckptfix.rules.all_zero import all_zero
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptfix.formats import open_file
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.corroboration import Corroboration
 from ckptfix.rules.decayed import decayed
 from tests.rules.test_decayed import trained

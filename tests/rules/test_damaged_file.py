@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from tests.checks import assert_same, bytes_of, check_noop
 
 

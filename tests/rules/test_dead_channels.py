@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from ckptfix.rules.dead_channels import dead_channels
 from tests.rules.healthy import HEALTHY, build
 from tests.rules.value_findings import propose, without_values

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.applying import Step
-from ckptfix.finding import Applicability, Context, Level, Retag
-from ckptfix.live import open_state_dict
-from ckptfix.plan import Plan
+from ckptfix.core.edits import Retag
+from ckptfix.core.finding import Applicability, Level
+from ckptfix.core.plan import Plan, Step
+from ckptfix.core.settings import Settings
+from ckptfix.engine.applying import apply_plan
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.device_tag import device_tag
-from ckptfix.settings import Settings
+from ckptfix.rules.rule import Context
 
 SAMPLE = "imagenet_dataparallel_cuda3.pth"
 
@@ -34,7 +36,7 @@ def test_every_device_is_named_and_taken_off():
     assert "cuda:3, xla:0" in finding.message
     assert finding.fix is not None
     assert (finding.fix.edits, finding.fix.applicability) == ((Retag("cuda:3"), Retag("xla:0")), Applicability.SAFE)
-    after = Plan((Step("FIL103", finding.fix.edits),)).apply(seen.checkpoint)
+    after = apply_plan(Plan((Step("FIL103", finding.fix.edits),)), seen.checkpoint)
     assert after.devices == ()
     assert list(device_tag.propose(replace(seen, checkpoint=after))) == []
 

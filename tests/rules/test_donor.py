@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptfix.checkpoint import TensorSpec
-from ckptfix.finding import Fill
+from ckptfix.core.edits import Fill
+from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.donor import donor_fill
 from tests.rules.proposals import context
 

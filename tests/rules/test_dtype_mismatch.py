@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability, Cast, Level
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.dtype_mismatch import LARGEST, dtype_mismatch
 from tests.rules.proposals import context, propose, repaired
 

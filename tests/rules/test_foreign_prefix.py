@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.foreign_prefix import MOST, foreign_prefix
 from tests.checks import check_noop, check_repaired
 from tests.rules.proposals import propose, repaired

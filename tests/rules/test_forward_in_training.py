@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Context
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.settings import Settings
+from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.forward_in_training import forward_in_training
-from ckptfix.settings import Settings
+from ckptfix.rules.rule import Context
 
 
 def test_names_alone_propose_nothing() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.errors import UsageError
-from ckptfix.finding import Applicability, Level
 from ckptfix.rules.half_overflow import half_overflow
 from tests.checks import assert_same, check_noop, check_repaired
 from tests.rules.proposals import propose

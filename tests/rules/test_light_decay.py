@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.formats import open_file
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.decayed import decayed
 from tests.rules.test_decayed import UNUSED, Net
 from tests.rules.value_findings import propose

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 
 
 def saved(folder: Path, **extras: Any) -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.malformed_num_batches_tracked import malformed_num_batches_tracked
 from tests.checks import assert_same
 from tests.rules.proposals import propose, repaired

@@ -17,7 +17,9 @@ from tests.rules.proposals import context
 FOLDER = Path(ckptfix.rules.__file__).parent
 SECTIONS = ["What it finds", "Why it matters", "Fix safety", "Example", "Sources"]
 FAMILIES = ("FIL", "KEY", "BUF", "FIT", "VAL", "RUN")
-MODULES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem != "__init__"}
+MODULES = {
+    path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "rule")
+}
 
 
 def stem(rule: Listed) -> str:

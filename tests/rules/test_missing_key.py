@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability, Fill, Level, Tie
-from ckptfix.live import open_state_dict
+from ckptfix.core.edits import Fill, Tie
+from ckptfix.core.finding import Applicability, Level
+from ckptfix.core.target import target_from_checkpoint
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.missing_key import missing_key
-from ckptfix.target import target_from_checkpoint
 from tests.rules.proposals import propose, repaired
 
 

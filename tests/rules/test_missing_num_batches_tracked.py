@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.errors import UsageError
-from ckptfix.finding import Applicability, Level
 from ckptfix.rules.missing_num_batches_tracked import missing_num_batches_tracked
 from tests.rules.proposals import propose, repaired
 

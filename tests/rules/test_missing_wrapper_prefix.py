@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckptfix
-from ckptfix.finding import Fill, Level
+from ckptfix.core.edits import Fill
+from ckptfix.core.finding import Level
 from ckptfix.rules.missing_wrapper_prefix import missing_wrapper_prefix
 from tests.checks import check_noop, check_repaired
 from tests.rules.proposals import propose, repaired

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.checkpoint import Candidate
-from ckptfix.finding import Level, Replace
-from ckptfix.formats import open_file
-from ckptfix.live import open_state_dict
+from ckptfix.core.checkpoint import Candidate
+from ckptfix.core.edits import Replace
+from ckptfix.core.finding import Level
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.non_finite import non_finite
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build

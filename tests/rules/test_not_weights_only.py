@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Applicability, Level, Plain
+from ckptfix.core.edits import Plain
+from ckptfix.core.finding import Applicability, Level
 
 
 def saved(folder: Path, content: Any, **how: Any) -> Path:

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import ckptfix
-from ckptfix.live import open_state_dict
+from ckptfix.core.target import target_from_module
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.other_layout import other_layout
-from ckptfix.target import target_from_module
 
 D = 4
 

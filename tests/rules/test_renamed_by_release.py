@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from ckptfix.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.renamed_by_release import renamed_by_release
 from tests.rules.proposals import propose, repaired
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.applying import Step
+from ckptfix.core.edits import Replace
+from ckptfix.core.plan import Plan, Step
+from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import PlanError, UsageError
-from ckptfix.finding import Replace
-from ckptfix.plan import Plan
 from ckptfix.rules.replacing import Replacements, reset_edits
 from tests.checks import assert_same
 from tests.rules.proposals import context
@@ -88,7 +88,7 @@ def test_which_values_without_by_which_is_refused():
 )
 def test_a_plan_of_another_file_is_refused(edit, said):
     with pytest.raises(PlanError, match=said):
-        Plan((Step("VAL101", (edit,)),)).apply(context(STATE).checkpoint)
+        apply_plan(Plan((Step("VAL101", (edit,)),)), context(STATE).checkpoint)
     with pytest.raises(PlanError, match="cannot be undone"):
         Plan((Step("VAL101", (edit,)),)).inverse()
     assert Plan.from_json(Plan((Step("VAL101", (edit,)),)).to_json()).edits == (edit,)

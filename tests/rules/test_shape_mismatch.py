@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability, Drop, Level
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.shape_mismatch import shape_mismatch
 from tests.rules.proposals import propose, repaired
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from ckptfix.rules.subnormal import subnormal
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Applicability, Level, Tie
-from ckptfix.formats.raw.sources import BLOCK
+from ckptfix.bytes.sources import BLOCK
+from ckptfix.core.edits import Tie
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.tie import tie
 from tests.rules.proposals import propose, repaired
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Applicability, Level
+from ckptfix.core.target import target_from_checkpoint, target_from_module
 from ckptfix.errors import TargetError
-from ckptfix.finding import Applicability, Level
-from ckptfix.live import open_state_dict
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.transient_buffer import transient_buffer
-from ckptfix.target import target_from_checkpoint, target_from_module
 from tests.checks import bytes_of
 from tests.rules.proposals import propose, repaired
 

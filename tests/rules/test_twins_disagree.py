@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Level, Replace
+from ckptfix.core.edits import Replace
+from ckptfix.core.finding import Level
 from ckptfix.rules.twins_disagree import twins_disagree
 from tests.checks import assert_same, check_repaired
 from tests.rules.proposals import propose

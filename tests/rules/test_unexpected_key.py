@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.unexpected_key import unexpected_key
 from tests.rules.proposals import propose, repaired
 

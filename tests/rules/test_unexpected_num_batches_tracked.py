@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Applicability
+from ckptfix.core.finding import Applicability
 from ckptfix.rules.unexpected_num_batches_tracked import unexpected_num_batches_tracked
 from tests.rules.proposals import propose, repaired
 

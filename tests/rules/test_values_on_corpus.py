@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from ckptfix.core.finding import Level
 from ckptfix.errors import CkptfixError
-from ckptfix.finding import Level
-from ckptfix.formats import open_file
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.all_zero import all_zero
 from ckptfix.rules.decayed import decayed
 from ckptfix.rules.non_finite import non_finite

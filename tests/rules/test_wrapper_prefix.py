@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from ckptfix.rules.wrapper_prefix import wrapper_prefix
 from tests.checks import assert_same, check_noop, check_repaired
 from tests.rules.proposals import propose, repaired

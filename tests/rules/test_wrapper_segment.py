@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptfix
-from ckptfix.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.rules.wrapper_segment import wrapper_segment
 from tests.checks import assert_same, check_noop, check_repaired
 from tests.rules.proposals import propose

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.finding import Context
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.settings import Settings
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context
 from ckptfix.rules.wrong_name_hash import wrong_name_hash
-from ckptfix.settings import Settings
 
 
 def test_a_name_alone_proposes_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from tests.checks import check_noop
 
 
@@ -74,5 +74,5 @@ def test_a_hole_is_noted(start: int, stop: int, tmp_path: Path) -> None:
 
 
 def test_a_hole_over_several_blocks_is_one_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.formats.raw.sources.BLOCK", 256)
+    monkeypatch.setattr("ckptfix.bytes.sources.BLOCK", 256)
     assert _notes(tmp_path / "file.pth", _with_zeros(300, 600, 40, 33)) == [("weight",)]

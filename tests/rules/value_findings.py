@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.finding import Context, Finding, Level, Rule
-from ckptfix.live import open_state_dict
-from ckptfix.settings import Settings
-from ckptfix.target import target_from_module
-from ckptfix.values import Statistics
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.settings import Settings
+from ckptfix.core.target import target_from_module
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.rules.rule import Context, Rule
+from ckptfix.values.statistics import Statistics
 
 
 def propose(

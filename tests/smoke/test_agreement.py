@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ckptfix.core.smoke_result import Comparison
 from ckptfix.smoke import agreement
 from ckptfix.smoke.agreement import compare_outputs, compare_with_cpu
 from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.forward import Subject, forward
-from ckptfix.smoke.outcome import Comparison, Outcome
+from ckptfix.smoke.outcome import Outcome
 from tests.smoke.models import Net
 
 LOGITS = torch.tensor([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0]])

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckptfix.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.smoke_result import Comparison
 from ckptfix.smoke.findings import findings_of
-from ckptfix.smoke.outcome import Comparison, Failure, Figures, Gradients, Origin, Outcome
+from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 
 RAN = Outcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
 NAN = Figures("output", "float32[2, 2]", nan=4)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.finding import Finding, Level
-from ckptfix.settings import SmokeSettings
-from ckptfix.smoke.result import SmokeResult
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.smoke.run import run_smoke
 from tests.smoke import gpu_failures, models
 from tests.smoke.conftest import Save

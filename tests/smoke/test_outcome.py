@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ckptfix.smoke.outcome import Comparison, Failure, Figures, Gradients, Origin, Outcome
+from ckptfix.core.smoke_result import Comparison
+from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 
 FIGURES = Figures("output", "float32[2]", nan=1, positive_inf=2, low=0.5, high=3.0)
 ORIGIN = Origin("features.3", "Conv2d", FIGURES, (FIGURES,), (FIGURES,))

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ckptfix.core.finding import Level
+from ckptfix.core.settings import Settings, SmokeSettings
+from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.finding import Level
-from ckptfix.formats import open_file
-from ckptfix.live import open_state_dict
-from ckptfix.settings import Settings, SmokeSettings
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.reading.opening import open_file
 from ckptfix.smoke.exam import Job, examine
 from ckptfix.smoke.findings import findings_of
-from ckptfix.smoke.outcome import Comparison, Outcome
+from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.reference import Reference, reference_file
 from tests.smoke import models
 from tests.smoke.conftest import Save

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
-from ckptfix.finding import Finding, Level
-from ckptfix.settings import SmokeSettings
 from ckptfix.smoke.launch import Ending
-from ckptfix.smoke.outcome import Comparison, Failure, Figures, Gradients, Outcome
+from ckptfix.smoke.outcome import Failure, Figures, Gradients, Outcome
 from ckptfix.smoke.reference import Reference
-from ckptfix.smoke.result import SmokeResult
 from ckptfix.smoke.run import judge, lost_the_gpu, run_smoke
 from tests.smoke import models
 from tests.smoke.conftest import Save

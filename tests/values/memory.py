@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import Storage, TensorSpec
 
 
 @dataclass

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfix.live import spec_of_tensor
+from ckptfix.reading.live import spec_of_tensor
 from ckptfix.values.channels import channels_with
 
 

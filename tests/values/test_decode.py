@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfix.dtypes import DTYPES
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.values.decode import encoding
 
 NARROW = [name for name, dtype in DTYPES.items() if dtype.is_float and dtype.itemsize <= 2 and hasattr(torch, name)]

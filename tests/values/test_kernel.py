@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.dtypes import DTYPES
-from ckptfix.formats.raw.compiled import LIBRARY, can_sum, library
+from ckptfix.bytes.compiled import LIBRARY, can_sum, library
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.values.decode import encoding
 from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
 from ckptfix.values.narrowing import Narrowing, narrowing_to

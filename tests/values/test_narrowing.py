@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.live import spec_of_tensor
-from ckptfix.settings import CAST_DTYPES
+from ckptfix.core.settings import CAST_DTYPES
+from ckptfix.reading.live import spec_of_tensor
 from ckptfix.values.narrowing import narrowing_to
 from ckptfix.values.statistics import tensor_statistics
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.formats import open_file
-from ckptfix.live import open_state_dict, spec_of_tensor
+from ckptfix.reading.live import spec_of_tensor
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.reading.opening import open_file
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings, was_stepped
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.dtypes import DTYPES
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.values.decode import Encoding, encoding
 from ckptfix.values.narrowing import Narrowing
 from ckptfix.values.portable import BLOCK, nonfinite_units, tally_units

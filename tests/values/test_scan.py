@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.values.decode import encoding
 from ckptfix.values.portable import BLOCK
-from ckptfix.values.scan import Scanner, TensorStatistics, statistics_of
+from ckptfix.values.scan import Scanner, statistics_of
 from tests.values.exact import HALVES, exact_tally
 
 

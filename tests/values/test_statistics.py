@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.checkpoint import Storage, TensorSpec
-from ckptfix.values import Statistics, TensorStatistics
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.statistics import TensorStatistics
+from ckptfix.values.statistics import Statistics
 from ckptfix.values.walk import CHUNK
 from tests.values.exact import HALVES
 from tests.values.memory import MemorySource, checkpoint_of, source_of

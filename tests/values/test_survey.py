@@ -15,15 +15,17 @@ import torch
 from safetensors.torch import save_file
 
 import ckptfix
-from ckptfix.checkpoint import Checkpoint, Storage, TensorSpec
+from ckptfix.bytes import batches
+from ckptfix.bytes.checksums import is_open, is_sound
+from ckptfix.bytes.mapping import WORTH_MAPPING, Mapping, map_file
+from ckptfix.bytes.sources import located
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.statistics import TensorStatistics
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.raw import batches
-from ckptfix.formats.raw.checksums import is_open, is_sound
-from ckptfix.formats.raw.mapping import WORTH_MAPPING, Mapping, map_file
-from ckptfix.formats.raw.sources import located
-from ckptfix.values import Statistics, TensorStatistics, survey
+from ckptfix.values import survey
 from ckptfix.values.kernel import kernel
-from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.statistics import Statistics, tensor_statistics
 from ckptfix.values.survey import PART, parts_of
 from tests.values.memory import checkpoint_of
 
@@ -175,7 +177,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from threading import Event
 import ckptfix
-from ckptfix.values import Statistics, survey
+from ckptfix.values.statistics import Statistics
+from ckptfix.values import survey
 look, looks, shutdown, stopped = survey._look_at_all, count(), ThreadPoolExecutor.shutdown, Event()
 def interrupted(parts):
     if (number := next(looks)) == 1:

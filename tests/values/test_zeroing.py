@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.live import spec_of_tensor
-from ckptfix.tensors import build_tensor
+from ckptfix.reading.live import spec_of_tensor
+from ckptfix.reading.tensors import build_tensor
 from ckptfix.values.zeroing import NON_FINITE, SUBNORMAL, can_be_zeroed, zeroed_spec
 from tests.checks import bytes_of
 

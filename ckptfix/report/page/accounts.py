@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
+from ckptfix.core.report import Report
 from ckptfix.report.advice import next_command
-from ckptfix.report.model import Report
 from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
 
 

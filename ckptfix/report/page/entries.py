@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from ckptfix.core.plan import Plan
+from ckptfix.core.report import plain
 from ckptfix.errors import PlanError
-from ckptfix.plan import Plan
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.folding import folded_lines
-from ckptfix.report.json import plain
 from ckptfix.report.page.embedding import Budget, digest, script_json
 
 COLUMNS = "name outcome codes format tensors numel size share smoke seconds output error".split()

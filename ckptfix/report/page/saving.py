@@ -23,7 +23,7 @@ def check_page_file(file: str | Path) -> None:
 
 def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
     """Have a page written and put it in place. Raises ``WriteError`` where the disk refuses; nothing is left then."""
-    from ckptfix.formats.output import deliver_file, temporary_beside
+    from ckptfix.writing.output import deliver_file, temporary_beside
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
     check_page_file(goal)

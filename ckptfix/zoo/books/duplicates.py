@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, BinaryIO
 
-from ckptfix.dtypes import DTYPES
+from ckptfix.core.dtypes import DTYPES
 
 PILES = 1024
 """Of a million files with two hundred tensors each, the largest pile takes some 20 MB when it is counted."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.formats.output import temporary_beside
+from ckptfix.writing.output import temporary_beside
 from ckptfix.zoo.index import BLOCK, Index, Row, packed
 
 SOURCE = "source"

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
-from ckptfix.formats.pickles.objects import Opaque
-from ckptfix.formats.weights.modules import is_module, module_parts
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.weights.modules import is_module, module_parts
 from ckptfix.zoo.items.listing import Item, Kind
 from ckptfix.zoo.places import Place
 

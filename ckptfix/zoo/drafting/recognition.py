@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckptfix.finding import counted
+from ckptfix.core.finding import counted
 from ckptfix.zoo.drafting.families import describe_family
 from ckptfix.zoo.drafting.hints import CLASS, Hint, plain_word
 from ckptfix.zoo.drafting.known import Known, Shapes, find_known, named_models

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, HostileError
-from ckptfix.formats import open_file
-from ckptfix.progress import Task
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
 from ckptfix.zoo.drafting.hints import Configurations, Hint, hints_of
 from ckptfix.zoo.drafting.known import Shapes, is_counter

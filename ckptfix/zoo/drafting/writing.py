@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ckptfix.finding import counted
-from ckptfix.formats.weights.candidates import AVERAGED
+from ckptfix.core.finding import counted
+from ckptfix.core.shell import no_option, typed
+from ckptfix.reading.weights.candidates import AVERAGED
 from ckptfix.report.figures import elements
 from ckptfix.report.folding import folded_lines
-from ckptfix.shell import no_option, typed
 from ckptfix.zoo.drafting.gathering import Group
 from ckptfix.zoo.drafting.likeness import Confidence, Likeness
 from ckptfix.zoo.drafting.survey import Layout, Sight

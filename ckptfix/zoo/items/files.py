@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import count
 
-from ckptfix.formats.shards.shard_index import Numbering
+from ckptfix.reading.folders.shard_index import Numbering
 from ckptfix.zoo.index import BLOCK, Index, Row, packed, unpacked
 from ckptfix.zoo.items.sniffing import Looks, by_name
 from ckptfix.zoo.places import Entry

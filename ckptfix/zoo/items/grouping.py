@@ -1,4 +1,4 @@
-"""Which files of a zoo are one checkpoint together: the folders and shards that ``ckptfix.formats`` reads as one.
+"""Which files of a zoo are one checkpoint together: the folders and shards that ``reading.opening`` reads as one.
 
 Names tell most of it. What a name leaves open is looked up in one small file: an index is read for the shards that it
 names, a ``data.pkl`` for whether it is of torch."""
@@ -10,9 +10,9 @@ import posixpath
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.raw.sources import Content
-from ckptfix.formats.shards.shard_index import INDEX_LIMIT, Numbering, parse_index
+from ckptfix.reading.folders.shard_index import INDEX_LIMIT, Numbering, parse_index
 from ckptfix.zoo.items.files import Files, Role, whole_of
 from ckptfix.zoo.items.sniffing import HEAD
 from ckptfix.zoo.places import Entry, Place

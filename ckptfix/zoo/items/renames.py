@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ckptfix.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.rules.wrong_name_hash import wrong_name_hash
 
 _DIGITS = r"(?P<hash>[0-9a-f]{8,64})(?=\.[^/]*\Z|\Z)"

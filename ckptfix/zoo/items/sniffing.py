@@ -11,11 +11,12 @@ from enum import Enum
 from functools import partial
 from pathlib import PurePosixPath
 
-from ckptfix.formats.raw.sources import Content
-from ckptfix.formats.shards.shard_index import WEIGHT_MAP
-from ckptfix.formats.torch_files.torch_legacy import MAGIC
-from ckptfix.formats.wrappers import compressed, decoders, tar_members
-from ckptfix.formats.wrappers.wrapped import looks_like_checkpoint
+from ckptfix.bytes import decoders
+from ckptfix.bytes.sources import Content
+from ckptfix.reading.archives import compressed, tar_members
+from ckptfix.reading.archives.wrapped import looks_like_checkpoint
+from ckptfix.reading.folders.shard_index import WEIGHT_MAP
+from ckptfix.reading.torch_files.torch_legacy import MAGIC
 
 HEAD = 4096
 """Bytes of a file that are read; more are no better, since what tells comes first."""

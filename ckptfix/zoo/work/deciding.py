@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptfix.arguments import repair_command
-from ckptfix.delivery import refusal
-from ckptfix.finding import Level
-from ckptfix.report import Report
+from ckptfix.core.finding import Level
+from ckptfix.core.report import Report
+from ckptfix.core.shell import typed
+from ckptfix.engine.delivery import refusal
+from ckptfix.engine.validation import checked_settings
 from ckptfix.report.advice import next_words
+from ckptfix.report.arguments import repair_command
 from ckptfix.report.telling import Mode, Telling
-from ckptfix.shell import typed
 from ckptfix.smoke.outcome import ENVIRONMENT
-from ckptfix.validation import checked_settings
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.work.job import Job
 

@@ -4,9 +4,10 @@ It finds duplicates and proves nothing: xxh3 is a fast hash, and anybody can mak
 
 from __future__ import annotations
 
-from ckptfix.checkpoint import Checkpoint, TensorSpec
+from ckptfix.bytes.sources import stream
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.raw.sources import stream
 from ckptfix.values.walk import Walk
 
 

@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckptfix.formats.raw.compiled import MemoryGone, can_hash, sha256_of_two_mapped
+from ckptfix.bytes.compiled import MemoryGone, can_hash, sha256_of_two_mapped
 
 BLOCK = 1 << 20
 

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.copying import CHUNK, background
+from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError
-from ckptfix.formats.raw.copying import CHUNK, background
-from ckptfix.progress import Task
 from ckptfix.zoo.books.manifest import free_name
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files

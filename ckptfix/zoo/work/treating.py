@@ -8,14 +8,14 @@ from pathlib import Path
 from posixpath import basename, dirname, join, splitext
 from typing import Any
 
-from ckptfix.checkpoint import Checkpoint
-from ckptfix.delivery import SUFFIXES, refusal
-from ckptfix.formats.output import output_format
-from ckptfix.formats.raw.copying import without_threads
+from ckptfix.bytes.copying import without_threads
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.report import Report
+from ckptfix.engine.delivery import SUFFIXES, refusal
+from ckptfix.engine.validation import checked_settings
 from ckptfix.repairing import Repair, repair
-from ckptfix.report import Report
 from ckptfix.report.weights import weights_to_json
-from ckptfix.validation import checked_settings
+from ckptfix.writing.output import output_format
 from ckptfix.zoo.books.journal import line_of
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.items.renames import name_with_hash, wrong_hash

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from ckptfix.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.page import account_of, account_of_error
 from ckptfix.report.telling import Mode, Telling
-from ckptfix.smoke.result import SmokeResult
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
 NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedy="--replace VAL101 --fill twin takes them")

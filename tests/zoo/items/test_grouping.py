@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from ckptfix.formats import open_file
+from ckptfix.reading.opening import open_file
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import Entry, Place
 from ckptfix.zoo.places.local import LocalPlace

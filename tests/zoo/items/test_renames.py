@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from ckptfix.finding import Level
+from ckptfix.core.finding import Level
 from ckptfix.zoo.items.renames import hash_in_name, name_with_hash, wrong_hash
 
 OLD = "19c8e357" + hashlib.sha256(b"old").hexdigest()[8:]

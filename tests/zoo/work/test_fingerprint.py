@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix.formats import open_file
+from ckptfix.reading.opening import open_file
 from ckptfix.zoo.work.fingerprint import fingerprints
 
 

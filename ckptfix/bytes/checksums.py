@@ -1,0 +1,175 @@
+"""Whether a storage has the checksum that its file gives for it, worked out once for each storage.
+
+A zip archive has one CRC-32 for a whole storage, so that a part of it cannot be proved alone. The first tensor that is
+read from a storage therefore costs one pass over all of it, at the speed of the disk and of the processor's CRC-32;
+what came out is remembered as long as the storage is, and every other view of it is read without a second look. A
+reader that proved nothing for a view would load flipped bits in silence from the very files in which many tensors share
+one large storage. A storage that is read from end to end is proved while it passes, and so is one that the scan of the
+values goes through.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from ckptfix.bytes.batches import batched, side_by_side
+from ckptfix.bytes.compiled import MemoryGone, can_sum, crc32_of_mapped
+from ckptfix.bytes.copying import background
+from ckptfix.bytes.crc32 import crc32
+from ckptfix.bytes.mapping import WORTH_MAPPING, map_file
+from ckptfix.bytes.sources import stream
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import ByteSource, Storage
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import DamageWarning, UnreadableError, WriteError, one_line
+
+_SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
+"""What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again."""
+
+_PIECE = 8 << 20
+"""Bytes that are mapped at a time."""
+
+_BATCH = 4 << 20
+"""Bytes whose proof takes much longer than handing it to a thread."""
+
+
+def is_sound(storage: Storage) -> bool:
+    """Whether the storage, and each that it is made of, has the checksum that its file gives, or none.
+
+    Reads it in blocks. Raises ``UnreadableError`` where the bytes are not in the file.
+    """
+    found = storage.crc32 is None or _SOUND.get(storage)
+    if found is None:
+        found = note_checksum(storage, _crc32_of(storage))
+    return found and (not storage.parts or all(map(is_sound, storage.parts)))
+
+
+def _crc32_of(storage: Storage) -> int:
+    """The CRC-32 of all its bytes. Those of a file are mapped, which spares a copy of each."""
+    crc = 0
+    for start in range(0, storage.nbytes, _PIECE):
+        stop = min(start + _PIECE, storage.nbytes)
+        crc = _crc32_of_range(storage.source, start, stop, crc)
+    return crc
+
+
+def _crc32_of_range(source: ByteSource, start: int, stop: int, crc: int) -> int:
+    mapped = map_file(source, start, stop - start, 1) if can_sum() and stop - start >= WORTH_MAPPING else None
+    if mapped is not None:
+        try:
+            return crc32_of_mapped(mapped, crc)
+        except MemoryGone:  # reading the file in the plain way tells what is wrong with it
+            pass
+    for block in stream(source, start, stop):
+        crc = crc32(block, crc)
+    return crc
+
+
+def prove_ahead(storages: Iterable[Storage]) -> None:
+    """Work out at once, in two threads, what ``is_sound`` will be asked of many storages."""
+    batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
+    for _ in side_by_side(lambda batch: list(map(is_sound, batch)), batches):
+        pass
+
+
+def is_open(storage: Storage) -> bool:
+    """Whether nobody knows yet if the storage itself has the checksum that its file gives."""
+    return storage.crc32 is not None and storage not in _SOUND
+
+
+def is_unproved(storage: Storage) -> bool:
+    """Whether nobody knows yet if the storage, or one that it is made of, has its checksum."""
+    return is_open(storage) or (bool(storage.parts) and any(map(is_unproved, storage.parts)))
+
+
+def note_checksum(storage: Storage, crc: int) -> bool:
+    """Whether a whole storage of that CRC-32 is sound: kept for all who ask later."""
+    found = _SOUND[storage] = crc == storage.crc32
+    return found
+
+
+def _proving(storage: Storage) -> Iterator[memoryview]:
+    """The blocks of a whole storage; behind the last one it is known whether the storage has its checksum."""
+    crc = 0
+    for block in stream(storage.source, 0, storage.nbytes):
+        crc = crc32(block, crc)
+        yield block
+    note_checksum(storage, crc)
+
+
+Alarm = Callable[[Storage], None]
+"""What is done about a damaged storage that is read."""
+
+
+def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
+    """Bytes ``start`` to ``stop`` of a storage in blocks; the alarm is given where it is damaged. Of a storage that is
+    read as a whole for the first time, that is behind its last block.
+    """
+    is_first = (start, stop) == (0, storage.nbytes) and storage.crc32 is not None and storage not in _SOUND
+    if is_first:
+        yield from _proving(storage)
+    if not is_sound(storage):
+        alarm(storage)
+    if not is_first:
+        yield from stream(storage.source, start, stop)
+
+
+def refusal(checkpoint: Checkpoint) -> Alarm:
+    """Raises ``UnreadableError``: a state_dict with damage in it goes into no model."""
+
+    def refuse(storage: Storage) -> None:
+        raise UnreadableError(
+            f"{_damage(checkpoint, storage)}; fetch the file again, or leave the damaged tensors out with --salvage"
+            " (salvage=True of ckptfix.repair and ckptfix.load)"
+        )
+
+    return refuse
+
+
+def warning(checkpoint: Checkpoint) -> Alarm:
+    """Warns, and lets the bytes through: reading a single tensor is also how one looks at the damage."""
+
+    def warn(storage: Storage) -> None:
+        warnings.warn(one_line(_damage(checkpoint, storage)), DamageWarning, stacklevel=2)
+
+    return warn
+
+
+def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
+    held = _held_by(checkpoint, storage)
+    return f"{checkpoint.path}: {held} fails its checksum: its values are not those that were saved"
+
+
+def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
+    """Raise ``WriteError`` where one of the storages is damaged: its checksum does not go into the new file, which
+    would make the damage look sound.
+    """
+    for storage in storages:
+        if storage is not None and not is_sound(storage):
+            raise WriteError(
+                f"{checkpoint.path}: {_held_by(checkpoint, storage)} fails its checksum, and the new file would hide "
+                "that; fetch the file again, or leave the damaged tensors out with --salvage (without --no-values)"
+            )
+
+
+@contextmanager
+def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[None]:
+    """Prove the storages while the body writes; at its end the same error as that of ``prove``."""
+    wanted = list(storages)
+    if not wanted:  # as of most repairs: what is copied whole keeps its checksum
+        yield
+        return
+    with background() as pool:
+        proof = pool.submit(prove, checkpoint, wanted)
+        yield
+        proof.result()
+
+
+def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
+    entries = checkpoint.entries.items()
+    keys = [key for key, entry in entries if any(spec.storage is storage for spec in tensors_in(entry))]
+    more = f" and of {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"

@@ -1,0 +1,142 @@
+"""What a checkpoint is once it has been read: names, shapes, dtypes and where the bytes lie. No tensor is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import UnknownKeyError
+
+if TYPE_CHECKING:
+    import torch
+
+IN_MEMORY = "memory"
+"""The format name of a state_dict that never was a file."""
+
+PathPart = str | int
+"""One step into a container: a key of a dict, an attribute of an object, or an index of a list."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that was noticed while reading and that a rule of the family FIL turns into a finding.
+
+    ``kind`` is a word such as ``foreign-class``, ``non-string-key``, ``protocol``; ``where`` names the place in the
+    container (``args``, ``optimizer.state``); ``detail`` says what it is (``argparse.Namespace``)."""
+
+    kind: str
+    where: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state_dict that was found in a container: its place, its number of tensors and of elements."""
+
+    path: tuple[PathPart, ...]
+    tensors: int
+    numel: int
+
+    @property
+    def name(self) -> str:
+        """The name that ``--weights`` takes: ``state_dict``, ``model.ema``, ``[0]``; ``.`` for the top level."""
+        return path_name(self.path)
+
+
+def path_name(path: tuple[PathPart, ...]) -> str:
+    """A container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return name.removeprefix(".") or "."
+
+
+class TensorReader(Protocol):
+    """Builds torch's tensors from specs. A ``Checkpoint`` is given one by whatever opened it."""
+
+    def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
+        """The tensor of a key."""
+        ...
+
+    def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
+        """The whole state_dict, with the tensors of the keys in ``mapped`` sharing the file's memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state_dict and the container around it, read lazily.
+
+    ``entries`` holds the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the
+    rest (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None
+    where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
+    state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
+    storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
+    file inside of the archive or compressed file that ``path`` names. ``damage`` says what is wrong with the file,
+    where it was opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where
+    a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
+    the state_dict, with their names without it; None where the whole state_dict is meant.
+    """
+
+    path: str
+    format: str
+    entries: Mapping[str, object]
+    metadata: Mapping[str, Mapping[str, Any]] | None = None
+    container: tuple[PathPart, ...] = ()
+    root: object = None
+    devices: tuple[str, ...] = ()
+    producer: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+    damage: tuple[str, ...] = ()
+    lost: Mapping[str, TensorSpec | None] = field(default_factory=dict)
+    member: str = ""
+    picked: Mapping[str, str] | None = None
+    reader: TensorReader | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of the state_dict, by key, in the file's order."""
+        return {key: value for key, value in self.entries.items() if isinstance(value, TensorSpec)}
+
+    def keys(self) -> list[str]:
+        """The keys of the tensors, in the file's order."""
+        return list(self.specs)
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor of a key, on CPU, with the dtype, shape and strides of the file.
+
+        Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
+        in the file. Where they are not those that were saved, a ``DamageWarning`` says so: the checksum of a storage is
+        proved at the first read of it.
+        """
+        if key not in self.specs:
+            raise UnknownKeyError(self._no_tensor(key))
+        assert self.reader is not None, "made without a reader"
+        return self.reader.tensor(self, key)
+
+    def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
+        """The whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
+
+        The entries that are no tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
+        With ``mmap``, as in ``torch.load``, they are mapped where that can be: writing to one never reaches the file,
+        which must not be overwritten or cut short then. Raises ``UnreadableError`` where bytes fail their checksum.
+        """
+        assert self.reader is not None, "made without a reader"
+        return self.reader.state_dict(self, tuple(self.entries) if mmap else ())
+
+    def _no_tensor(self, key: str) -> str:
+        if key in self.entries:
+            return f"{self.path}: the entry {key!r} is no tensor; take it from state_dict()"
+        if key in self.lost:
+            return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
+        close = get_close_matches(str(key), self.specs, 1)
+        return f"{self.path}: has no key {key!r}; {f'did you mean {close[0]!r}?' if close else 'see keys()'}"
+
+    def with_entries(
+        self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None
+    ) -> Checkpoint:
+        """The same checkpoint with another state_dict in its container."""
+        return replace(self, entries=entries, metadata=metadata)

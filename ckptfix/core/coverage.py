@@ -1,0 +1,75 @@
+"""How much of a target came from the file, and whether a strict load can work at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Fill, Replace
+from ckptfix.core.target import PARAMETER, Target
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the target came from the file, by number of elements; tied tensors count once.
+
+    ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path).
+    """
+
+    parameters: int
+    parameters_from_file: int
+    buffers: int
+    buffers_from_file: int
+    filled: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Share of the target's parameters that came from the file, 1.0 for a target without parameters."""
+        return self.parameters_from_file / self.parameters if self.parameters else 1.0
+
+
+def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace]) -> Coverage:
+    """The share of the target's parameters and buffers, by number of elements, that came from the file. A tie counts
+    once.
+    """
+    counts: Counter[tuple[str, bool]] = Counter()
+    origins: Counter[str] = Counter()
+    seen: set[str] = set()
+    for key, slot in target.slots.items():
+        if key in seen:
+            continue
+        group = target.tie_of.get(key, (key,))
+        seen.update(group)
+        fits = [name for name in group if name in result.specs and target.accepts(name, result.specs[name].shape)]
+        numel = result.specs[fits[0]].numel if fits else slot.numel
+        from_file = any(name not in filled for name in fits)
+        counts[slot.kind, from_file] += numel
+        if fits and not from_file and slot.kind == PARAMETER:
+            origins[filled[fits[0]].origin] += numel
+    parameters, buffers = (
+        (counts[kind, True] + counts[kind, False], counts[kind, True]) for kind in (PARAMETER, "buffer")
+    )
+    return Coverage(*parameters, *buffers, dict(origins))
+
+
+def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
+    """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another shape.
+
+    ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet."""
+    wanted = [*target.slots, *sorted(target.entries)]
+    known = set(wanted)
+    missing = [
+        key
+        for key in wanted
+        if key not in result.entries and not (is_uncounted and split_key(key)[1] == NUM_BATCHES_TRACKED)
+    ]
+    unexpected = [key for key in result.entries if key not in known]
+    mismatched = [
+        key
+        for key in target.slots
+        if key in result.entries and not (key in result.specs and target.accepts(key, result.specs[key].shape))
+    ]
+    return [*missing, *unexpected, *mismatched]

@@ -1,0 +1,173 @@
+"""What surrounds a state_dict, as JSON for the ``__metadata__`` of a safetensors file, and back.
+
+JSON knows fewer types than a checkpoint. A value of another type is kept as ``{"ckptfix": type, "value": …}``; one that
+JSON cannot hold at all (a tensor of an optimizer) is left out, and the caller is told its place."""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.spec import TensorSpec
+
+TAG = "ckptfix"
+DEPTH_LIMIT = 200
+
+
+REPEATED = 100_000
+"""Values that a note may hold twice. JSON has no references: what stands in many places is written in each."""
+
+
+class _Unstorable(Exception):
+    """A value has no form in JSON."""
+
+
+class _Encoder:
+    """Writes values as JSON; one account of ``REPEATED`` for all that a note holds."""
+
+    def __init__(self) -> None:
+        self.left = REPEATED
+        self.seen: set[int] = set()
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        """The JSON form of a plain value. Raises ``_Unstorable`` where it has none of bounded size."""
+        if isinstance(value, (list, dict, tuple, set)):
+            self.left -= 1 + len(value) if id(value) in self.seen else 0
+            self.seen.add(id(value))
+        if self.left < 0 or depth > DEPTH_LIMIT:
+            raise _Unstorable
+        below = depth + 1
+        if value is None or isinstance(value, (bool, float)):
+            return value
+        if isinstance(value, (int, str)):
+            return _written(value)
+        if isinstance(value, list):
+            return [self.encode(item, below) for item in value]
+        if isinstance(value, dict):
+            if all(isinstance(key, str) for key in value) and TAG not in value:
+                return {_written(key): self.encode(item, below) for key, item in value.items()}
+            pairs = [[self.encode(key, below), self.encode(item, below)] for key, item in value.items()]
+            return {TAG: "dict", "value": pairs}
+        if isinstance(value, tuple):
+            return {TAG: "tuple", "value": [self.encode(item, below) for item in value]}
+        if isinstance(value, (set, frozenset)):
+            return {TAG: "set", "value": [self.encode(item, below) for item in sorted(value, key=repr)]}
+        if isinstance(value, complex):
+            return {TAG: "complex", "value": [value.real, value.imag]}
+        if isinstance(value, (bytes, bytearray)):
+            return {TAG: type(value).__name__, "value": base64.b64encode(value).decode("ascii")}
+        raise _Unstorable
+
+
+def _written(value: Any) -> Any:
+    """A text or number that JSON can be written with: no half surrogate pair, no number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        raise _Unstorable
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise _Unstorable from error
+    return value
+
+
+def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any], list[str]]:
+    """The note for the container around a state_dict, and the places that JSON cannot hold.
+
+    ``root`` is the plain object tree with None in the place of the state_dict. Entries of the state_dict that are no
+    tensors go along."""
+    lost: list[str] = []
+    entries = {key: value for key, value in checkpoint.entries.items() if not isinstance(value, TensorSpec)}
+    note: dict[str, Any] = {}
+    encoder = _Encoder()
+    kept_entries = _encode_members(entries, "", lost, encoder)
+    if kept_entries:
+        note["entries"] = kept_entries
+    if checkpoint.container:
+        note["path"] = list(checkpoint.container)
+        note["root"] = _encode_around(root, checkpoint.container, (), lost, encoder)
+    ties = len({spec.view for spec in checkpoint.specs.values()}) < len(checkpoint.specs)
+    if ties or kept_entries:
+        note["order"] = [key for key in checkpoint.entries if key in checkpoint.specs or key in kept_entries]
+    return note, lost
+
+
+def _encode_around(
+    value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str], encoder: _Encoder
+) -> Any:
+    """The tree down to the state_dict, member by member, so that one tensor beside it costs only its own branch."""
+    if not path:
+        return None
+    members = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    encoded = []
+    for name, member in members:
+        if name == path[0]:
+            encoded.append([name, _encode_around(member, path[1:], (*at, name), lost, encoder)])
+        else:
+            try:
+                encoded.append([encoder.encode(name), encoder.encode(member)])
+            except _Unstorable:
+                lost.append(path_name((*at, name)))
+    return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
+
+
+def _encode_members(members: Mapping[str, Any], at: str, lost: list[str], encoder: _Encoder) -> dict[str, Any]:
+    encoded = {}
+    for name, value in members.items():
+        try:
+            encoded[name] = encoder.encode(value)
+        except _Unstorable:
+            lost.append(f"{at}{name}")
+    return encoded
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "dict": lambda value: {_decode(key): _decode(item) for key, item in value},
+    "list": lambda value: [_decode(item) for _, item in value],
+    "tuple": lambda value: tuple(_decode(item) for item in value),
+    "set": lambda value: {_decode(item) for item in value},
+    "complex": lambda value: complex(*value),
+    "bytes": lambda value: base64.b64decode(value),
+    "bytearray": lambda value: bytearray(base64.b64decode(value)),
+}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if isinstance(value, dict):
+        decoder = _DECODERS.get(value.get(TAG, ""))
+        return decoder(value["value"]) if decoder else {key: _decode(item) for key, item in value.items()}
+    return value
+
+
+def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]) -> Any:
+    """The object tree of a note, with the state_dict in its place; the state_dict itself where there is no note."""
+    try:
+        for key, value in note.get("entries", {}).items():
+            if not isinstance(state_dict.get(key), TensorSpec):
+                state_dict[key] = _decode(value)
+        restore_order(state_dict, note.get("order"))
+        path = note.get("path", [])
+        if not path:
+            return state_dict
+        root = _decode(note["root"])
+        parent = root
+        for part in path[:-1]:
+            parent = parent[part]
+        parent[path[-1]] = state_dict
+        return root
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
+        # A note that somebody else edited: the weights stand without it.
+        return state_dict
+
+
+def restore_order(state_dict: OrderedDict[str, Any], order: Any) -> OrderedDict[str, Any]:
+    """Put the keys into the order of a note, in place, where it names exactly these keys."""
+    if isinstance(order, list) and len(order) == len(state_dict) and set(order) == set(state_dict):
+        for key in order:
+            state_dict.move_to_end(key)
+    return state_dict

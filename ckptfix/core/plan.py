@@ -1,0 +1,122 @@
+"""Plans: the edits of the rules as data, which print, go to JSON and back, and can be undone.
+
+A plan is a row of steps; each step sees the result of those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import EDITS, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.errors import PlanError
+
+PLAN_VERSION = 1
+"""The version of a plan's JSON form."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The edits that one rule proposed, applied together."""
+
+    rule: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done to a checkpoint, step by step."""
+
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """All edits in order."""
+        return tuple(edit for step in self.steps for edit in step.edits)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    def then(self, step: Step) -> Plan:
+        """The plan with one more step."""
+        return Plan((*self.steps, step))
+
+    def inverse(self) -> Plan:
+        """The plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose data."""
+        steps: list[Step] = []
+        for step in reversed(self.steps):
+            # The rows of _metadata were renamed after the keys, and so go back before them.
+            rows = tuple(_invert(edit) for edit in step.edits if isinstance(edit, RenameModule))
+            rest = tuple(_invert(edit) for edit in step.edits if not isinstance(edit, RenameModule))
+            steps += [Step(step.rule, edits) for edits in (rows, rest) if edits]
+        return Plan(tuple(steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON data."""
+        steps = [{"rule": step.rule, "edits": [edit.to_json() for edit in step.edits]} for step in self.steps]
+        return {"ckptfix-plan": PLAN_VERSION, "steps": steps}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """The plan of JSON data. Raises ``PlanError`` where it is none."""
+        try:
+            if data["ckptfix-plan"] != PLAN_VERSION:
+                raise PlanError(
+                    f"the plan has version {data['ckptfix-plan']!r}, this ckptfix applies version {PLAN_VERSION}; "
+                    "make it again"
+                )
+            return cls(
+                tuple(Step(str(step["rule"]), tuple(_edit(edit) for edit in step["edits"])) for step in data["steps"])
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"this is no plan of ckptfix ({type(error).__name__}: {error}); write one with --plan FILE"
+            ) from error
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+_FITS: Mapping[str, Callable[[object], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "tuple[int, ...]": _is_shape,
+}
+"""What the fields of an edit take, by their annotation."""
+
+
+def _edit(data: Mapping[str, Any]) -> Edit:
+    kind = EDITS.get(data["edit"])
+    if kind is None:
+        raise PlanError(
+            f"the plan has an edit {data['edit']!r:.40} that this ckptfix does not know; use the version that wrote it"
+        )
+    known = {field.name: field.type for field in fields(kind)}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "edit"
+    }
+    if not values.keys() <= known.keys():
+        raise PlanError(
+            f"the plan's edit {kind.kind} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
+        )
+    for name, value in values.items():
+        if not _FITS[str(known[name])](value):
+            raise PlanError(f"the plan's edit {kind.kind} has the {name} {value!r:.40}; write the plan again")
+    if values.get("dtype", "float32") not in DTYPES:
+        raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which is none of torch's")
+    return kind(**values)
+
+
+def _invert(edit: Edit) -> Edit:
+    if isinstance(edit, Rename):
+        return Rename(edit.to, edit.key)
+    if isinstance(edit, RenameModule):
+        return RenameModule(edit.to, edit.module)
+    if isinstance(edit, Reshape):
+        return Reshape(edit.key, edit.shape, edit.before)
+    if isinstance(edit, (Fill, Tie)):
+        return Drop(edit.key)
+    raise PlanError(f"the edit {edit.kind} cannot be undone: what it removed is not in the plan; keep the source file")

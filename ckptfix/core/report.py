@@ -1,0 +1,172 @@
+"""The report: what was found, what was done about it, what is left. The exit code is a property of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.finding import Finding, Fix, Level
+
+if TYPE_CHECKING:
+    from ckptfix.core.coverage import Coverage
+    from ckptfix.core.edits import Edit
+    from ckptfix.core.smoke_result import SmokeResult
+    from ckptfix.core.statistics import TensorStatistics
+
+REPORT_VERSION = 1
+"""The version of the JSON form; it grows when a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one file.
+
+    ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
+    plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
+    them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
+    findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
+    of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
+    each of these; they are no part of the JSON form.
+    """
+
+    source: str
+    format: str
+    container: str
+    tensors: int
+    numel: int
+    target: str | None = None
+    findings: tuple[Finding, ...] = ()
+    fixed: tuple[Finding, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    coverage: Coverage | None = None
+    obstacles: tuple[str, ...] = ()
+    smoke: SmokeResult | None = None
+    output: str | None = None
+    remarks: tuple[str, ...] = ()
+    figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
+    layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def remaining(self) -> tuple[Finding, ...]:
+        """The findings that no applied fix has cured."""
+        return tuple(finding for finding in self.findings if finding not in self.fixed)
+
+    @property
+    def exit_code(self) -> int:
+        """0: clean, or all fixed and verified.
+
+        1: warnings or errors remain, a strict load would still fail whatever rules were selected, or the forward test
+        failed.
+        """
+        failed = self.smoke is not None and self.smoke.passed is False
+        return int(failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining))
+
+    def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
+        """The report as plain JSON data, the same that ``--output-format json`` prints.
+
+        Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
+        fixed = set(map(id, self.fixed))
+        return {
+            "version": REPORT_VERSION,
+            "source": self.source,
+            "format": self.format,
+            "container": self.container,
+            "tensors": self.tensors,
+            "numel": self.numel,
+            "target": self.target,
+            "exit_code": self.exit_code,
+            "findings": [
+                _finding(finding, id(finding) in fixed or finding in self.fixed, fixes) for finding in self.findings
+            ],
+            "edits": _edits(self.edits),
+            "coverage": None if self.coverage is None else _coverage(self.coverage),
+            "obstacles": list(self.obstacles),
+            "smoke": None if self.smoke is None else _smoke(self.smoke),
+            "output": self.output,
+            "remarks": list(self.remarks),
+        }
+
+
+def envelope(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the command line prints: the reports of all paths, each from ``report_to_json`` or ``error_to_json``."""
+    return {"version": REPORT_VERSION, "reports": list(reports)}
+
+
+def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, Any]:
+    """The entry of a file that could not be checked."""
+    return {"version": REPORT_VERSION, "source": source, "exit_code": exit_code, "error": message}
+
+
+def _finding(finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
+    fix = {"fix": None if finding.fix is None else _fix(finding.fix)} if fixes else {}
+    return {
+        "code": finding.code,
+        "name": finding.name,
+        "level": finding.level.name.lower(),
+        "message": finding.message,
+        "keys": list(finding.keys),
+        "evidence": plain(finding.evidence),
+        **fix,
+        "fixed": fixed,
+        "remedy": finding.remedy,
+    }
+
+
+def _fix(fix: Fix) -> dict[str, Any]:
+    return {
+        "applicability": fix.applicability.name.lower().replace("_", "-"),
+        "asked": fix.asked,
+        "edits": _edits(fix.edits),
+    }
+
+
+def _edits(edits: Iterable[Edit]) -> list[Any]:
+    return [plain(edit.to_json()) for edit in edits]
+
+
+def _coverage(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "parameters": coverage.parameters,
+        "parameters_from_file": coverage.parameters_from_file,
+        "buffers": coverage.buffers,
+        "buffers_from_file": coverage.buffers_from_file,
+        "filled": dict(coverage.filled),
+        "share": coverage.share,
+    }
+
+
+def _smoke(smoke: SmokeResult) -> dict[str, Any]:
+    return {
+        "passed": smoke.passed,
+        "device": smoke.device,
+        "note": smoke.note,
+        "inputs": list(smoke.inputs),
+        "outputs": list(smoke.outputs),
+        "seconds": plain(smoke.seconds),
+        "checks": list(smoke.checks),
+        "compared": None if smoke.compared is None else plain(asdict(smoke.compared)),
+    }
+
+
+_PLAIN = (str, bool)
+_MAPPINGS = (dict, Mapping)  # the first without a look at what is registered for the last
+_LISTS = (list, tuple, set, frozenset, Sequence)
+
+
+def plain(value: object) -> Any:
+    """The value as data that any JSON parser reads; what JSON has no form for becomes text."""
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, int):
+        return int(value)  # an IntEnum too
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, _MAPPINGS):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, _LISTS) and not isinstance(value, bytes | bytearray | memoryview):
+        return [plain(item) for item in value]
+    return str(value)

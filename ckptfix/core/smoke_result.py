@@ -1,0 +1,68 @@
+"""What a forward test comes to, for the report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ckptfix.core.finding import counted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the outputs of two runs on the same input are apart.
+
+    ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
+    share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
+    dimension, None where there are no classes. ``unlike`` says why the two cannot be compared, and is empty where they
+    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None where nobody
+    looked.
+    """
+
+    against: str
+    identical: bool = False
+    difference: float = 0.0
+    scale: float = 0.0
+    tolerance: float = 0.0
+    agreement: float | None = None
+    unlike: str = ""
+    differing: int | None = None
+    tensors: int = 0
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the outputs are the same but for rounding."""
+        return not self.unlike and self.difference <= self.tolerance * self.scale
+
+    def __str__(self) -> str:
+        if self.unlike or self.identical:
+            return f"against {self.against}: {f'not comparable, {self.unlike}' if self.unlike else 'bit-equal'}"
+        classes = "" if self.agreement is None else f", argmax agrees in {100 * self.agreement:.4g} %"
+        known = (
+            ""
+            if self.differing is None
+            else f"; the weights differ in {self.differing} of {counted(self.tensors, 'tensor')}"
+        )
+        if math.isinf(self.difference):
+            return f"against {self.against}: a value is finite in one and not in the other{classes}{known}"
+        rounding = f"rounding explains {self.tolerance * self.scale:.2g}"
+        return f"against {self.against}: largest difference {self.difference:.2g} ({rounding}){classes}{known}"
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """What the forward test saw. ``passed`` None means that it gave no verdict, for the reason in ``note``.
+
+    ``device`` is where it ran (``cpu``, ``cuda:0``), ``inputs`` and ``outputs`` describe tensors as text (``float32[2,
+    3, 224, 224]``), ``seconds`` is the time of the forward pass. ``checks`` are lines about what was looked at beyond
+    it: training mode, gradients, another device. ``compared`` are the figures of the comparison with another file.
+    """
+
+    passed: bool | None
+    device: str = ""
+    note: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    seconds: float = 0.0
+    checks: tuple[str, ...] = ()
+    compared: Comparison | None = None

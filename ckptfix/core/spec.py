@@ -1,0 +1,220 @@
+"""What a tensor is without its values: dtype, shape, strides, and where its bytes are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ckptfix.core.dtypes import DTYPES
+
+
+class Geometry:
+    """What follows from a tensor's dtype, shape, strides and offset.
+
+    A repair asks for it dozens of times for each tensor. So what takes a walk over the dimensions is kept, in fields
+    that are no part of equality."""
+
+    __slots__ = ()
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    _numel: int | None
+    _is_contiguous: bool | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a 0-d tensor)."""
+        numel = self._numel
+        if numel is None:
+            numel = math.prod(self.shape)
+            object.__setattr__(self, "_numel", numel)
+        return numel
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def per_byte(self) -> int:
+        """Elements that share a byte, 1 but for the quantised dtypes of 2 and 4 bits."""
+        return DTYPES[self.dtype].per_byte
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
+        dtype = DTYPES[self.dtype]
+        return -(-self.numel * dtype.itemsize // dtype.per_byte)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in row-major order."""
+        known = self._is_contiguous
+        if known is None:
+            known = self.numel == 0 or _is_row_major(self.shape, self.strides)
+            object.__setattr__(self, "_is_contiguous", known)
+        return known
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first and one past the last byte of the storage that the tensor touches."""
+        dtype, offset, count = DTYPES[self.dtype], self.offset, self.numel
+        if count and not self.is_contiguous:
+            count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        itemsize, per_byte = dtype.itemsize, dtype.per_byte
+        if per_byte == 1:
+            return offset * itemsize, (offset + count) * itemsize
+        first = offset * itemsize // per_byte
+        return first, -(-(offset + count) * itemsize // per_byte) if count else first
+
+
+def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step, axis = 1, len(shape)
+    if axis != len(strides):
+        raise ValueError(f"{axis} sizes and {len(strides)} strides")
+    for stride in reversed(strides):
+        axis -= 1
+        size = shape[axis]
+        if stride != step and size != 1:
+            return False
+        step *= size
+    return True
+
+
+class ByteSource(Protocol):
+    """Where the bytes of a storage lie: a range of a file, a compressed member, or memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        ...
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file ends before."""
+        ...
+
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING  # one for all: a file may have a hundred thousand tensors
+
+
+class _Referable:
+    __slots__ = ("__weakref__",)  # what is known of a storage's checksum is kept beside it for as long as it lives
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Storage(_Referable):
+    """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
+
+    ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
+    ``crc32`` is the checksum that the container gives for the whole storage, where it has one. ``parts`` are the
+    storages of the file that its bytes are made of, where it is none of them itself (chunks that were put together,
+    elements that were turned round or converted): their checksums speak for it.
+    """
+
+    key: str
+    source: ByteSource
+    device: str = "cpu"
+    crc32: int | None = None
+    parts: tuple[Storage, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.source.nbytes
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors
+    themselves.
+    """
+
+    scheme: str
+    scale: float | TensorSpec
+    zero_point: int | TensorSpec
+    axis: int | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal and hashable for quantizers of the same values: torch 1.3 pickled those of channels as lists."""
+        given: tuple[object, ...] = (self.scale, self.zero_point)
+        values = (tuple(part) if isinstance(part, list) else part for part in given)
+        return (self.scheme, *values, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec(Geometry):
+    """A tensor without its values.
+
+    ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``core.dtypes``). A strided tensor
+    has a ``storage``; a sparse one has ``parts`` (``indices`` and ``values``, or the compressed index tensors) and no
+    storage; one that was saved from the meta device has neither. ``requires_grad`` is kept because a Parameter carries
+    it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    storage: Storage | None = None
+    offset: int = 0
+    layout: str = "strided"
+    parts: Mapping[str, TensorSpec] = field(default_factory=_nothing, hash=False)
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    is_parameter: bool = False
+    is_coalesced: bool | None = None
+    math_bits: Mapping[str, bool] = field(default_factory=_nothing, hash=False)
+    _numel: int | None = field(default=None, init=False, repr=False, compare=False)
+    _is_contiguous: bool | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether values were saved at all (False for tensors of the meta device)."""
+        return self.storage is not None or bool(self.parts)
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
+        place = (id(self.storage), self.offset, self.dtype, self.shape, self.strides)
+        bits = tuple(name for name in sorted(self.math_bits) if self.math_bits[name]) if self.math_bits else ()
+        return place if not bits and self.quantizer is None else (*place, bits, self.quantizer and self.quantizer.key)
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages that hold this tensor's bytes, in order."""
+        return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
+
+    def strided_parts(self) -> Iterable[TensorSpec]:
+        """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
+        if not self.parts and self.quantizer is None:  # as of nearly all tensors
+            return (self,) if self.storage is not None else ()
+        return self._several_parts()
+
+    def _several_parts(self) -> Iterator[TensorSpec]:
+        if self.parts:
+            for part in self.parts.values():
+                yield from part.strided_parts()
+        elif self.storage is not None:
+            yield self
+        if self.quantizer is not None:
+            for value in (self.quantizer.scale, self.quantizer.zero_point):
+                if isinstance(value, TensorSpec):
+                    yield from value.strided_parts()
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

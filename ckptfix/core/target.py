@@ -1,0 +1,158 @@
+"""What a state_dict has to fit: the specs that a strict ``load_state_dict`` wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+from ckptfix.core.buffers import is_buffer_name
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptfix.core.checkpoint import Checkpoint
+
+PARAMETER, BUFFER = "parameter", "buffer"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that the target wants: ``kind`` is ``parameter`` or ``buffer``; a lazy parameter has shape None."""
+
+    dtype: str
+    shape: tuple[int, ...] | None
+    kind: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, 0 where the shape is not known yet."""
+        import math
+
+        return 0 if self.shape is None else math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The tensors that a strict load wants.
+
+    ``slots`` in the order of the model's own state_dict. ``entries`` are wanted keys that hold no tensor (packed
+    parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
+    one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
+    initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
+    ``remarks`` are lines worth saying about how the target was had.
+    """
+
+    label: str
+    slots: Mapping[str, Slot]
+    entries: frozenset[str] = frozenset()
+    transient: frozenset[str] = frozenset()
+    ties: tuple[tuple[str, ...], ...] = ()
+    modules: Mapping[str, str] | None = None
+    initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    remarks: tuple[str, ...] = ()
+
+    @cached_property
+    def tie_of(self) -> Mapping[str, tuple[str, ...]]:
+        """For every tied key its whole group."""
+        return {key: group for group in self.ties for key in group}
+
+    def accepts(self, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether the target wants this key with this shape."""
+        slot = self.slots.get(key)
+        return slot is not None and slot.shape in (None, shape)
+
+
+def target_from_module(module: torch.nn.Module, label: str | None = None) -> Target:
+    """What a strict ``load_state_dict`` of a live module wants.
+
+    ``initial`` gives the module's values of that moment, as detached tensors that share the module's memory; it is None
+    for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through.
+    """
+    import torch
+
+    state = module.state_dict(keep_vars=True)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tensors = {
+        key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)
+    }
+    transient = {key: value for key, value in module.named_buffers(remove_duplicate=False) if key not in state}
+    is_parameter = {key: isinstance(value, torch.nn.Parameter) or key in parameters for key, value in tensors.items()}
+    has_values = not any(tensor.is_meta for tensor in tensors.values())
+    return Target(
+        label=label or type(module).__name__,
+        slots={key: _slot_of(tensor, is_parameter[key]) for key, tensor in tensors.items()},
+        entries=frozenset(state) - frozenset(tensors),
+        transient=frozenset(transient),
+        ties=_groups({key: _identity(tensor) for key, tensor in tensors.items()}),
+        modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
+        initial=cache(lambda: _values(tensors | transient)) if has_values else None,
+    )
+
+
+def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
+    """What fits in the place of another checkpoint.
+
+    Parameters and buffers are told apart by what the file says, else by name and dtype.
+    """
+    specs = {key: spec for key, spec in checkpoint.specs.items() if not _is_extra_state(key)}
+    return Target(
+        label=checkpoint.path,
+        slots={key: Slot(spec.dtype, spec.shape, _kind_of(key, spec)) for key, spec in specs.items()},
+        entries=frozenset(checkpoint.entries) - frozenset(specs),
+        ties=_groups({key: spec.view for key, spec in specs.items() if spec.storage is not None and spec.numel}),
+    )
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether a key holds what ``get_extra_state`` returned: a tensor or not, its shape is the module's business."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _slot_of(tensor: torch.Tensor, is_parameter: bool) -> Slot:
+    from torch.nn.parameter import is_lazy
+
+    # An uninitialised tensor raises when asked for its shape.
+    shape = None if is_lazy(tensor) else tuple(tensor.shape)
+    return Slot(str(tensor.dtype).removeprefix("torch."), shape, PARAMETER if is_parameter else BUFFER)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are one: the same object, or the same view of the same storage.
+
+    Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device.
+    """
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or is_lazy(tensor):
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _groups(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ...], ...]:
+    """The keys of equal identity, in groups of two or more."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for key, identity in identities.items():
+        groups.setdefault(identity, []).append(key)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    from torch.nn.parameter import is_lazy
+
+    return {key: tensor.detach().cpu() for key, tensor in tensors.items() if not (is_lazy(tensor) or tensor.is_meta)}
+
+
+def _kind_of(key: str, spec: TensorSpec) -> str:
+    """Whether a tensor of a file was a parameter or a buffer. Most files do not say: ``state_dict()`` detaches."""
+    if spec.is_parameter:
+        return PARAMETER
+    dtype = DTYPES[spec.dtype]
+    is_real_valued = dtype.is_float or dtype.is_complex or dtype.is_quantized
+    return BUFFER if is_buffer_name(key, spec.shape) or not is_real_valued else PARAMETER

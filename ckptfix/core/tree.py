@@ -1,0 +1,54 @@
+"""Walks over the object tree of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+
+SMALL = 64
+"""Members up to which a container without another one in it is looked at each time that it is met, and not remembered:
+a million rows of numbers beside the weights would cost more to remember than to read."""
+
+
+def tensors_in(root: Any) -> Iterator[TensorSpec]:
+    """Every strided tensor in a tree, in order, each object of the tree once."""
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, TensorSpec):
+            yield from value.strided_parts()
+            continue
+        if id(value) in seen:
+            continue
+        children = [child for child in _members(value) if isinstance(child, _LEADS_ON)]
+        if children or len(_members(value)) > SMALL:
+            seen.add(id(value))
+        pending.extend(reversed(children))
+
+
+_LEADS_ON = (TensorSpec, dict, list, tuple, Opaque)
+
+
+def _members(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        # torch hangs `_metadata`, and others what they like, on an OrderedDict.
+        attributes = getattr(value, "__dict__", None)
+        return [*value.values(), *attributes.values()] if attributes else value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, Opaque):
+        return [
+            part
+            for part in (value.args, value.state, value.items, value.pairs)
+            if isinstance(part, TensorSpec | Opaque) or part
+        ]
+    return ()
+
+
+def holds_tensors(entry: object) -> bool:
+    """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
+    return any(True for _ in tensors_in(entry))

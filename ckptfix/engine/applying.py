@@ -1,0 +1,220 @@
+"""Applies edits to a checkpoint: the one place where one is changed.
+
+The edits of one step apply at once, so that two keys may swap their names. The result is a new lazy checkpoint: no
+tensor is read but a donor's, whose checksums are proved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import (
+    Cast,
+    Disarm,
+    Drop,
+    Edit,
+    Fill,
+    Plain,
+    Rename,
+    RenameModule,
+    Replace,
+    Reshape,
+    Retag,
+    Rewrite,
+    Tie,
+    Zero,
+)
+from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
+from ckptfix.core.plan import Plan, Step
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.engine.supplies import Supplies, filled, replaced, with_measurements
+from ckptfix.errors import PlanError
+from ckptfix.reading.pickles.payload import GRAPH_CODE
+from ckptfix.values.zeroing import WHICH, can_be_zeroed, zeroed_spec
+from ckptfix.writing.plain import plain_root
+
+CONVERTED_REMARKS = frozenset(
+    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-package torch-tar odd-layout "
+    "odd-metadata python2-text uninitialized".split()
+)
+"""What was noticed while reading and is cured by writing plain data."""
+
+
+def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:
+    """Return the checkpoint after all steps of a plan. Raises ``PlanError`` if the plan does not fit it."""
+    for step in plan.steps:
+        checkpoint = apply_step(checkpoint, step, supplies or Supplies())
+    return checkpoint
+
+
+def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
+    """The checkpoint after one step. Raises ``PlanError`` on a conflict: two sources for one key, an edit of a key that
+    is not there.
+    """
+    renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
+    dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
+    changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape, Replace, Zero))]
+    supplies = with_measurements(checkpoint, changes, supplies)
+    additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
+    for key in (*renames, *dropped, *(edit.key for edit in changes)):
+        if key not in checkpoint.entries:
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} edits the key {key}, which is not there; the plan belongs to another "
+                "file"
+            )
+    if both := (renames.keys() | {edit.key for edit in changes}) & dropped:
+        raise PlanError(
+            f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
+        )
+    entries: dict[str, Any] = {}
+    for key, entry in checkpoint.entries.items():
+        if key not in dropped:
+            name = renames.get(key, key)
+            if name in entries:
+                raise PlanError(
+                    f"{checkpoint.path}: {step.rule} gives {name} two sources; look at the keys with `ckptfix inspect`"
+                )
+            entries[name] = entry
+    made: dict[tuple[object, ...], TensorSpec] = {}
+    for change in changes:
+        name = renames.get(change.key, change.key)
+        # The same change of two names of one tensor leaves them one tensor.
+        entry = entries[name]
+        view = (entry.view, replace(change, key="")) if isinstance(entry, TensorSpec) and entry.storage else (name,)
+        if view not in made:
+            made[view] = _changed(checkpoint, entry, change, supplies)
+        entries[name] = made[view]
+    entries = _with_additions(checkpoint, step, entries, additions, supplies)
+    kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
+    metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
+    lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
+    # After the first rename the names of a picked set are not those of the file any more: it was taken before.
+    picked = None if renames else checkpoint.picked
+    result = replace(checkpoint.with_entries(entries, metadata), lost=lost, picked=picked)
+    if any(isinstance(edit, Rewrite) for edit in step.edits):
+        result = replace(result, damage=())
+    if any(isinstance(edit, Disarm) for edit in step.edits):
+        result = _disarmed(result)
+    conversions = [edit for edit in step.edits if isinstance(edit, Plain)]
+    if conversions and all(edit.before == GRAPH_CODE for edit in conversions):
+        # What is written never holds code: only the word for it goes.
+        remarks = tuple(remark for remark in result.remarks if remark.kind != "stored-code")
+        result = replace(result, remarks=remarks)
+    elif conversions:
+        root, _ = plain_root(result)
+        state_dict: Any = root
+        for part in result.container:
+            state_dict = state_dict[part]
+        remarks = tuple(remark for remark in result.remarks if remark.kind not in CONVERTED_REMARKS)
+        result = replace(result, entries=dict(state_dict), root=root, remarks=remarks)
+    retagged = {edit.device for edit in step.edits if isinstance(edit, Retag)}
+    return (
+        replace(result, devices=tuple(device for device in result.devices if device not in retagged))
+        if retagged
+        else result
+    )
+
+
+def _disarmed(checkpoint: Checkpoint) -> Checkpoint:
+    """The tensors of the state_dict alone, and of ``_metadata`` the versions."""
+    metadata = {
+        module: {name: value for name, value in row.items() if isinstance(value, int)}
+        for module, row in (checkpoint.metadata or {}).items()
+    }
+    tensors = dict(checkpoint.specs)
+    return replace(
+        checkpoint, entries=tensors, metadata=metadata or None, root=tensors, container=(), candidates=(), remarks=()
+    )
+
+
+def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) -> Metadata | None:
+    try:
+        return rename_rows(metadata, {edit.module: edit.to for edit in step.edits if isinstance(edit, RenameModule)})
+    except KeyError as error:
+        raise PlanError(
+            f"{checkpoint.path}: {step.rule} renames the row {error} of _metadata, which is not there; the plan "
+            "belongs to another file"
+        ) from error
+
+
+def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, str]:
+    if len(renames) != sum(isinstance(edit, kind) for edit in step.edits):
+        raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
+    return renames
+
+
+def _changed(
+    checkpoint: Checkpoint, spec: object, change: Cast | Reshape | Replace | Zero, supplies: Supplies
+) -> TensorSpec:
+    if not isinstance(spec, TensorSpec):
+        raise PlanError(
+            f"{checkpoint.path}: {change.key} is no tensor and cannot be changed; the plan belongs to another file"
+        )
+    if isinstance(change, Cast):
+        if spec.dtype != change.before:
+            raise PlanError(
+                f"{checkpoint.path}: {change.key} is {spec.dtype} and not {change.before}; the plan belongs to "
+                "another file"
+            )
+        from ckptfix.values.casting import cast_spec
+
+        return cast_spec(spec, change.dtype, checkpoint.path)
+    if isinstance(change, Zero):
+        if spec.dtype != change.dtype or change.which not in WHICH or not can_be_zeroed(spec):
+            raise PlanError(
+                f"{checkpoint.path}: the {change.which} numbers of {change.key} cannot be set to zero, as it is "
+                f"{spec.dtype}; the plan belongs to another file"
+            )
+        return zeroed_spec(spec, change.which, checkpoint.path)
+    if isinstance(change, Replace):
+        if (spec.dtype, spec.shape) != (change.dtype, change.shape):
+            raise PlanError(
+                f"{checkpoint.path}: {change.key} is {spec.dtype} {spec.shape} and not {change.dtype} {change.shape}; "
+                "the plan belongs to another file"
+            )
+        return replaced(checkpoint, change, supplies)
+    if (
+        spec.shape != change.before
+        or TensorSpec(spec.dtype, change.shape).numel != spec.numel
+        or not spec.is_contiguous
+    ):
+        raise PlanError(
+            f"{checkpoint.path}: {change.key} of shape {spec.shape} cannot become {change.shape}; the plan belongs to "
+            "another file"
+        )
+    return replace(spec, shape=change.shape, strides=contiguous_strides(change.shape))
+
+
+def _with_additions(
+    checkpoint: Checkpoint, step: Step, entries: dict[str, Any], additions: list[Fill | Tie], supplies: Supplies
+) -> dict[str, Any]:
+    """The entries with the new ones, each behind the last entry of its module, or else at the end."""
+    if not additions:
+        return entries
+    last_of_module = {key.rpartition(".")[0]: key for key in entries}
+    behind: dict[str | None, list[tuple[str, TensorSpec]]] = {}
+    added: dict[str, TensorSpec] = {}
+    for addition in additions:
+        if addition.key in entries or addition.key in added:
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} adds the key {addition.key}, which is there already; nothing is "
+                "overwritten"
+            )
+        if isinstance(addition, Fill):
+            value: object = filled(checkpoint, addition, supplies)
+        else:
+            value = entries.get(addition.to, added.get(addition.to))
+        if not isinstance(value, TensorSpec):
+            raise PlanError(
+                f"{checkpoint.path}: {step.rule} ties {addition.key} to a key that is not there; the plan belongs to "
+                "another file"
+            )
+        behind.setdefault(last_of_module.get(addition.key.rpartition(".")[0]), []).append((addition.key, value))
+        added[addition.key] = value
+    result: dict[str, Any] = {}
+    for key, entry in entries.items():
+        result[key] = entry
+        result.update(behind.get(key, ()))
+    result.update(behind.get(None, ()))
+    return result

@@ -1,0 +1,133 @@
+"""Runs the rules over a checkpoint: findings, and the plan of those fixes that are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Disarm, Edit, Fill, Plain, Rename, RenameModule, Replace, Retag, Rewrite
+from ckptfix.core.finding import Applicability, Finding, Fix
+from ckptfix.core.plan import Plan
+from ckptfix.core.settings import Settings
+from ckptfix.rules import RULES, Listed
+from ckptfix.rules.rule import Context
+
+if TYPE_CHECKING:
+    from ckptfix.core.statistics import TensorStatistics
+    from ckptfix.core.target import Target
+    from ckptfix.engine.supplies import Measure
+    from ckptfix.values.statistics import Statistics
+
+KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
+"""Edits after which every tensor is there as it was."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the rules found, what will be done about it, and the checkpoint as it will be then."""
+
+    findings: tuple[Finding, ...]
+    fixed: tuple[Finding, ...]
+    plan: Plan
+    result: Checkpoint
+    figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
+    """What the value rules read, by key of the result."""
+
+    @property
+    def filled(self) -> Mapping[str, Fill | Replace]:
+        """The keys whose values do not come from the file."""
+        edits = (edit for edit in self.plan.edits if isinstance(edit, (Fill, Replace)))
+        return {edit.key: edit for edit in edits if edit.origin != "twin"}
+
+
+def diagnose(
+    checkpoint: Checkpoint,
+    target: Target | None,
+    settings: Settings,
+    donor: Checkpoint | None = None,
+    measure: Measure | None = None,
+) -> Diagnosis:
+    """Run every selected rule; each sees the checkpoint after the fixes of those before it.
+
+    Raises ``AssertionError`` where a second pass would still propose something: then a rule of ours is wrong (law 2 of
+    the design)."""
+    findings: list[Finding] = []
+    fixed: list[Finding] = []
+    plan, view, supplies = Plan(), checkpoint, None
+    context = Context(view, target, _statistics(view, settings), settings, donor)
+    for rule in RULES:
+        is_told = settings.selects(rule.code)
+        is_asked = (settings.salvage and rule.code == "FIL201") or (view.picked is not None and rule.code == "FIL101")
+        if not is_told and not is_asked:
+            continue
+        found = tuple(_propose(rule, context))
+        if not is_told:  # who ignores the loss of what --salvage leaves out does not want it back
+            found = tuple(finding for finding in found if finding.fix is not None)
+        findings += found
+        cured = [finding for finding in found if finding.fix is not None and is_enabled(finding.fix, settings)]
+        edits: tuple[Edit, ...] = tuple(
+            edit for finding in cured if finding.fix is not None for edit in finding.fix.edits
+        )
+        if edits:
+            from ckptfix.core.plan import Step
+            from ckptfix.engine.applying import apply_step
+            from ckptfix.engine.supplies import Supplies
+
+            supplies = supplies or Supplies(target.initial if target is not None else None, donor, measure)
+            step = Step(rule.code, edits)
+            plan, view = plan.then(step), apply_step(view, step, supplies)
+            fixed += cured
+            context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
+    if plan:  # without one, every rule has seen the result already
+        _assert_stable(context, settings, plan)
+    figures = context.statistics.known if context.statistics is not None else {}
+    return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
+
+
+def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:
+    if not settings.values:
+        return None
+    from ckptfix.values.narrowing import narrowing_to
+    from ckptfix.values.statistics import Statistics  # this is what reads the weights, and a look at names goes without
+
+    return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None)
+
+
+def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
+    """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
+    safe: what is missing under its name may be there under another.
+    """
+    for finding in rule.propose(context):
+        fix = finding.fix
+        if fix is not None and _is_doubtful(fix, context.checkpoint):
+            doubted = min(fix.applicability, Applicability.UNSAFE)
+            finding = replace(finding, fix=replace(fix, applicability=doubted))
+        yield finding
+
+
+def _is_doubtful(fix: Fix, checkpoint: Checkpoint) -> bool:
+    has_damaged_list = any(remark.kind == "doubtful-names" for remark in checkpoint.remarks)
+    return has_damaged_list and not all(isinstance(edit, KEEPING) for edit in fix.edits)
+
+
+def is_enabled(fix: Fix, settings: Settings) -> bool:
+    """Whether a fix may be applied: it is safe, or asked for by its own flag, or all unsafe ones are."""
+    if fix.applicability is Applicability.DISPLAY_ONLY:
+        return False
+    return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
+
+
+def _assert_stable(context: Context, settings: Settings, plan: Plan) -> None:
+    applied = {step.rule for step in plan.steps}
+    for rule in RULES:
+        # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
+        # the value rules only those that changed something are asked again.
+        if settings.selects(rule.code) and (rule.code in applied or not rule.code.startswith("VAL")):
+            again = [
+                finding
+                for finding in _propose(rule, context)
+                if finding.fix is not None and is_enabled(finding.fix, settings)
+            ]
+            assert not again, f"{rule.code} proposes another fix on its own result: {again[0].message}"

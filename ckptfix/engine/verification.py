@@ -1,0 +1,241 @@
+"""Opens a written file again and compares it with what was to be written, down to the last byte.
+
+Most bytes were read back when they were copied. Where the opened file says that a tensor lies in such a range, as far
+from its source as it was copied, they are not read once more; all others are.
+
+Ranges of files are read into buffers that are used again and again, since fresh memory for each block would take longer
+than the reading, by two threads. A mapping of the files would be a little faster, but a source that is cut meanwhile
+would end the program then instead of raising an error."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.bytes.batches import THREADS, batched
+from ckptfix.bytes.copying import background
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import located, stream
+from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.progress import Task
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import CkptfixError, WriteError
+from ckptfix.reading import safetensors
+from ckptfix.reading.contiguous import contiguous_blocks
+from ckptfix.writing.output import Written
+from ckptfix.writing.safetensors import lost_extras
+
+BATCH = 32 << 20
+"""Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer."""
+
+WINDOW = 512 << 10
+"""Bytes that are compared at once: they are in the processor's cache still."""
+
+PIECE = 64 << 10
+"""Bytes of a block that are copied at once where they have to be: so few that no fresh memory is asked for them."""
+
+
+def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
+    """Open the written file and compare names, order, shapes, dtypes, ties, ``_metadata`` and every byte with what was
+    to be written.
+
+    What was read back and found equal while the files of ``written`` were is not read again where it lies as it was to.
+    Raises ``WriteError`` on any difference, and ``UnreadableError`` where a source has changed meanwhile: then the file
+    is not delivered.
+    """
+    from ckptfix.reading.opening import open_file
+
+    try:
+        found = open_file(str(temporary), path_name(expected.container))
+    except CkptfixError as error:
+        raise WriteError(
+            f"{output}: the written file does not open again ({error}); it was removed; please report this"
+        ) from error
+    difference = _difference(found, expected) or _difference_of_bytes(found, expected, _ReadBack(written))
+    for file in _files_of(expected):
+        file.refuse_changed()
+    if difference:
+        raise WriteError(
+            f"{output}: the written file differs from the plan: {difference}; it was removed; please report this"
+        )
+
+
+def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
+    """The files whose bytes are a checkpoint's tensors as they are."""
+    files = set()
+    for spec in checkpoint.specs.values():
+        for part in spec.strided_parts():
+            place = located(part.storage.source) if part.storage is not None else None
+            if place is not None:
+                files.add(place.file)
+    return files
+
+
+def _difference(written: Checkpoint, expected: Checkpoint) -> str:
+    """What differs beside the bytes; empty where nothing does."""
+    is_safetensors = written.format.endswith(safetensors.NAME)  # in one file or in shards
+    # What has no form in a format was said before; it is no tensor.
+    lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
+    if list(written.entries) != [key for key in expected.entries if key not in lost]:
+        return "other keys, or in another order"
+    if (written.metadata or {}) != (expected.metadata or {}):
+        return "another _metadata"
+    for key, spec in expected.specs.items():
+        other = written.specs.get(key)
+        if other is None or other.dtype != spec.dtype or other.shape != spec.shape or other.layout != spec.layout:
+            return f"the tensor {key}"
+        if spec.quantizer is not other.quantizer and _scheme(spec) != _scheme(other):
+            return f"the quantiser of {key}"
+        if is_safetensors:
+            continue
+        if spec.requires_grad != other.requires_grad or spec.is_parameter != other.is_parameter:
+            return f"requires_grad of {key}"
+    if _tie_groups(written) != _tie_groups(expected):
+        return "the ties"
+    return ""
+
+
+def _scheme(spec: TensorSpec) -> tuple[object, ...]:
+    """A quantiser without the tensors in it, whose bytes are compared like all others."""
+    quantizer = spec.quantizer
+    if quantizer is None:
+        return ()
+    numbers = [None if isinstance(part, TensorSpec) else part for part in (quantizer.scale, quantizer.zero_point)]
+    return (quantizer.scheme, quantizer.axis, *numbers)
+
+
+class _Range(NamedTuple):
+    """Bytes of a key that lie in a file on both sides, from ``offset`` of the one and ``start`` of the other on."""
+
+    key: str
+    source: OpenFile
+    offset: int
+    file: OpenFile
+    start: int
+    nbytes: int
+
+
+class _ReadBack:
+    """The ranges that were read back, in the order of the files that they were written to."""
+
+    def __init__(self, written: Iterable[Written]) -> None:
+        self._copied = {str(file.path): sorted(file.copied, key=_start) for file in written}
+        self._starts = {path: [copied.start for copied in found] for path, found in self._copied.items()}
+
+    def has(self, pair: _Range) -> bool:
+        """Whether the bytes lie within a range that was found equal, as far from its beginning on both sides."""
+        at = bisect_right(self._starts.get(pair.file.path, ()), pair.start) - 1
+        if at < 0:
+            return False
+        copied = self._copied[pair.file.path][at]
+        behind = pair.start - copied.start
+        return (
+            copied.file is pair.source
+            and copied.offset + behind == pair.offset
+            and behind + pair.nbytes <= copied.nbytes
+        )
+
+
+_start = attrgetter("start")
+
+
+def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _ReadBack) -> str:
+    task = Task(f"comparing {expected.path}", sum(spec.nbytes for spec in expected.specs.values()))
+    known = 0
+    ranges: list[_Range] = []
+    made: list[tuple[str, TensorSpec, TensorSpec]] = []
+    for key, spec in expected.specs.items():
+        for before, after in zip(spec.strided_parts(), written.specs[key].strided_parts(), strict=True):
+            pair = _range(key, before, after)
+            if pair is None:
+                made.append((key, before, after))
+            elif read_back.has(pair):
+                known += pair.nbytes
+            else:
+                ranges += _pieces(pair)
+    task.advance(known)
+    if not ranges and not made:
+        return ""
+    with background(THREADS) as pool:
+        batches = batched(ranges, lambda pair: pair.nbytes, BATCH)
+        compared = [(batch, pool.submit(_first_difference, batch)) for batch in batches]
+        for key, before, after in made:
+            if not _same_blocks(before, after, expected.path):
+                return f"the bytes of {key}"
+            task.advance(before.nbytes)
+        for batch, found in compared:
+            if differing := found.result():
+                return f"the bytes of {differing}"
+            task.advance(sum(pair.nbytes for pair in batch))
+    return ""
+
+
+def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
+    """Whether what two tensors span can be compared without putting it into row-major order."""
+    return before.strides == after.strides and before.math_bits == after.math_bits
+
+
+def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
+    """The bytes that a tensor spans, where they are a range of a file on both sides."""
+    if before.storage is None or after.storage is None or not _is_same_view(before, after):
+        return None
+    source, file = located(before.storage.source), located(after.storage.source)
+    if source is None or file is None:
+        return None
+    (offset, stop), (start, end) = before.extent, after.extent
+    if stop - offset != end - start:
+        return None
+    return _Range(key, source.file, source.offset + offset, file.file, file.offset + start, stop - offset)
+
+
+def _pieces(pair: _Range) -> Iterator[_Range]:
+    """The range in pieces of at most ``BATCH``."""
+    key, source, offset, file, start, nbytes = pair
+    for done in range(0, nbytes, BATCH):
+        yield _Range(key, source, offset + done, file, start + done, min(BATCH, nbytes - done))
+
+
+def _first_difference(batch: list[_Range]) -> str | None:
+    """The key of the first range that differs."""
+    size = min(WINDOW, max(pair.nbytes for pair in batch))
+    left, right = bytearray(size), bytearray(size)
+    for key, source, offset, file, start, nbytes in batch:
+        for done in range(0, nbytes, WINDOW):
+            count = min(WINDOW, nbytes - done)
+            source.fill(memoryview(left)[:count], offset + done)
+            file.fill(memoryview(right)[:count], start + done)
+            # Behind what was read, both hold what was found equal before.
+            if left != right:
+                return key
+    return None
+
+
+def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:
+    if _is_same_view(before, after) and before.storage is not None and after.storage is not None:
+        left, right = stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent)
+    else:
+        left, right = contiguous_blocks(before, path), contiguous_blocks(after, path)
+    return all(_equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def _equal(one: memoryview, other: memoryview) -> bool:
+    """A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece."""
+    pieces = range(0, max(one.nbytes, other.nbytes), PIECE)
+    return all(bytearray(one[start : start + PIECE]) == other[start : start + PIECE] for start in pieces)
+
+
+def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
+    """The keys of tensors that are the same view of the same storage."""
+    by_storage: dict[int, list[str]] = {}
+    for key, spec in checkpoint.specs.items():
+        if spec.storage is not None and spec.numel:
+            by_storage.setdefault(id(spec.storage), []).append(key)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for keys in by_storage.values():
+        if len(keys) > 1:  # as of few storages
+            for key in keys:
+                groups.setdefault(checkpoint.specs[key].view, []).append(key)
+    return {tuple(group) for group in groups.values() if len(group) > 1}

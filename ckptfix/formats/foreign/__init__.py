@@ -1,1 +1,0 @@
-"""Files that are no checkpoint, or no longer one, and what they are instead."""

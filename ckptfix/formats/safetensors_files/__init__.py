@@ -1,1 +1,0 @@
-"""The safetensors format, read and written."""

@@ -1,1 +1,0 @@
-"""Where in what was parsed the state_dict is, and what belongs to it."""

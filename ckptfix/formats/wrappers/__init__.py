@@ -1,1 +1,0 @@
-"""What lies around a checkpoint: archives and compressed files, whole or damaged."""

@@ -1,0 +1,177 @@
+"""The target that a factory of the user makes: ``--model pkg.mod:factory``. This runs the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.target import Target, target_from_module
+from ckptfix.errors import CkptfixError, TargetError
+
+if TYPE_CHECKING:
+    import torch
+
+Arguments = Mapping[str, Any] | Sequence[Any]
+"""What ``--model-args`` gives: keyword arguments, or positional ones."""
+
+
+def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> Target:
+    """What the model of a factory wants.
+
+    ``spec`` is ``pkg.mod:factory``: a function, a class or an ``nn.Module`` instance; modules are found in the working
+    directory too. The model is built on the meta device, where its weights cost nothing; a factory that needs real
+    tensors is run again without it, and a remark says so. ``initial`` builds the real model on first use, from
+    ``seed``. The random state of torch is left as it was.
+
+    Raises ``TargetError``: one line that says what to do, and the user's traceback where the user's own code raised.
+    """
+    import torch
+
+    made = _resolve(spec, seed)
+    if isinstance(made, torch.nn.Module):
+        return target_from_module(_build(spec, made, arguments, seed), spec)
+
+    build = cache(lambda: _build(spec, made, arguments, seed))
+    initial = cache(lambda: _values(build(), spec))
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # loading into a meta tensor warns that it does nothing, as we wish
+            model = _build(spec, made, arguments, seed)
+    except TargetError as error:
+        if error.__cause__ is None:  # the factory ran to its end, and what it made is no model
+            raise
+        reason = str(error.__cause__).partition("\n")[0]
+    else:
+        return replace(target_from_module(model, spec), initial=initial)
+    remark = f"--model {spec} cannot be built on the meta device ({reason}), so it was built with real weights"
+    return replace(target_from_module(build(), spec), remarks=(remark,))
+
+
+def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:
+    """The model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
+    return _build(spec, _resolve(spec, seed), arguments, seed)
+
+
+def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
+    initial = target_from_module(model, spec).initial
+    if initial is None:
+        raise TargetError(
+            f"--model {spec} makes a model on the meta device, which has no values to fill with; use --fill FILE"
+        )
+    return initial()
+
+
+def _resolve(spec: str, seed: int) -> Any:
+    """The object that ``pkg.mod:name`` names."""
+    path, colon, name = spec.partition(":")
+    if not (path and colon and name):
+        raise TargetError(
+            f"--model {spec}: write it as pkg.mod:factory, the module and the name in it with a colon between"
+        )
+    with user_code(spec, seed):
+        module = _import(path, spec)
+    made: Any = module
+    for attribute in name.split("."):
+        if not hasattr(made, attribute):
+            close = difflib.get_close_matches(attribute, dir(made), 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; see what {_place(module)} defines"
+            raise TargetError(f"--model {spec}: {path} has no {name}{hint}")
+        made = getattr(made, attribute)
+    if not callable(made):
+        raise TargetError(
+            f"--model {spec} is of type {type(made).__name__}; name a function, a class or a torch.nn.Module"
+        )
+    return made
+
+
+def _import(path: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # the module is there; it is one of its own imports that is missing
+        remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
+        raise TargetError(
+            f"--model {spec}: there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
+        ) from error
+
+
+def _place(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: int) -> torch.nn.Module:
+    """The model that the factory makes of its arguments, or the factory itself where it is a model."""
+    import torch
+
+    if isinstance(factory, torch.nn.Module):
+        if arguments:
+            raise TargetError(f"--model {spec}: this is a model already and takes no arguments; leave out --model-args")
+        return factory
+    with user_code(spec, seed):
+        model = factory(**arguments) if isinstance(arguments, Mapping) else factory(*arguments)
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise TargetError(
+            f"--model {spec} returned an object of type {kind}; it has to return the torch.nn.Module alone"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def user_code(spec: str, seed: int) -> Iterator[None]:
+    """Run code of the user.
+
+    The working directory can be imported from, random numbers come from ``seed``, and what is printed goes to stderr,
+    as stdout belongs to the report. Errors become a ``TargetError`` that carries the user's part of the traceback.
+    """
+    import torch
+
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        # Only the CPU's generator is seeded: manual_seed reaches the GPUs' too, and to put those back would start CUDA.
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
+            torch.default_generator.manual_seed(seed)
+            yield
+    except CkptfixError:
+        raise
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise _error_of_user(spec, error) from error
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have taken it out itself
+            sys.path.remove(folder)
+
+
+def _error_of_user(spec: str, error: BaseException) -> TargetError:
+    what = traceback.format_exception_only(error)[-1].strip()
+    frames = _from_user_on(error.__traceback__)
+    if frames is None and not isinstance(
+        error, SyntaxError
+    ):  # the call itself failed: no frame of the user was entered
+        return TargetError(
+            f"--model {spec} cannot be called like this: {error}; give its arguments with --model-args JSON"
+        )
+    return TargetError(f"--model {spec} raised {what}", "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _from_user_on(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of ckptfix and of Python's import machinery that lead to the user's code."""
+    while frames is not None and _leads_to_user(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames
+
+
+def _leads_to_user(filename: str) -> bool:
+    own = filename.startswith((str(Path(__file__).parent), "<frozen importlib"))
+    return own or filename in {importlib.__file__, contextlib.__file__}

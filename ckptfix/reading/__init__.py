@@ -1,0 +1,1 @@
+"""From bytes to a Checkpoint: one module per format, and nothing of a file ever runs."""

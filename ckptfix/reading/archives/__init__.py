@@ -1,0 +1,1 @@
+"""Archives and compressed files around a checkpoint, whole or damaged."""

@@ -1,0 +1,169 @@
+"""The files in a tar archive.
+
+The headers are walked here and not by ``tarfile``, which has looped without end on archives made for it
+(CVE-2019-20907, CVE-2025-8194). Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.errors import HostileError
+from ckptfix.reading.archives.expanding import Blocks
+
+RECORD = 512
+MEMBER_LIMIT = 30_000
+"""Headers that are looked at; archives of data sets have more, and nobody looks for a checkpoint there."""
+
+_HEAD = 512
+_NAME_LIMIT = 1 << 16
+_NAMED_LIMIT = 3
+_MAGIC = slice(257, 262)
+_CHECKSUM = slice(148, 156)
+
+
+def sniff(content: Content) -> bool:
+    """Whether the content begins with the header of a tar archive: its checksum is right, or it has the magic."""
+    return _header(_record(content, 0)) is not None or _broken_header(_record(content, 0)) is not None
+
+
+def _record(content: Content, position: int) -> bytes:
+    return bytes(content.buffer[position : position + RECORD])
+
+
+def _header(record: bytes) -> tarfile.TarInfo | None:
+    try:
+        header = tarfile.TarInfo.frombuf(record, "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return None
+    return header if header.size >= 0 else None
+
+
+def _broken_header(record: bytes) -> tarfile.TarInfo | None:
+    """What a header says that fails its checksum, where it still has the magic."""
+    if len(record) < RECORD or record[_MAGIC] != b"ustar":
+        return None
+    mended = bytearray(record)
+    mended[_CHECKSUM] = b" " * 8
+    mended[_CHECKSUM] = b"%06o\0 " % sum(mended)
+    return _header(bytes(mended))
+
+
+@dataclass
+class TarFiles:
+    """The files of an archive. After the walk, ``damage`` says what is wrong with it, in clauses that follow its name.
+
+    An archive that is cut short still gives its last file, with the size that it ought to have."""
+
+    content: Content
+    damage: list[str] = field(default_factory=list)
+
+    def walk(self) -> Iterator[tuple[str, int, int]]:
+        """The name, offset and size of every file. Raises ``HostileError`` where there is no end of them."""
+        content, long_name = self.content, None
+        for count, (header, start) in enumerate(self._headers()):
+            if count >= MEMBER_LIMIT:
+                raise HostileError(
+                    f"{content.path}: a tar archive of more than {MEMBER_LIMIT} files; unpack it yourself, and name "
+                    "the checkpoint in it"
+                )
+            size = header.size
+            if header.type == tarfile.GNUTYPE_LONGNAME:
+                long_name = _text(bytes(content.buffer[start : start + min(size, _NAME_LIMIT)]).rstrip(b"\0"))
+            elif header.type == tarfile.XHDTYPE:
+                long_name = _pax_path(bytes(content.buffer[start : start + min(size, _NAME_LIMIT)])) or long_name
+            elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+                name, long_name = long_name or header.name, None
+                if header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) and not name.endswith("/"):
+                    yield name, start, size
+
+    def _headers(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
+        """Each header, and where its data begins. One that fails its checksum is believed if another follows its data;
+        else the walk goes on at the next one that is sound."""
+        content, position = self.content, 0
+        while position < len(content):
+            record = _record(content, position)
+            if not record.strip(b"\0"):
+                return
+            header = _header(record)
+            if header is None:
+                header = _broken_header(record)
+                self._note(
+                    f"is damaged: the tar archive has no sound header at offset {position}"
+                    if len(record) == RECORD
+                    else f"is cut short: the tar archive ends inside of a header, at byte {len(content)}"
+                )
+                if header is None or not self._follows(_end(position, header.size)):
+                    position = self._next_header(position + RECORD)
+                    continue
+            end = position + RECORD + header.size
+            if end > len(content):
+                self._note(
+                    f"is cut short: the tar archive has {len(content)} bytes and its file {_shown(header.name)} ends at"
+                    f" byte {end}"
+                )
+            yield header, position + RECORD
+            position = _end(position, header.size)
+
+    def _note(self, clause: str) -> None:
+        if len(self.damage) < _NAMED_LIMIT:
+            self.damage.append(clause)
+
+    def _follows(self, position: int) -> bool:
+        """Whether a header lies here, or the end of the archive."""
+        record = _record(self.content, position)
+        if len(record) < RECORD:
+            return position == len(self.content)
+        return not record.strip(b"\0") or _header(record) is not None
+
+    def _next_header(self, position: int) -> int:
+        """Where the next header with a magic and a right checksum lies; the end of the content where there is none."""
+        while (found := self.content.buffer.find(b"ustar", position + _MAGIC.start)) >= 0:
+            start = found - _MAGIC.start
+            if start % RECORD == 0 and _header(_record(self.content, start)) is not None:
+                return start
+            position = start + RECORD - start % RECORD
+        return len(self.content)
+
+
+def _end(position: int, size: int) -> int:
+    return position + RECORD + size + -size % RECORD
+
+
+def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[str]]:
+    """The name, first bytes and blocks of every file, and what is wrong with the archive."""
+    files = TarFiles(content)
+    found: list[tuple[str, bytes, Blocks]] = []
+    for name, start, size in files.walk():
+        head = bytes(content.buffer[start : start + min(size, _HEAD)])
+        found.append((name, head, partial(_blocks, content, start, size)))
+    return found, files.damage
+
+
+def _blocks(content: Content, start: int, size: int, damage: list[str]) -> Iterator[tuple[bytes, int]]:
+    stop = min(start + size, len(content))
+    for position in range(start, stop, BLOCK):
+        end = min(position + BLOCK, stop)
+        yield bytes(content.buffer[position:end]), end - start
+    if stop < start + size:
+        damage.append(f"has {max(0, stop - start)} of its {size} bytes")
+
+
+def _shown(name: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _pax_path(records: bytes) -> str | None:
+    """The ``path`` of an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
+    for record in records.split(b"\n"):
+        _, _, pair = record.partition(b" ")
+        if pair.startswith(b"path="):
+            return _text(pair.removeprefix(b"path="))
+    return None

@@ -1,0 +1,218 @@
+"""The names in a zip archive, read from its directory alone, and what they say about who wrote it.
+
+Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.12 to 4.3.16."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from ckptfix.bytes.sources import Content
+from ckptfix.errors import HostileError
+from ckptfix.reading.archives.zip_headers import Member, plain_name
+
+END = struct.Struct("<4s4H2LH")
+"""The record at the end of an archive."""
+
+END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+"""The two records that zip64 has in front of it."""
+
+ENTRY = struct.Struct("<4s6H3L5H2L")
+"""An entry of the directory; its name, an extra field and a comment follow."""
+
+_TAIL = 65535 + END.size + LOCATOR.size
+"""The end record has a comment of at most 65535 bytes behind it."""
+
+_USUAL = 256
+"""Bytes that are looked at first: few archives have a comment."""
+
+_PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")
+"""Where a torch file keeps its storages."""
+
+_LARGEST = 64 << 20
+"""Bytes of a damaged directory that are looked at."""
+
+PACKAGE_MARK = ".data/extern_modules"
+"""What every archive of torch.package has below its root: the modules that it does not bring along."""
+
+_LATEST = 63
+"""The version of the format, 6.3, up to which ``zipfile`` reads a member."""
+
+
+class _Directory(NamedTuple):
+    """The directory between two places: the names in it and, where it is a plain one, its members."""
+
+    start: int
+    stop: int
+    names: list[str]
+    members: list[Member] | None
+
+
+_known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
+"""The directories by archive: whoever looks what a file is asks for its names, and it may have a hundred thousand."""
+
+
+def member_names(content: Content) -> list[str]:
+    """The names of all members, none where there is no whole directory. They are read as latin-1."""
+    return _directory(content).names
+
+
+def plain_members(content: Content, start: int, stop: int) -> list[Member] | None:
+    """The members in the directory between two places, where each entry is as torch writes it.
+
+    None where any is not: then ``zipfile`` has to say what it means."""
+    found = _directory(content)
+    return None if found.members is None or (found.start, found.stop) != (start, stop) else list(found.members)
+
+
+def _directory(content: Content) -> _Directory:
+    if (found := _known.get(content)) is None:
+        found = _known[content] = _found_directory(content)
+    return found
+
+
+def _found_directory(content: Content) -> _Directory:
+    for size in (_USUAL, _TAIL):
+        start = max(len(content) - size, 0)
+        tail = bytes(content.buffer[start:])
+        at = tail.rfind(b"PK\x05\x06")
+        if at >= LOCATOR.size:
+            break
+    if at < 0 or at + END.size > len(tail):
+        return _Directory(0, 0, [], None)
+    *_, size, _, _ = END.unpack_from(tail, at)
+    end = start + at
+    if at >= LOCATOR.size and tail[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\x06\x07":
+        # The end record of zip64 lies right before its locator, whose own word is off by any junk in front.
+        end -= LOCATOR.size + END64.size
+        record = bytes(content.buffer[max(end, 0) : max(end, 0) + END64.size])
+        if len(record) == END64.size and record[:4] == b"PK\x06\x06":
+            *_, size, _ = END64.unpack(record)
+    start = max(end - size, 0)
+    directory = bounded_directory(content, start, end)
+    members = _plain_entries(directory)
+    names = _entries(directory) if members is None else [member.filename for member in members]
+    return _Directory(start, end, names, members)
+
+
+def member_limit(content: Content) -> int:
+    """How many members an archive may list: what is kept of each takes a thousand bytes of memory.
+
+    A file of torch has 300 bytes and more for each of its tensors. A directory alone can name one place a million
+    times."""
+    return max(1 << 16, len(content) // 200)
+
+
+def bounded_directory(content: Content, start: int, stop: int) -> bytes:
+    """The directory between two places. Raises ``HostileError`` where it lists more members than the file can hold."""
+    directory = bytes(content.buffer[start:stop])
+    count = directory.count(b"PK\x01\x02")
+    if count > member_limit(content):
+        raise HostileError(
+            f"{content.path}: the zip archive lists {count} members, far more than a checkpoint of its size has; "
+            "unpack it yourself if you trust it"
+        )
+    return directory
+
+
+def _entries(directory: bytes) -> list[str]:
+    names, position = [], 0
+    while position + ENTRY.size <= len(directory):
+        signature, *fields = ENTRY.unpack_from(directory, position)
+        if signature != b"PK\x01\x02":
+            return []
+        name, extra, comment = fields[9:12]
+        position += ENTRY.size
+        names.append(plain_name(directory[position : position + name].decode("latin-1")))
+        position += name + extra + comment
+    return names if position == len(directory) else []
+
+
+def _plain_entries(directory: bytes) -> list[Member] | None:
+    """The members of a directory whose names are ASCII, and whose entries end with them."""
+    members, position, size = [], 0, len(directory)
+    while position + ENTRY.size <= size:
+        (
+            signature,
+            _,
+            needed,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            packed,
+            nbytes,
+            length,
+            extra,
+            comment,
+            volume,
+            _,
+            attr,
+            place,
+        ) = ENTRY.unpack_from(directory, position)
+        position += ENTRY.size
+        raw = directory[position : position + length]
+        position += length
+        if signature != b"PK\x01\x02" or extra or comment or needed & 0xFF > _LATEST or not raw.isascii():
+            return None
+        name = raw.decode("ascii")
+        if "\0" in name or "\\" in name:
+            return None
+        members.append(Member(name, name, flags, method, crc, packed, nbytes, place, volume, attr))
+    return members if position == size else None
+
+
+def has_end(content: Content) -> bool:
+    """Whether the archive ends as one does, with a record of where its directory begins, be that damaged or not."""
+    tail = bytes(content.buffer[-END.size :])
+    if len(tail) < END.size:
+        return False
+    *_, size, offset, _ = END.unpack(tail)
+    is_told = size >= ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
+    return tail[:4] == b"PK\x05\x06" or is_told
+
+
+def checksums_left(content: Content, start: int) -> dict[str, int]:
+    """The checksums by name in the entries that are left of a damaged directory, which lies behind ``start``."""
+    found: dict[str, int] = {}
+    at = content.buffer.find(b"PK\x01\x02", start)
+    directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
+    at = 0
+    while 0 <= at <= len(directory) - ENTRY.size:
+        _, *fields = ENTRY.unpack_from(directory, at)
+        start, stop = at + ENTRY.size, at + ENTRY.size + fields[9]
+        at = directory.find(b"PK\x01\x02", at + 4)
+        if at >= 0 and stop > at:
+            continue  # a name has no entry inside
+        name = directory[start:stop]
+        if name.isascii() and fields[6]:
+            found[plain_name(name.decode())] = fields[6]
+    return found
+
+
+def is_torch_save(names: list[str]) -> bool:
+    """Whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
+    present, roots = set(names), set(_roots(names, "data.pkl"))
+    if any(f"{root}version" in present for root in roots):
+        return True
+    return any(name[: place.start()] in roots for name in names for place in _PLACE.finditer(name))
+
+
+def is_torchscript(names: list[str]) -> bool:
+    """Whether the members are those of a file of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or since."""
+    present = set(names)
+    old = any(f"{root}version" in present for root in _roots(names, "model.json"))
+    return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))
+
+
+def is_torch_package(names: list[str]) -> bool:
+    """Whether the members are those of an archive of torch.package."""
+    return bool(names) and f"{names[0].partition('/')[0]}/{PACKAGE_MARK}" in names
+
+
+def _roots(names: list[str], main: str) -> list[str]:
+    inner = f"/{main}"
+    return [name.removesuffix(main) for name in names if name.endswith(inner) or name == main]

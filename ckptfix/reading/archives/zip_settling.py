@@ -1,0 +1,286 @@
+"""What the directory of a zip archive and the headers in front of its members say of them, brought together.
+
+Both say the same in a sound archive. Where they differ the bytes decide: what matches a checksum is right, and what
+said otherwise is damaged.
+
+Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.16."""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptfix.bytes.sources import Content
+from ckptfix.reading.archives.zip_headers import (
+    DESCRIPTORS,
+    Header,
+    Member,
+    descriptors,
+    header_name,
+    plain_starts,
+    read_header,
+)
+from ckptfix.reading.archives.zip_proof import Claim, Proof
+from ckptfix.reading.archives.zip_walk import FoundMembers, walk
+
+NAMED_LIMIT = 3
+CANDIDATES = 8
+"""Headers of one name that are looked at."""
+
+NOWHERE = -1
+"""The place of a member that no header is found for."""
+
+_RECORD = re.compile(
+    r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
+    r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))",
+    re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
+)
+"""The names of a torch file's members; storages are numbered from 0 on, in old files by where they lay in memory."""
+
+_PLACE_DIGITS = 10
+"""Digits of a number that is such a place."""
+
+
+@dataclass
+class Listing:
+    """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, where
+    that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
+    no directory to go by. ``damage`` says what is wrong, in clauses that follow the file's name; an archive that merely
+    ends early has none here. ``doubts`` are those of it after which a member may be another than its name says.
+    ``displaced`` are the bytes by which the directory lies further on than it says, as behind another file, and
+    negative where bytes in front of it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
+    is what else torch refuses, ``directory`` is where that begins, and ``trailing`` are the bytes behind all of it."""
+
+    infos: list[Member]
+    starts: dict[int, int] = field(default_factory=dict)
+    found: FoundMembers | None = None
+    damage: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    displaced: int = 0
+    refusal: str = ""
+    directory: int = 0
+    trailing: int = 0
+    agreed: dict[int, int] = field(default_factory=dict)
+
+    def data_start(self, content: Content, info: Member) -> int | None:
+        """Where the data of a member begins; None where nothing says so."""
+        for known in (self.starts, self.agreed):
+            if info.header_offset in known:
+                return known[info.header_offset]
+        header = read_header(content, info.header_offset)
+        return header.start if header is not None and header.is_signed else None
+
+
+class Settling:
+    """One comparison of a directory with the headers of its members."""
+
+    def __init__(self, content: Content, listing: Listing) -> None:
+        self.content, self.listing = content, listing
+        infos = listing.infos
+        self.names = Counter([info.orig_filename for info in infos])
+        self.places = Counter([info.header_offset for info in infos])
+        self.bounds = sorted(self.places)
+        self.faults: list[str] = []
+        self.proof = Proof(content)
+        self.in_place = 0
+        """How many members begin where the directory says."""
+        self.odd: list[int] = []
+        for place, start in enumerate(plain_starts(content, infos)):
+            if start is not None:
+                self.in_place += 1
+                listing.agreed[infos[place].header_offset] = start
+            elif not self._is_plain(infos[place]):
+                self.odd.append(place)
+
+    def _is_plain(self, info: Member) -> bool:
+        """Whether the header of a member says what the directory says."""
+        header = read_header(self.content, info.header_offset)
+        if header is None:
+            return False
+        self.in_place += header.is_signed
+        if not self._agree(info, header) or header_name(info, header) != info.orig_filename:
+            return False
+        self.listing.agreed[info.header_offset] = header.start
+        return True
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether this is the directory of these members, and not that of another archive."""
+        return 2 * self.in_place > len(self.listing.infos)
+
+    def settle(self) -> Listing:
+        """The members, each as it is proved to be where its two descriptions differ."""
+        for place in self.odd:
+            self.listing.infos[place] = self._settled(self.listing.infos[place])
+        more = len(self.faults) - NAMED_LIMIT
+        self.listing.damage = [f"is damaged: {fault}" for fault in self.faults[:NAMED_LIMIT]]
+        self.listing.damage += [f"has {more} more damaged members"] if more > 0 else []
+        self.listing.damage += self.listing.doubts
+        return self.listing
+
+    def _settled(self, info: Member) -> Member:
+        if info.filename.endswith("/"):
+            return info  # a folder, of which nothing is read
+        header = read_header(self.content, info.header_offset)
+        other = self._other_name(info, header)
+        if header is not None and other and self._is_misnamed(info, header, other):
+            self.listing.agreed[info.header_offset] = header.start
+            return info
+        if (header is None or not header.is_signed or other) and (found := self._elsewhere(info)) is not None:
+            return self._misplaced(info, found)
+        if header is None or other:
+            return self._last_resort(info)
+        if self._agree(info, header) and self._is_behind(info, header):
+            self.listing.agreed[info.header_offset] = header.start
+            return self._named(info, header)
+        proved = next(filter(self.proof.holds, self._claims(info, header)), None)
+        if proved is not None and (proved.culprit or not header.is_signed):
+            self.faults.append(f"{proved.culprit or 'the header of'} member {_shown(info.filename)}")
+            self.listing.starts[info.header_offset] = proved.start
+            info = copy.copy(info)
+            info.compress_type, info.CRC = proved.method, proved.crc
+            info.compress_size, info.file_size = proved.packed, proved.size
+            info.flag_bits &= ~1
+        elif not header.is_signed:
+            return self._last_resort(info)
+        elif not info.CRC and (start := self._start_by_descriptor(info)) not in (None, header.start):
+            self.faults.append(f"the header of member {_shown(info.filename)}")
+            self.listing.starts[info.header_offset] = start
+        return self._named(info, header)
+
+    def _start_by_descriptor(self, info: Member) -> int | None:
+        """Where the data of a member without a checksum begins, by the descriptor in front of the next member."""
+        stop = self._stop(info)
+        for form in DESCRIPTORS[:2]:
+            said = bytes(self.content.buffer[max(stop - form.size, 0) : stop])
+            if said == form.pack(b"PK\x07\x08", info.CRC, info.compress_size, info.file_size):
+                return stop - form.size - info.compress_size
+        return None
+
+    def _stop(self, info: Member) -> int:
+        """Where the next member begins, or the directory."""
+        after = bisect_right(self.bounds, info.header_offset)
+        return min((*self.bounds[after : after + 1], self.listing.directory))
+
+    def _other_name(self, info: Member, header: Header | None) -> str:
+        """The name in the header of a member where that is the name of another member, or nothing."""
+        name = header_name(info, header) if header is not None and header.is_signed else None
+        return name if name is not None and name != info.orig_filename and self.names[name] else ""
+
+    def _is_misnamed(self, info: Member, header: Header, other: str) -> bool:
+        """Whether the header with the name of another member is that of this one all the same.
+
+        Where the other member has a header of its own, this one's has a damaged name, which nobody reads. Where the
+        two have each other's names, nothing says whether their headers or their entries of the directory are right, if
+        no header is found that has the name and the checksum that this one should have."""
+        if not self._agree(info, header) or self.places[info.header_offset] > 1:
+            return False
+        if info.CRC and self._elsewhere(info) is not None:
+            return False
+        if other in self._misfits:
+            name = _shown(info.filename)
+            self.listing.doubts.append(f"calls a member {name} in its directory and {_shown(other)} in front of it")
+        return True
+
+    def _is_behind(self, info: Member, header: Header) -> bool:
+        """Whether the data is where the header ends: with another name it may have another length."""
+        if len(header.name) == len(info.orig_filename.encode("utf-8", "replace")) or not info.CRC:
+            return True
+        said = (info.compress_type, info.CRC, info.compress_size, info.file_size)
+        return self.proof.holds(Claim(header.start, *said, ""))
+
+    def _elsewhere(self, info: Member) -> Member | None:
+        """The member of this name that a walk finds in another place, with the checksum and sizes of the directory."""
+        said = (info.CRC, info.compress_size, info.file_size)
+        found = (found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset)
+        return next((one for one in found if (one.CRC, one.compress_size, one.file_size) == said), None)
+
+    def _last_resort(self, info: Member) -> Member:
+        """The member at the only header of this name that a walk finds, or one that is nowhere.
+
+        Where bytes are lost, a header may have the data of another member behind it: the checksum of the directory
+        tells, and where there is none nothing does."""
+        found = [found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset]
+        moved = copy.copy(info)
+        moved.header_offset = found[0].header_offset if len(found) == 1 and info.CRC else NOWHERE
+        return self._misplaced(info, moved)
+
+    def _misplaced(self, info: Member, found: Member) -> Member:
+        self.faults.append(f"the directory's entry of member {_shown(info.filename)}")
+        return found
+
+    @cached_property
+    def _misfits(self) -> set[str]:
+        """The names that the directory gives to members whose headers say otherwise."""
+        return {self.listing.infos[place].orig_filename for place in self.odd}
+
+    @cached_property
+    def _walked(self) -> dict[str, list[Member]]:
+        """The members that a walk finds whole, where bytes were lost or gained and all places behind them shift."""
+        found = walk(self.content)
+        walked: dict[str, list[Member]] = {}
+        for info in found.infos:
+            named = walked.setdefault(info.filename, [])
+            if info.filename not in found.open_at and len(named) < CANDIDATES:
+                named.append(info)
+        return walked
+
+    def _agree(self, info: Member, header: Header) -> bool:
+        """Whether header and descriptor say of a member what the directory says."""
+        if not header.is_signed or header.method != info.compress_type or (header.flags ^ info.flag_bits) & 1:
+            return False
+        said = (info.CRC, info.compress_size, info.file_size)
+        if header.crc or header.packed:
+            is_zip64 = 0xFFFFFFFF in (header.packed, header.size)
+            return header.crc == info.CRC and (is_zip64 or (header.crc, header.packed, header.size) == said)
+        if not header.flags & 8:
+            return said == (0, 0, 0)
+        return said in descriptors(self.content, header.start + info.compress_size)
+
+    def _claims(self, info: Member, header: Header) -> Iterator[Claim]:
+        """What a member can be, by its directory, by its header, and by the place of the next member."""
+        says = (info.CRC, info.compress_size, info.file_size)
+        is_called_locked = info.flag_bits & ~header.flags & 1
+        yield Claim(header.start, info.compress_type, *says, "the directory's entry of" if is_called_locked else "")
+        yield Claim(header.start, header.method, *says, "the directory's entry of")
+        stop = self._stop(info)
+        is_misplaced = not header.is_signed and header.name != info.orig_filename.encode("utf-8", "replace")
+        culprit = "the directory's entry of" if is_misplaced else "the header of"
+        for width in (0, *(form.size for form in DESCRIPTORS)):
+            yield Claim(stop - width - info.compress_size, info.compress_type, *says, culprit)
+        others = [(header.crc, header.packed, header.size)]
+        for form in DESCRIPTORS:
+            others.extend(descriptors(self.content, stop - form.size))
+        for crc, packed, size in others:
+            yield Claim(header.start, header.method, crc, packed, size, "the directory's entry of")
+
+    def _named(self, info: Member, header: Header) -> Member:
+        """The member under the name of its header, where only that is one of a torch file.
+
+        A single bit turns a member's name into another, and its tensor would be taken for lost."""
+        other = header_name(info, header)
+        if other is None or other == info.orig_filename or self.names[other] or not self._is_likely(other):
+            return info
+        if self._is_likely(info.filename) and self.names[info.orig_filename] == 1:
+            return info
+        self.faults.append(f"the directory's entry of member {_shown(other)}, which it calls {_shown(info.filename)}")
+        self.names[info.orig_filename] -= 1
+        self.names[other] += 1
+        info = copy.copy(info)
+        info.filename = other
+        return info
+
+    def _is_likely(self, name: str) -> bool:
+        match = _RECORD.fullmatch(name)
+        if match is None or match["number"] is None:
+            return match is not None
+        return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
+
+
+def _shown(name: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])

@@ -1,0 +1,258 @@
+"""Folders of torch.distributed.checkpoint: ``.metadata`` and ``__<rank>_<n>.distcp`` files.
+
+Ranks that save without talking to each other (``use_collectives=False``) each write a ``__<rank>.metadata`` of their
+own. A ``.distcp`` file of another save is noticed where its sizes differ; nothing in it says which save it belongs to.
+
+Every chunk of a tensor is a whole torch.save file at an offset of a ``.distcp`` file. Its inner record says where the
+bytes lie, so a tensor of one chunk is a range of that file, and one of many chunks is put together when it is read;
+``dcp_to_torch_save`` takes everything into memory instead. Format:
+https://pytorch.org/docs/stable/distributed.checkpoint.html"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.sources import Content
+from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.core.checkpoint import PathPart, Remark
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.windows import WindowContent
+from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.dcp_metadata import (
+    Location,
+    StoredMetadata,
+    StoredObject,
+    StoredTensor,
+    merged,
+    parse_metadata,
+)
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
+from ckptfix.reading.sniffing import is_zip
+from ckptfix.reading.torch_files import torch_zip
+from ckptfix.reading.weights.document import Document
+
+NAME = "dcp"
+METADATA = ".metadata"
+CHUNKS = "*.distcp"
+_DEPTH_LIMIT = 100
+_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+
+
+def looks_like(folder: Path) -> bool:
+    """Whether a folder holds what torch.distributed.checkpoint writes."""
+    return bool(_metadata_files(folder)) or any(folder.glob(CHUNKS))
+
+
+def _metadata_files(folder: Path) -> list[Path]:
+    """The file that describes a folder, or those that its ranks wrote, by rank."""
+    if (folder / METADATA).is_file():
+        return [folder / METADATA]
+    ranks = {int(match[1]): path for path in folder.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
+    return [ranks[rank] for rank in sorted(ranks) if ranks[rank].is_file()]
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """The document of a folder: the container that was saved, nested as it was.
+
+    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` where none is whole.
+    """
+    if not _metadata_files(folder):
+        unfinished = any(folder.glob("*.metadata.tmp"))
+        hint = "files that begin with a dot are easily left behind: fetch it too"
+        raise UnreadableError(
+            f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
+            f" {'the save was stopped before it was finished: use an earlier one' if unfinished else hint}"
+        )
+    reading = _Reading(folder)
+    with refusing_payload(str(folder), reading.bounds.names):
+        return reading.document()
+
+
+class _Reading:
+    """One reading of a folder: what comes out of it, what is damaged, and what was noticed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        self.bounds = Bounds(str(folder), size)
+        self.contents: dict[str, Content] = {}
+        self.metadata = StoredMetadata({}, {}, frozenset())
+        self.remarks: dict[Remark, None] = {}
+        self.leaves: dict[str, Any] = {}
+        self.faults: dict[str, list[str]] = {}
+        self.clashes: list[str] = []
+
+    def _described(self, files: list[Path]) -> StoredMetadata:
+        parts = []
+        for file in files:
+            content = Content.of_file(str(file))
+            content.account = self.bounds
+            parts.append(parse_metadata(content))
+        try:
+            return merged(parts)
+        except ValueError as error:
+            raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
+
+    def document(self) -> Document:
+        """The document of the folder."""
+        self.metadata = self._described(_metadata_files(self.folder))
+        for name, item in self.metadata.items.items():
+            self._read(name, item)
+        whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
+        if self.faults and not whole:
+            raise UnreadableError(f"{self.folder}: {'; '.join(self._damage())}; no tensor is whole: fetch it again")
+        return Document(
+            str(self.folder),
+            NAME,
+            self._nested(),
+            names=self.bounds.names,
+            remarks=[
+                *payload_remarks(self.bounds.names),
+                *(mark for mark in self.remarks if mark.kind != "payload"),
+                *(Remark("stray-file", name, "holds nothing of this checkpoint") for name in self._strays()),
+            ],
+            damage=self._damage(),
+        )
+
+    def _read(self, name: str, item: StoredTensor | StoredObject) -> None:
+        try:
+            self.leaves[name] = (
+                self._tensor(name, item) if isinstance(item, StoredTensor) else self._load(name, item.location)
+            )
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            self._blame(name, str(error))
+            if isinstance(item, StoredTensor):
+                self.leaves[name] = self._gone(name, item)
+
+    def _blame(self, name: str, fault: str) -> None:
+        self.faults.setdefault(fault, []).append(name)
+
+    def _gone(self, name: str, item: StoredTensor) -> TensorSpec:
+        return replace(item.spec, storage=Storage(name, TornBytes(str(self.folder), item.spec.nbytes)))
+
+    def _tensor(self, name: str, item: StoredTensor) -> TensorSpec:
+        """The spec of a tensor: that of its only chunk, or one over all of its chunks."""
+        places: dict[Box, list[Location | None]] = {}
+        for box, location in item.chunks:
+            places.setdefault(box, []).append(location)
+        check_tiling(list(places), item.shape, name)
+        parts = {box: self._chunk(name, item.dtype, box, locations) for box, locations in places.items()}
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        if any(map(is_torn, parts.values())):
+            return self._gone(name, item)
+        return tensor_of_chunks(name, item.spec, parts, str(self.folder))
+
+    def _chunk(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> TensorSpec:
+        """The first of the copies of a chunk; that the others have other values is noted."""
+        copies = [self._load(name, location) for location in locations]
+        for part in copies:
+            if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
+                raise UnreadableError(f"the chunk of {name} at {list(box.offsets)} is not what {METADATA} says")
+        if any(_differ(copies[0], other) for other in copies[1:]):
+            self.clashes.append(name)
+        whole: TensorSpec = next((part for part in copies if not is_torn(part)), copies[0])
+        return whole
+
+    def _load(self, name: str, location: Location | None) -> Any:
+        """The root of the torch.save file at a location. What that has lost is noted, and torn."""
+        if location is None:
+            raise UnreadableError(f"{METADATA} does not say where it lies")
+        outer = self._content(location.file)
+        stop = location.offset + location.nbytes
+        is_cut = stop > len(outer)
+        if is_cut and location.offset >= len(outer):
+            raise UnreadableError(f"{location.file} is cut short")
+        content = WindowContent(outer, location.offset, min(stop, len(outer)))
+        content.account = self.bounds
+        if not is_zip(content):
+            raise UnreadableError(
+                f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged, or of another save"
+            )
+        try:
+            document = torch_zip.read(content)
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            if is_cut:
+                raise UnreadableError(f"{location.file} is cut short") from error
+            raise
+        if is_cut or document.damage:
+            self._blame(name, f"{location.file} {'is cut short' if is_cut else '; '.join(document.damage)}")
+        self.remarks.update(dict.fromkeys(document.remarks))
+        return document.root
+
+    def _content(self, name: str) -> Content:
+        if name not in self.contents:
+            file = file_inside(self.folder, name, str(self.folder / METADATA))
+            if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+                raise UnreadableError(f"{name} is missing")
+            self.contents[name] = Content.of_file(str(file))
+        return self.contents[name]
+
+    def _strays(self) -> list[str]:
+        """The files of chunks in which no item lies: what an earlier save into the same folder has left."""
+        used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
+        return sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
+
+    def _path(self, name: str) -> tuple[PathPart, ...]:
+        return self.metadata.paths.get(name, (name,))
+
+    def _nested(self) -> Any:
+        """The container as it was saved: the planner flattened it and wrote down the path of every leaf."""
+        root = _Node()
+        for name, leaf in self.leaves.items():
+            *folders, last = self._path(name)
+            node: Any = root
+            for part in folders:
+                node = node.setdefault(part, _Node()) if isinstance(node, _Node) else None
+            if not isinstance(node, _Node) or last in node or len(folders) > _DEPTH_LIMIT:
+                raise UnreadableError(
+                    f"{self.folder}: {name} has no place of its own in the container; {METADATA} is damaged:"
+                    " fetch it again"
+                )
+            node[last] = leaf
+        return _plain(root)
+
+    def _damage(self) -> list[str]:
+        """What is wrong, each as a clause behind the folder's name, with the number of items that it costs."""
+        said = [f"has damage: {fault} ({counted(len(names), 'item')})" for fault, names in self.faults.items()]
+        if self.clashes:
+            more = f" and {len(self.clashes) - 1} more" if len(self.clashes) > 1 else ""
+            said.append(
+                f"holds different values of {self.clashes[0]}{more} from several ranks, and those of the first count"
+            )
+        return said
+
+
+def _differ(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether the checksums of two copies of a chunk say that they differ; no value is read."""
+    first, second = one.storage, other.storage
+    if first is None or second is None or None in (first.crc32, second.crc32):
+        return False
+    return (first.nbytes, one.strides, one.offset) == (second.nbytes, other.strides, other.offset) and (
+        first.crc32 != second.crc32
+    )
+
+
+class _Node(dict[PathPart, Any]):
+    """A dict or list of the container, told apart from a dict that was saved as a leaf."""
+
+
+def _plain(value: Any) -> Any:
+    """The container of plain dicts and lists; a list is what the planner numbered from 0 on."""
+    if not isinstance(value, _Node):
+        return value
+    if all(isinstance(key, int) for key in value) and sorted(value) == list(range(len(value))):
+        return [_plain(value[index]) for index in range(len(value))]
+    return {key: _plain(member) for key, member in value.items()}

@@ -1,0 +1,115 @@
+"""Folders of ``shard-<rank>-model-<n>-of-<total>.safetensors``: each rank's chunks, as torch's HuggingFaceStorageWriter
+saves them (``save_distributed=True``) where it does not put them together itself.
+
+A shard says in ``__metadata__`` where its chunks begin in their tensors (``DCP_SHARDING_INFO``). Nothing says how large
+the tensors are: each is as large as its chunks reach, so that a chunk that is missing in the middle shows and the last
+one, with the shard of the last rank, does not. Format:
+https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/hf_storage.py"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading import safetensors
+from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.sniffing import is_safetensors
+from ckptfix.reading.weights.document import Document
+
+NAME = "dcp-safetensors"
+NOTE = "DCP_SHARDING_INFO"
+_SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
+
+
+def looks_like(folder: Path) -> bool:
+    """Whether a folder holds the shards of such a save."""
+    return any(_SHARD.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """The document of a folder: a flat state_dict, whose tensors are put together out of their chunks as they are read.
+
+    A tensor that lacks a chunk is torn. Raises ``UnreadableError`` where none is whole."""
+    names = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
+    ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
+    damage = (
+        [f"lacks the shards of {counted(len(missing), 'rank')}, the first shard-{missing[0]:05}"] if missing else []
+    )
+    chunks: dict[str, dict[Box, TensorSpec]] = {}
+    read: list[str] = []
+    for name in names:
+        try:
+            shard, offsets = _shard(folder, name, salvage)
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            damage.append(f"has a shard that cannot be read ({error})")
+            continue
+        read.append(name)
+        damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+        for key, spec in shard.root.items():
+            box = Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape)
+            known = chunks.setdefault(key, {})
+            if box not in known or is_torn(known[box]):
+                known[box] = spec
+    faults: list[str] = []
+    entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
+    damage += faults[:1] + ([f"lacks chunks of {counted(len(faults) - 1, 'more tensor')}"] if len(faults) > 1 else [])
+    if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
+        raise UnreadableError(f"{folder}: {'; '.join(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
+    lacking = bool(missing) or len(read) < len(names)
+    remarks = [Remark("unnamed-loss", ".", "shards that are not there")] if lacking else []
+    return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
+
+
+def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, tuple[int, ...]]]:
+    """The document of a shard, and where its chunks begin."""
+    content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
+    content.salvage = salvage
+    if not is_safetensors(content):
+        raise UnreadableError(f"{name} is no safetensors file")
+    document = safetensors.read(content)
+    if not isinstance(document.root, dict) or not all(isinstance(spec, TensorSpec) for spec in document.root.values()):
+        raise UnreadableError(f"{name} holds more than tensors")
+    note = next((mark.detail for mark in document.remarks if (mark.kind, mark.where) == ("note", NOTE)), "{}")
+    try:
+        info = json.loads(note)
+        offsets = {key: sizes(value["saved_offsets"]) for key, value in info.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableError(f"{name} has a damaged note {NOTE}: {error}") from error
+    if any(len(offset) != len(document.root[key].shape) for key, offset in offsets.items() if key in document.root):
+        raise UnreadableError(f"{name} has a damaged note {NOTE}: an offset and its tensor differ in their dimensions")
+    return document, offsets
+
+
+def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[str]) -> Any:
+    """The tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
+    first = next(iter(parts.values()))
+    if len(parts) == 1 and not any(next(iter(parts)).offsets):
+        return first
+    ends = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in parts]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    spec = TensorSpec(first.dtype, shape, contiguous_strides(shape))
+    try:
+        if any(part.dtype != first.dtype for part in parts.values()):
+            raise UnreadableError(f"the chunks of {key} differ in their dtypes")
+        check_tiling(list(parts), shape, key)
+    except UnreadableError as error:
+        faults.append(f"is not complete: {error}")
+    else:
+        if not any(map(is_torn, parts.values())):
+            return tensor_of_chunks(key, spec, parts, path)
+    return replace(spec, storage=Storage(key, TornBytes(path, spec.nbytes)))

@@ -1,0 +1,92 @@
+"""Folders that are one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
+from ckptfix.reading.foreign.bundles import FOREIGN, OF_RANKS, name_bundle
+from ckptfix.reading.torch_files import exploded
+from ckptfix.reading.weights.document import Document
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """A folder that is a checkpoint: its name, what it looks like, and how it is read."""
+
+    name: str
+    looks_like: Callable[[Path], bool]
+    read: Callable[[Path, bool], Document]
+
+
+FOLDER_FORMATS = (
+    FolderFormat(dcp.NAME, dcp.looks_like, dcp.read_folder),
+    FolderFormat(exploded.NAME, exploded.looks_like, exploded.read_folder),
+    FolderFormat(dcp_safetensors.NAME, dcp_safetensors.looks_like, dcp_safetensors.read_folder),
+    FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
+)
+"""Every format that is a folder, in the order in which a folder is asked."""
+
+SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
+"""How names of checkpoints end; looked at only to say which file of a folder may be meant."""
+
+WEIGHTS = frozenset(
+    "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
+    "adapter_model.safetensors adapter_model.bin".split()
+)
+"""Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder."""
+
+_LISTED = 6
+
+
+def weights_file(path: str) -> str | None:
+    """The one file of weights in a folder that a library wrote, beside its configuration and the state of a training.
+
+    None where there is none or several, and where the folder itself is a checkpoint."""
+    folder = Path(path)
+    try:
+        names = [child.name for child in folder.iterdir() if child.name in WEIGHTS and child.is_file()]
+        if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
+            return None
+    except OSError:
+        return None  # whoever reads the folder says why
+    return str(folder / names[0])
+
+
+def read_folder(path: str, salvage: bool) -> Document:
+    """The document of a folder. Raises ``UnreadableError`` where it is no checkpoint."""
+    folder = Path(path)
+    try:
+        for form in FOLDER_FORMATS:
+            if form.looks_like(folder):
+                return form.read(folder, salvage)
+        raise UnreadableError(f"{path}: {_contents(folder)}")
+    except OSError as error:
+        raise UnreadableError(
+            f"{path}: the folder cannot be listed: {error.strerror or error}; ask its owner for the right"
+        ) from error
+
+
+def _contents(folder: Path) -> str:
+    """What a folder holds, and what of it to name instead."""
+    names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
+    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
+    below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+    every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
+    if (of_ranks := name_bundle(every, OF_RANKS)) is not None:
+        return of_ranks
+    if not (likely or below) and (bundle := name_bundle(every, FOREIGN)) is not None:
+        return f"a folder without a checkpoint of PyTorch in it: {bundle}"
+    if not names:
+        return "an empty folder; name a checkpoint file"
+    if likely or below:
+        return f"a folder, and no sharded checkpoint; name one of the files in it: {_some(likely or below)}"
+    return f"a folder without a checkpoint in it; it holds {_some(names)}"
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,153 @@
+"""Files that one process of a distributed training saved: what they hold a part of, and what puts the parts together.
+
+DeepSpeed's ZeRO leaves ``(0,)`` tensors in the model states (stage 3) and flat slices without names in the optimizer
+states (``deepspeed/runtime/zero/``, ``deepspeed/utils/zero_to_fp32.py``). FSDP writes flat parameters
+(``LOCAL_STATE_DICT``) or tensors that know their place in a whole (``SHARDED_STATE_DICT``, DTensor). None of these is a
+set of weights that a single process could load, and no renaming makes it one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import TensorSpec
+
+SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+"""Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3."""
+
+FLAT = ("_flat_param", "flat_param")
+_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
+_SHARDED = ("ShardedTensor", "DTensor")
+_MOST_RANKS = 1 << 20
+_LEAST_SHARE = 0.2
+_SEARCH_DEPTH = 3
+
+ZERO_REMEDY = (
+    "run zero_to_fp32.py, which DeepSpeed puts beside the checkpoint's folder, and use the file that it writes"
+)
+MEGATRON_REMEDY = (
+    "merge the ranks with the training code's own tool (Megatron-LM: tools/checkpoint/convert.py, to tensor- and"
+    " pipeline-parallel size 1), and use the file that it writes"
+)
+FSDP_REMEDY = (
+    "save the whole from the training run: get_model_state_dict with StateDictOptions(full_state_dict=True), or"
+    " torch.distributed.checkpoint, whose folders ckptfix reads"
+)
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """What a file holds instead of weights, as a clause behind its name; what would consolidate it; the keys in
+    question.
+    """
+
+    what: str
+    remedy: str
+    keys: tuple[str, ...] = ()
+
+
+def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
+    """What part of a distributed checkpoint a file is; None for one that stands for itself.
+
+    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty where none was found.
+    """
+    if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
+        what = "is the .metadata of torch.distributed.checkpoint, which says what lies in the .distcp files beside it"
+        return RankShard(what, "name its folder instead")
+    ranks = _tensor_parallel(root)
+    if ranks > 1:
+        return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", MEGATRON_REMEDY)
+    flat = tuple(key for key in entries if key.endswith(FLAT) and key.rpartition(".")[2] in FLAT)
+    if flat:
+        what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
+        return RankShard(what, FSDP_REMEDY, flat)
+    members = entries or _members(root)
+    parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and _is_sharded(value))
+    if parts:
+        return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", FSDP_REMEDY, parts)
+    empty = _emptied(root, entries)
+    if empty:
+        what = f"holds {counted(len(empty), 'weight')} of shape (0,): the model states of ZeRO stage 3, without values"
+        return RankShard(what, ZERO_REMEDY, empty)
+    if not entries and any(is_zero_state(mapping) for mapping in _mappings(root, _SEARCH_DEPTH)):
+        return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", ZERO_REMEDY)
+    return None
+
+
+def _tensor_parallel(root: Any) -> int:
+    """Over how many ranks a Megatron training spread the model, tensor by tensor or layer by layer; 1 for any other.
+
+    Megatron saves its arguments (``megatron/training/checkpointing.py``), DeepSpeed the size of the group
+    (``mp_world_size``, ``deepspeed/runtime/engine.py``)."""
+    if not isinstance(root, dict):
+        return 1
+    args = root.get("args")
+    named = args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+    megatron = [named.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+    sizes = [root.get("mp_world_size") if "ds_version" in root else None, *(megatron if "iteration" in root else ())]
+    return math.prod(size for size in sizes if type(size) is int and 1 < size <= _MOST_RANKS)
+
+
+def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is the state of a ZeRO optimizer."""
+    return any(name in mapping for name in SLICES) or ("zero_stage" in mapping and "partition_count" in mapping)
+
+
+def local_part(cls: Any, size: Any, state: Any) -> Any:
+    """What a pickled tensor subclass without a storage of its own becomes: its local tensor where that is the whole
+    (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` where there is no local tensor.
+    """
+    if not isinstance(cls, Global):
+        return NotImplemented
+    made = Opaque(cls, state=state)
+    if _is_sharded(made) and isinstance(state, tuple) and state and isinstance(state[0], list):
+        # ShardedTensor: the shards of this rank come first, each with its tensor.
+        shards = [shard.attributes.get("tensor") for shard in state[0] if isinstance(shard, Opaque)]
+        return shards[0] if len(shards) == 1 and getattr(shards[0], "shape", None) == size else made
+    local, spec = made.attributes.get("_local_tensor"), made.attributes.get("_spec")
+    if not isinstance(local, TensorSpec):
+        return NotImplemented
+    placements = spec.attributes.get("placements") if isinstance(spec, Opaque) else None
+    # A tensor that is placed as Partial is a term of a sum, whatever its shape.
+    whole = isinstance(placements, (tuple, list)) and all(
+        isinstance(placement, Opaque) and "Partial" not in placement.cls.name for placement in placements
+    )
+    return local if whole and local.shape == size else made
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, Opaque) and value.cls.name in _SHARDED and value.cls.module.startswith("torch.distributed")
+
+
+def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to be.
+
+    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
+    """
+    shapes = {key: value.shape for key, value in entries.items() if isinstance(value, TensorSpec)}
+    empty = tuple(key for key, shape in shapes.items() if shape == (0,) and _is_weight(key))
+    if not empty or (isinstance(root, dict) and any(note in root for note in _DEEPSPEED)):
+        return empty
+    return empty if len(empty) > 1 and len(empty) >= _LEAST_SHARE * sum(map(_is_weight, shapes)) else ()
+
+
+def _is_weight(key: str) -> bool:
+    leaf = key.rpartition(".")[2]
+    return "weight" in leaf or "bias" in leaf
+
+
+def _members(value: Any) -> Mapping[Any, Any]:
+    """The sharded tensors' mapping of a file: the first in it that has any."""
+    return next((found for found in _mappings(value, _SEARCH_DEPTH) if any(map(_is_sharded, found.values()))), {})
+
+
+def _mappings(value: Any, depth: int) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(value, dict):
+        yield value
+        if depth:
+            for child in value.values():
+                yield from _mappings(child, depth - 1)

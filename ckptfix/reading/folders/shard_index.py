@@ -1,0 +1,145 @@
+"""The index of a sharded checkpoint: which key lies in which file of the folder.
+
+transformers writes it as ``{"metadata": {"total_size": …}, "weight_map": {key: file name}}`` beside the shards
+(https://huggingface.co/docs/transformers/big_models#sharded-checkpoint). A file name is a claim like any other: one
+that leads out of the folder is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.errors import HostileError, UnreadableError
+
+WEIGHT_MAP = "weight_map"
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
+PACKED = (".gz", ".bz2", ".xz")
+"""How the names of shards end that were compressed one by one."""
+
+INDEX_LIMIT = 256 << 20
+"""Bytes of the largest index that is parsed; a million keys take a third of it."""
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``."""
+
+    stem: str
+    total: str
+    suffix: str
+
+    def __str__(self) -> str:
+        return f"{self.stem}-…-of-{self.total}{self.suffix}"
+
+    @property
+    def count(self) -> int:
+        """How many shards there are."""
+        return int(self.total)
+
+    @classmethod
+    def of(cls, name: str) -> Numbering | None:
+        """The numbering that a file name belongs to."""
+        match = _NUMBERED.fullmatch(name)
+        return cls(match[1], match[3], match[4]) if match else None
+
+    def names(self) -> list[str]:
+        """The name of every shard of the set."""
+        return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Which key lies in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
+    in bytes.
+    """
+
+    path: str
+    weight_map: Mapping[str, str]
+    total_size: int | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the shards, each once."""
+        return list(dict.fromkeys(self.weight_map.values()))
+
+
+def is_index(content: Content) -> bool:
+    """Whether the content is a JSON object with a ``weight_map``."""
+    head = bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
+        return False
+    return content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0
+
+
+def parse_index(content: Content) -> ShardIndex:
+    """The index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
+    path = content.path
+    if len(content) > INDEX_LIMIT:
+        raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
+    try:
+        parsed = content.bounds.parse_json(bytes(content.buffer[:]), _unique)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: the index is no valid JSON ({error}); fetch the file again") from error
+    if not isinstance(parsed, dict):
+        raise UnreadableError(f"{path}: the index is no JSON object; fetch the file again")
+    weight_map, metadata = parsed.get(WEIGHT_MAP), parsed.get("metadata")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")
+    if not weight_map:
+        raise UnreadableError(f"{path}: its weight_map is empty: the index names no tensor; fetch the file again")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
+        raise ValueError(f"the key {doubled!r:.60} stands twice in it")
+    return found
+
+
+def name_as_stored(folder: Path, name: str) -> str:
+    """The name of a shard in the folder: its own, or with the suffix of what it was compressed by."""
+    names = (name, *(name + suffix for suffix in PACKED))
+    # That of Path raises where a name is too long.
+    return next((other for other in names if os.path.isfile(folder / other)), name)  # noqa: PTH113
+
+
+def name_unpacked(name: str) -> str:
+    """The name of a file before it was compressed."""
+    return next((name.removesuffix(suffix) for suffix in PACKED if name.endswith(suffix)), name)
+
+
+def file_inside(folder: Path, name: str, said_by: str) -> Path:
+    """The path of a file that ``said_by`` names, once it is known to stay in the folder.
+
+    Links are followed: one may lead into the folder, or to where the naming file itself really lies, which is how the
+    cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out.
+    """
+    names = (PurePosixPath(name), PureWindowsPath(name))
+    absolute = any(path.drive or path.root for path in names)
+    if not name or "\0" in name or absolute or any(".." in path.parts for path in names):
+        raise HostileError(
+            f"{said_by}: it names the file {name!r:.80}, which leads out of the folder; do not use this checkpoint"
+        )
+    path = folder / name
+    try:
+        real, homes = path.resolve(), (folder.resolve(), Path(said_by).resolve().parent)
+    # RuntimeError is what a loop of links raises before Python 3.13, ValueError what a name that is no text does.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise HostileError(
+            f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"
+        ) from error
+    if not any(real.is_relative_to(home) for home in homes):
+        raise HostileError(
+            f"{said_by}: {name!r:.80} is a link that leads out of the folder, to {real};"
+            " put the file itself there if you trust it"
+        )
+    return path

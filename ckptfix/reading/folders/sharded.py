@@ -1,0 +1,290 @@
+"""Checkpoints in several files: ``*.index.json`` with its shards, or a folder of numbered shards without an index.
+
+The shards become one document without a tensor being read. What the index says and what the shards hold is compared
+both ways: a shard that is missing, a key that is not where the index says, a key that the index does not know, a key
+that two shards hold. Any of these is damage; loaders that look one way only fill the gap with random weights
+(sglang PR#32279)."""
+
+from __future__ import annotations
+
+import os
+from codecs import BOM_UTF8
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.core.checkpoint import Checkpoint, Remark, path_name
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading import safetensors
+from ckptfix.reading.folders.shard_contents import is_same, odd_shard, remarks_of, surroundings
+from ckptfix.reading.folders.shard_index import (
+    Numbering,
+    ShardIndex,
+    file_inside,
+    is_index,
+    name_as_stored,
+    name_unpacked,
+    parse_index,
+)
+from ckptfix.reading.sniffing import may_be_wrapped
+from ckptfix.reading.weights.containers import open_document
+from ckptfix.reading.weights.document import Document
+
+NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
+PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Where a folder has several indexes, the one that transformers takes."""
+
+_LISTED = 4
+
+
+def sniff(content: Content) -> bool:
+    """Whether the content is the index of a sharded checkpoint."""
+    return is_index(content)
+
+
+def read(content: Content, salvage: bool = False) -> Document:
+    """The document of an index and the shards beside it."""
+    if content.file is None:
+        raise UnreadableError(
+            f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
+        )
+    return _merge(content.path, Path(content.path).parent, content.path, salvage)
+
+
+def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
+    """The document of the shards that an index names; of the only set in the folder where it cannot be read."""
+    try:
+        content = Content.of_file(index)
+        merge = _Merge(path, folder, parse_index(content), salvage)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        if len(_sets(folder)) != 1:
+            raise
+        merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
+        merge.damage.append(f"has an index that cannot be read ({error})")
+    else:
+        if bytes(content.buffer[:3]) == BOM_UTF8:
+            merge.damage.append("has an index with a byte order mark in front, which json.loads refuses")
+    return merge.document()
+
+
+def looks_like(folder: Path) -> bool:
+    """Whether a folder holds an index or numbered shards."""
+    return bool(_indexes(folder) or _sets(folder))
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """The document of a folder of shards. Raises ``UnreadableError`` where it holds several checkpoints."""
+    indexes = _indexes(folder)
+    chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
+    if chosen is None and len(indexes) > 1:
+        names = ", ".join(path.name for path in indexes)
+        raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
+    if indexes:
+        return _merge(str(folder), folder, str(chosen or indexes[0]), salvage)
+    sets = _sets(folder)
+    if len(sets) > 1:
+        names = ", ".join(str(numbering) for numbering in sets)
+        raise UnreadableError(
+            f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; put each in its own folder"
+        )
+    return _Merge(str(folder), folder, None, salvage).document()
+
+
+class _Merge:
+    """One merging of shards: which of them open, where every key lies, and what does not agree."""
+
+    def __init__(self, path: str, folder: Path, index: ShardIndex | None, salvage: bool) -> None:
+        self.path, self.folder, self.index, self.salvage = path, folder, index, salvage
+        self.weight_map = index.weight_map if index is not None else {}
+        self.said_by = index.path if index is not None else str(folder / "shards")
+        self.opened: dict[str, Checkpoint] = {}
+        self.entries: OrderedDict[str, Any] = OrderedDict()
+        self.lost: dict[str, TensorSpec | None] = {}
+        self.damage: list[str] = []
+        self.absent: list[str] = []
+        self.remarks: list[Remark] = []
+
+    def document(self) -> Document:
+        """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
+        values for one key and no index says which is meant.
+        """
+        for name in self._files():
+            self._open(name)
+        self._note_absent()
+        self._place()
+        if not self.entries:
+            raise UnreadableError(f"{self.path}: {'; '.join(self.damage)}; no tensor is whole: fetch it again")
+        metadata: dict[str, Mapping[str, Any]] = {}
+        for shard in reversed(self.opened.values()):
+            metadata.update(shard.metadata or {})
+        self._note_unnamed()
+        remarks = dict.fromkeys(remark for shard in self.opened.values() for remark in remarks_of(shard))
+        kinds = {shard.format for shard in self.opened.values()}
+        return Document(
+            self.path,
+            NAME_SAFETENSORS if kinds == {safetensors.NAME} else NAME,
+            self._root(),
+            metadata or None,
+            remarks=[*remarks, *self.remarks],
+            damage=self.damage,
+            lost=self.lost,
+        )
+
+    def _files(self) -> list[str]:
+        """The shards that should be there: those of the index and their numbered siblings, or the whole set."""
+        if self.index is None:
+            (numbering,) = _sets(self.folder)
+            return numbering.names()
+        named = self.index.files
+        sets = {Numbering.of(name) for name in named} - {None}
+        siblings = [name for name in map(name_unpacked, _file_names(self.folder)) if Numbering.of(name) in sets]
+        return list(dict.fromkeys([*named, *siblings]))
+
+    def _open(self, name: str) -> None:
+        stored = name_as_stored(self.folder, name)
+        file = file_inside(self.folder, stored, self.said_by)
+        if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+            self.absent.append(name)
+            return
+        try:
+            shard = self.opened[name] = _open_shard(str(file), self.salvage)
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            self.damage.append(f"has a shard that cannot be read ({error})")
+            return
+        if shard.member:
+            self.remarks.append(Remark("packed-shard", stored, "compressed by itself"))
+        self.damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+
+    def _note_absent(self) -> None:
+        """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
+        if not self.absent:
+            return
+        keys = sum(home in set(self.absent) for home in self.weight_map.values())
+        shards = "the shard" if len(self.absent) == 1 else f"{len(self.absent)} shards:"
+        clause = f"lacks {shards} {_listed(self.absent)}" + (f" with {counted(keys, 'key')}" if keys else "")
+        total = self.index.total_size if self.index is not None else None
+        specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
+        gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
+        if total is not None and gone > 0 and len(self.opened) + len(self.absent) == len(self._files()):
+            clause += f", {gone} of {total} bytes ({100 * gone / total:.3g} %)"
+        self.damage.insert(0, clause)
+
+    def _note_unnamed(self) -> None:
+        """Say what cannot be said by name: tensors that no index knows, and a sum that is not that of the index."""
+        whole = len(self.opened) == len(self._files())
+        if self.index is None:
+            if not whole:
+                self.remarks.append(Remark("unnamed-loss", ".", "shards that are not there, and no index names"))
+            return
+        specs = [spec for shard in self.opened.values() for spec in shard.specs.values()]
+        sums = {sum(spec.nbytes for spec in kept) for kept in (specs, {spec.view: spec for spec in specs}.values())}
+        total = self.index.total_size
+        if whole and not self.lost and total is not None and total not in sums:
+            detail = f"the index counts {total} bytes of tensors and its shards hold {min(sums)}"
+            self.remarks.append(Remark("index-size", odd_shard(self.opened, total) or ".", detail))
+
+    def _root(self) -> Any:
+        """The merged state_dict, in the container that every shard has around its part, where it is the same.
+
+        Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
+        first, *others = self.opened.values()
+        around = surroundings(first)
+        if around is None or any(
+            (shard.container, surroundings(shard)) != (first.container, around) for shard in others
+        ):
+            raise UnreadableError(
+                f"{self.path}: its shards hold more than a state_dict each, and not the same in all of them (weights at"
+                f" {path_name(first.container)} in the first); take the state_dict out of each with `ckptfix repair"
+                " SHARD --format safetensors`, or save the checkpoint again"
+            )
+        root: Any = self.entries
+        for part, level in zip(reversed(first.container), reversed(around), strict=True):
+            root = {name: root if name == part else value for name, value in level}
+        return root
+
+    def _place(self) -> None:
+        """Take every key from the shard that the index names, in the order of the index, and note where they differ."""
+        holders: dict[str, list[str]] = {key: [] for key in self.weight_map}
+        for name, shard in self.opened.items():
+            for key in shard.entries:
+                holders.setdefault(key, []).append(name)
+        absent, moved, doubled = [], [], []
+        for key, names in holders.items():
+            home = self.weight_map.get(key)
+            if names:
+                taken = home if home in names else names[0]
+                self.entries[key] = self.opened[taken].entries[key]
+                if home not in (None, taken):
+                    moved.append(key)
+                if self._contradict(key, names):
+                    doubled.append(key)
+            else:
+                lost = self.opened[home].lost if home in self.opened else {key: None}
+                self.lost[key] = lost.get(key)
+                if key not in lost:
+                    absent.append(key)
+        for shard in self.opened.values():
+            self.lost.update({key: spec for key, spec in shard.lost.items() if key not in holders})
+        unlisted = [key for key in self.entries if key not in self.weight_map] if self.index is not None else []
+        for keys, clause in (
+            (absent, "has an index that promises {}, which no shard holds"),
+            (moved, "has a stale index: {} are in another shard than it says"),
+            (unlisted, "has a stale index: it does not know {} in the shards"),
+            (doubled, "holds {} in two shards with different values"),
+        ):
+            if keys:
+                self.damage.append(clause.format(_listed(keys)))
+
+    def _contradict(self, key: str, names: list[str]) -> bool:
+        """Whether shards hold different values for a key. Then the one of the index is meant, and without one, none."""
+        first, *others = (self.opened[name].entries[key] for name in names)
+        if all(is_same(first, other, self.path) for other in others):
+            return False
+        if self.weight_map.get(key) not in names:
+            raise UnreadableError(
+                f"{self.path}: {key} lies in {' and in '.join(names)} with different values, and no index says which is"
+                " meant; take the wrong one out, or save the checkpoint again"
+            )
+        return True
+
+
+def _open_shard(path: str, salvage: bool) -> Checkpoint:
+    # The table of formats lists this module.
+    from ckptfix.reading.archives.wrapped import unwrap
+    from ckptfix.reading.opening import read_unwrapped
+
+    content = Content.of_file(path)
+    if may_be_wrapped(content):
+        content = unwrap(content)
+    return replace(open_document(read_unwrapped(content, salvage), salvage=True), member=content.member)
+
+
+def _file_names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise UnreadableError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return [folder / name for name in _file_names(folder) if name.endswith(".index.json")]
+
+
+def _sets(folder: Path) -> list[Numbering]:
+    found = (Numbering.of(name_unpacked(name)) for name in _file_names(folder))
+    return list(dict.fromkeys(numbering for numbering in found if numbering is not None))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,101 @@
+"""A file in which no weights were found: what it holds instead, and what to look for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
+from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.weights.document import Document
+
+_SCHEDULER = {"last_epoch", "_step_count"}
+"""What every ``LRScheduler.state_dict`` has."""
+
+_NODES = 1000
+"""Values that are looked at for the state of an optimizer, those at the top first."""
+
+
+def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is the state of an optimizer: its state_dict, or what an optimizer object was pickled as."""
+    return ("param_groups" in mapping and "state" in mapping) or is_zero_state(mapping)
+
+
+def why_weightless(document: Document) -> str:
+    """The one line about a document without weights."""
+    root = document.root
+    shard = rank_shard(root, {})
+    if shard is not None:
+        return f"{document.path}: the file {shard.what}; {shard.remedy}"
+    if document.path.endswith(".distcp"):
+        return (
+            f"{document.path}: a file of torch.distributed.checkpoint, one of several; name its folder instead, which"
+            " has to hold .metadata too"
+        )
+    if _holds_optimizer(root):
+        return (
+            f"{document.path}: the file holds an optimizer's state and no model weights;"
+            " look for the file that the same training saved beside it"
+        )
+    if isinstance(root, dict) and root.keys() >= _SCHEDULER:
+        return (
+            f"{document.path}: the file holds the state of a learning-rate scheduler and no model weights;"
+            " look for the file that the same training saved beside it"
+        )
+    unnamed = 0 if isinstance(root, TensorSpec) else sum(1 for _ in tensors_in(root))
+    if unnamed and not isinstance(root, Opaque):
+        beside = f" under {names}" if (names := _names(root)) else ""
+        return (
+            f"{document.path}: no weights under names: the file holds {counted(unnamed, 'tensor')} in lists{beside};"
+            " save them as a state_dict, each under the name of its parameter"
+        )
+    return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
+
+
+def _holds_optimizer(root: Any) -> bool:
+    seen: set[int] = set()
+    pending = deque([root])
+    while pending and len(seen) < _NODES:
+        value = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Opaque):
+            value = value.pairs or value.state
+        if isinstance(value, dict):
+            if is_optimizer(value):
+                return True
+            pending.extend(_first(value.values()))
+        elif isinstance(value, (list, tuple)):
+            pending.extend(_first(value))
+    return False
+
+
+def _first(values: Iterable[Any]) -> list[Any]:
+    return list(islice(values, _NODES))
+
+
+def _described(root: Any) -> str:
+    if isinstance(root, TensorSpec):
+        return f"a single tensor of {root.dtype} {root.shape}, which has no name"
+    if root is None:
+        return "None and nothing else"
+    kind = str(root.cls) if isinstance(root, Opaque) else type(root).__name__
+    kind = "numpy array" if isinstance(root, NumpyArray) else kind
+    if isinstance(root, (dict, list, tuple)) and not root:
+        return f"an empty {kind}"
+    names = _names(root)
+    held = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind} without tensors under names"
+    return f"{held} (it has {names})" if names else held
+
+
+def _names(root: Any) -> str:
+    pairs = root.pairs if isinstance(root, Opaque) else root if isinstance(root, dict) else {}
+    return ", ".join(f"{shown(name):.40}" for name in _first(pairs)[:4])

@@ -1,0 +1,77 @@
+"""A state_dict in memory becomes a checkpoint without a copy."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint, Remark
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import UnreadableError, UsageError
+from ckptfix.reading.lazy_tensors import LazyTensors
+from ckptfix.reading.live import spec_of_tensor
+
+
+def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
+    """An entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
+    if _is_array(value):
+        value = _from_array(value)
+    if isinstance(value, torch.Tensor):
+        return spec_of_tensor(value, storages)
+    if type(value) in (tuple, list):
+        return type(value)(_specs_of(item, storages) for item in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _specs_of(item, storages)) for key, item in value.items())
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # nobody has an array without it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _from_array(array: Any) -> Any:
+    """A numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    is_sharable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+    try:
+        return torch.from_numpy(native if is_sharable else native.copy())
+    except TypeError:  # torch has no such element type
+        return array.tolist()
+
+
+def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
+    """A live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
+    storages: dict[int, Storage] = {}
+    entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
+    if len(entries) < len(state_dict):
+        raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
+    _check_level(entries, name)
+    metadata = getattr(state_dict, "_metadata", None)
+    remarks = [Remark("non-string-key", ".", str(key)) for key in state_dict if not isinstance(key, str)]
+    if any(_is_array(value) for value in state_dict.values()):
+        remarks.append(Remark("numpy-weights", ".", "numpy arrays"))
+    specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
+    return Checkpoint(
+        path=name,
+        format=IN_MEMORY,
+        entries=entries,
+        metadata=None if metadata is None else {str(module): dict(versions) for module, versions in metadata.items()},
+        root=entries,
+        devices=(),
+        candidates=(Candidate((), len(specs), sum(spec.numel for spec in specs)),),
+        remarks=tuple(remarks),
+        reader=LazyTensors(),
+    )
+
+
+def _check_level(entries: Mapping[str, Any], name: str) -> None:
+    """Raises where the weights lie one level deeper: nothing would be found wrong at this one."""
+    if not any(isinstance(value, TensorSpec) for value in entries.values()):
+        for key, value in entries.items():
+            if isinstance(value, Mapping) and any(isinstance(part, TensorSpec) for part in value.values()):
+                raise UsageError(f"the {name} holds no tensors, but its entry {key!r} does; pass that one")

@@ -1,0 +1,161 @@
+"""numpy arrays in a pickle, which never become arrays: their bytes are the bytes of a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.dtypes import BY_NUMPY
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.pickles.claims import checked, sizes
+from ckptfix.reading.pickles.python2_text import raw_bytes
+
+
+@dataclass(eq=False, slots=True)
+class NumpyArray:
+    """A numpy array that was never made: its state is kept as the pickle gives it.
+
+    ``is_plain`` says that it is of numpy's own class, whose state has one form."""
+
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    fortran: bool = False
+    data: Any = b""
+    is_plain: bool = False
+    _spec: TensorSpec | None = field(default=None, repr=False)
+
+    def build(self, state: Any) -> None:
+        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy
+        wrote no version.
+
+        Raises ``ValueError`` where it is no state, or has more or fewer bytes than elements."""
+        if isinstance(state, tuple) and len(state) in (4, 5):
+            shape, dtype, fortran, data = state[-4:]
+            shape = sizes(shape)
+            if self.is_plain:
+                _expect_bytes(shape, dtype, data)
+            self.shape, self.dtype, self.fortran, self.data, self._spec = shape, dtype, fortran, data, None
+        elif self.is_plain:
+            raise ValueError("a numpy array whose state is none")
+
+    def spec(self, path: str) -> TensorSpec | None:
+        """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
+        no dtype for.
+        """
+        if self._spec is not None:
+            return self._spec
+        code, order = numpy_type(self.dtype)
+        dtype = BY_NUMPY.get(code)
+        # Python 2 pickles keep the bytes of an array in a str.
+        try:
+            data = raw_bytes(self.data) if isinstance(self.data, str) else self.data
+        except UnicodeEncodeError as error:
+            raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
+        if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
+            return None
+        strides = contiguous_strides(self.shape)
+        if self.fortran:
+            strides = tuple(reversed(contiguous_strides(tuple(reversed(self.shape)))))
+        if order == ">":
+            import numpy as np
+
+            if len(data) % dtype.itemsize:
+                raise UnreadableError(
+                    f"{path}: a numpy array of {code} has {len(data)} bytes, no whole number of elements; fetch the "
+                    "file again"
+                )
+            data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
+        self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
+        return self._spec
+
+
+def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
+    """Raise ``ValueError`` where an array has more or fewer bytes than its elements take."""
+    if not isinstance(dtype, Opaque):
+        raise ValueError("a numpy array whose dtype is none")
+    known = BY_NUMPY.get(numpy_type(dtype)[0])
+    data = raw_bytes(data) if isinstance(data, str) else data
+    if known is not None and isinstance(data, (bytes, bytearray)):
+        needed = math.prod(shape) * known.itemsize
+        if len(data) != needed:
+            raise ValueError(f"a numpy array of {len(data)} bytes, and its elements take {needed}")
+
+
+def arrays_in(root: Any) -> Iterator[NumpyArray]:
+    """Every array in a tree of dicts, lists and tuples, each container once."""
+    pending, seen = [root], {id(root)}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, NumpyArray):
+            yield value
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        inner = [part for part in members if isinstance(part, (NumpyArray, dict, list, tuple)) and id(part) not in seen]
+        seen.update(map(id, inner))
+        pending += inner
+
+
+def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
+    """A tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is lost.
+
+    Raises ``UnreadableError`` where the array holds anything else."""
+    data = bytes(spec.storage.source.read(0, spec.storage.nbytes)) if spec.storage is not None else b""
+    if (spec.dtype, dtype) != ("float32", "bfloat16") or any(data[0::4]) or any(data[1::4]):
+        raise UnreadableError(
+            f"{path}: a {dtype} tensor was saved as an array of {spec.dtype} that holds other values than its own; "
+            "save it from the CPU"
+        )
+    upper = bytearray(len(data) // 2)
+    upper[0::2], upper[1::2] = data[2::4], data[3::4]
+    return replace(spec, dtype=dtype, storage=Storage("numpy", MemoryBytes(bytes(upper))))
+
+
+def numpy_type(dtype: Any) -> tuple[str, str]:
+    """The type string of a pickled ``numpy.dtype`` and its byte order: ``("f4", "<")``."""
+    if not isinstance(dtype, Opaque) or not dtype.args or not isinstance(dtype.args[0], str):
+        return ("", "")
+    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
+    return (dtype.args[0].lstrip("<>=|"), order if isinstance(order, str) else "<")
+
+
+def dtype_label(dtype: Any) -> Any:
+    """A pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with its
+    name, type and offset in bytes.
+    """
+    code, order = numpy_type(dtype)
+    state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
+    fields = state[4] if len(state) > 4 else None
+    if isinstance(fields, dict):
+        return [
+            [name, numpy_type(field[0])[0], field[1]]
+            for name, field in fields.items()
+            if isinstance(field, tuple) and len(field) > 1
+        ]
+    unit = state[8][1] if len(state) > 8 and isinstance(state[8], tuple) and len(state[8]) > 1 else None
+    if code[:1] in ("M", "m") and isinstance(unit, tuple) and len(unit) > 1:
+        name = unit[0].decode("latin-1") if isinstance(unit[0], bytes) else unit[0]
+        code += f"[{unit[1] if unit[1] != 1 else ''}{name}]"
+    return f">{code}" if order == ">" else code
+
+
+def array_fields(array: NumpyArray) -> dict[str, Any]:
+    """An array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where they are
+    no text.
+    """
+    code, order = numpy_type(array.dtype)
+    data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
+    if isinstance(data, str):
+        data = raw_bytes(data, "replace")
+    if code[:1] in ("U", "S") and width and isinstance(data, bytes):
+        size = width * (4 if code[0] == "U" else 1)
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        encoding = "utf-32-be" if order == ">" else "utf-32-le"
+        data = [
+            part.decode(encoding, "replace").rstrip("\0") if code[0] == "U" else part.rstrip(b"\0") for part in parts
+        ]
+    layout = {"order": "F"} if array.fortran is True else {}
+    return {"dtype": dtype_label(array.dtype), "shape": array.shape, **layout, "data": data}

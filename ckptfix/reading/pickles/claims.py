@@ -1,0 +1,86 @@
+"""What a pickle claims about shapes, dtypes and storages, checked before it is believed (law 7 of the design)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.core.dtypes import BY_STORAGE, DTYPES
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import HostileError
+
+EXPANDED_LIMIT = 1 << 30
+"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class TypedStorage:
+    """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
+
+    storage: Storage
+    dtype: str
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
+    if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
+        value = value.args[0]
+    if not isinstance(value, (tuple, list)) or len(value) > 64:
+        raise ValueError(f"{shown(value)} is no shape")
+    for size in value:
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise ValueError(f"{shown(value)} is no shape")
+    return tuple(value)
+
+
+def checked(spec: TensorSpec, path: str) -> TensorSpec:
+    """The spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
+    checked_size(spec, path)
+    return spec
+
+
+def checked_size(spec: TensorSpec, path: str) -> int:
+    """The bytes of a tensor, once the claims of its spec are known to hold against its storage."""
+    if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
+        raise HostileError(
+            f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
+            "fetch it again"
+        )
+    storage, nbytes = spec.storage, spec.nbytes
+    if storage is not None:
+        stored = storage.source.nbytes
+        # One that begins its storage and is row-major, as nearly all, touches as many bytes as it takes.
+        claimed = nbytes if not spec.offset and spec.is_contiguous else spec.extent[1]
+        if claimed > stored:
+            raise HostileError(
+                f"{path}: a tensor of shape {spec.shape} claims {claimed} bytes of a storage of {stored}:"
+                " the file is damaged or hostile; fetch it again"
+            )
+        if nbytes > EXPANDED_LIMIT and nbytes > 1024 * stored:
+            raise HostileError(
+                f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 30} GiB in memory out of {stored}"
+                " stored bytes; do not use this file"
+            )
+    return nbytes
+
+
+def dtype_name(value: Any) -> str:
+    """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
+    if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
+        return value.name
+    raise ValueError(f"{shown(value)} is no dtype")
+
+
+def storage_dtype(cls: Any) -> str:
+    """The dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
+    ``torch.storage.UntypedStorage``.
+    """
+    if isinstance(cls, Global):
+        if (dtype := BY_STORAGE.get(cls.name)) is not None:
+            return dtype.name
+        if cls.name in ("UntypedStorage", "_UntypedStorage"):
+            return "uint8"
+    raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")

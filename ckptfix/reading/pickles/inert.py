@@ -1,0 +1,299 @@
+"""The fixed table of inert stand-ins: what a call in a pickle becomes. This is the pickle boundary.
+
+A call of one of torch's rebuild functions becomes a ``TensorSpec``; the containers of the standard library become
+themselves; a numpy array becomes a ``NumpyArray`` that keeps its bytes. Every other call becomes an ``Opaque`` object.
+No entry of the table imports or runs anything that the file names, and there is no way to add one from outside.
+
+Sources: ``torch/_utils.py`` and ``torch/serialization.py`` (the rebuild functions of torch 0.1 to 2.13),
+``numpy/core/multiarray``."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Quantizer, Storage, TensorSpec
+from ckptfix.errors import HostileError
+from ckptfix.reading.folders.rank_shards import local_part
+from ckptfix.reading.pickles import inert_values
+from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
+from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
+from ckptfix.reading.pickles.executors import is_union
+from ckptfix.reading.pickles.graph_code import is_graph_code
+from ckptfix.reading.pickles.python2_text import raw_bytes
+
+MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
+"""Modules of Python 2 that have another name since."""
+
+
+_NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
+
+
+def _is_simple(part: Any) -> bool:
+    """Whether a value may be a part of a tensor: a tensor itself, and nothing in it goes deeper."""
+    return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
+
+
+def _modern_name(function: Global) -> str:
+    """The name of a global that was moved since, where the table has it."""
+    module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
+    return f"{module}.{function.name}"
+
+
+def _per_channel(values: Any, dtype: str) -> Any:
+    """A list of numbers as the tensor that later releases write; anything else as it is."""
+    if not isinstance(values, list):
+        return values
+    data = struct.pack(f"<{len(values)}{'d' if dtype == 'float64' else 'q'}", *values)
+    return TensorSpec(dtype, (len(values),), (1,), Storage("channels", MemoryBytes(data)))
+
+
+@dataclass
+class InertTable:
+    """Answers the calls of a pickle. ``nested`` reads the bytes of a whole file inside the pickle
+    (``_load_from_bytes``).
+
+    ``foreign`` gathers the tensor subclasses that are named and objects in the place of hooks, ``derived`` the names
+    that the pickle builds by ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
+
+    path: str
+    nested: Callable[[bytes], Any]
+    foreign: dict[str, None] = field(default_factory=dict)
+    derived: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    _known: dict[Global, Callable[..., Any]] = field(default_factory=dict)
+    _stored: dict[int, Storage] = field(default_factory=dict)
+    _stored_bytes: int = 0
+    _logical_bytes: int = 0
+
+    def call(self, function: Global, args: tuple[Any, ...]) -> Any:
+        """The inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
+        handler = self._known.get(function)
+        if handler is None and (handler := _TABLE.get(str(function)) or _TABLE.get(_modern_name(function))) is not None:
+            self._known[function] = handler
+        if handler is not None:
+            made = handler(self, *args)
+            if made is not NotImplemented:
+                return made
+        if not is_union(function, args):
+            self.called.add(str(function))
+        return Opaque(function, args)
+
+    # torch ------------------------------------------------------------------------------------------------------------
+
+    def first_tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Any:
+        """``_rebuild_tensor`` of torch 0.1 to 0.3."""
+        return self.tensor(storage, offset, size, stride, False, None)
+
+    def tensor(self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, *rest: Any) -> Any:
+        """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
+        if not isinstance(storage, TypedStorage):
+            raise ValueError("a tensor without a storage")
+        metadata = rest[0] if rest else None
+        if isinstance(hooks, Opaque) or isinstance(metadata, Opaque):
+            self._note(hooks, metadata)
+        return self._strided(storage, storage.dtype, offset, size, stride, trained, metadata)
+
+    def tensor_v3(
+        self,
+        storage: Any,
+        offset: int,
+        size: Any,
+        stride: Any,
+        requires_grad: Any,
+        hooks: Any,
+        dtype: Any,
+        metadata: Any = None,
+    ) -> Any:
+        """``_rebuild_tensor_v3``: an untyped storage, the dtype apart (uint16 and later, fp8)."""
+        self._note(hooks, metadata)
+        return self._strided(storage, dtype_name(dtype), offset, size, stride, requires_grad, metadata)
+
+    def _note(self, *beside: Any) -> None:
+        """Hooks and metadata of a tensor are plain dicts; an object in their place is not kept: torch refuses it."""
+        for value in beside:
+            if isinstance(value, Opaque):
+                self.foreign[str(value.cls)] = None
+
+    def _strided(
+        self, typed: TypedStorage, dtype: str, offset: int, size: Any, stride: Any, requires_grad: Any, metadata: Any
+    ) -> TensorSpec:
+        bits = _NO_BITS
+        if isinstance(metadata, dict):
+            bits = {name: True for name in ("conj", "neg") if metadata.get(name) is True}
+        spec = TensorSpec(
+            dtype,
+            sizes(size),
+            sizes(stride),
+            typed.storage,
+            int(offset),
+            requires_grad=bool(requires_grad),
+            math_bits=bits,
+        )
+        nbytes, storage = checked_size(spec, self.path), typed.storage
+        # Those of the file together must be no bomb of views of few bytes.
+        if id(storage) not in self._stored:
+            self._stored[id(storage)] = storage
+            self._stored_bytes += storage.nbytes
+        self._logical_bytes += nbytes
+        if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self._stored_bytes:
+            raise HostileError(
+                f"{self.path}: its tensors would take {self._logical_bytes >> 30} GiB in memory out of "
+                f"{self._stored_bytes} stored bytes; do not use this file"
+            )
+        return spec
+
+    def parameter(self, data: Any, requires_grad: Any = True, *_: Any) -> Any:
+        """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""
+        if not isinstance(data, TensorSpec):
+            return NotImplemented
+        return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
+
+    def variable(self, data: Any = None, *_: Any) -> Any:
+        """``Variable(data)`` of torch 0.1 to 0.3, ``torch.Tensor(tensor)``."""
+        return data if isinstance(data, TensorSpec) else NotImplemented
+
+    def from_type(self, function: Any, cls: Any, args: Any, state: Any = None, *_: Any) -> Any:
+        """``_rebuild_from_type_v2``: a tensor of a subclass or with attributes; the tensor is what counts."""
+        if not isinstance(function, Global) or not isinstance(args, tuple):
+            return NotImplemented
+        if isinstance(cls, Global) and str(cls) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+            self.foreign[str(cls)] = None
+        if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
+            return local_part(cls, args[2], state)
+        return self.call(function, args)
+
+    def quantized(
+        self, storage: Any, offset: int, size: Any, stride: Any, quantizer: Any, requires_grad: Any = False, *_: Any
+    ) -> Any:
+        """``_rebuild_qtensor``; the scheme is ``torch.per_tensor_affine`` or one of the per-channel ones."""
+        scheme, scale, zero_point, *axis = quantizer
+        # torch 1.3 and 1.4 wrote the scales, zero points and axis of each channel as lists.
+        scale, zero_point = _per_channel(scale, "float64"), _per_channel(zero_point, "int64")
+        axis = axis[0] if axis and isinstance(axis[0], list) else axis
+        spec = self._strided(storage, storage.dtype, offset, size, stride, requires_grad, None)
+        name = scheme.name if isinstance(scheme, Global) else shown(scheme)
+        if name not in ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"):
+            raise ValueError(f"quantisation scheme {name:.60} is not known")
+        for part in (scale, zero_point):
+            if not (_is_simple(part) if axis else type(part) in (int, float)):
+                raise ValueError("a quantised tensor whose scales are neither numbers nor plain tensors")
+        return replace(spec, quantizer=Quantizer(name, scale, zero_point, axis[0] if axis else None))
+
+    def sparse(self, layout: Any, data: Any) -> Any:
+        """``_rebuild_sparse_tensor``: COO ``(indices, values, size[, is_coalesced])``, or a compressed layout."""
+        name = layout.name if isinstance(layout, Global) else layout if isinstance(layout, str) else ""
+        name = name.removeprefix("torch.")
+        if name == "sparse_coo":
+            indices, values, size, *coalesced = data
+            parts = {"indices": indices, "values": values}
+        elif name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"):
+            compressed, plain, values, size = data
+            first, second = (
+                ("crow_indices", "col_indices")
+                if name in ("sparse_csr", "sparse_bsr")
+                else ("ccol_indices", "row_indices")
+            )
+            parts, coalesced = {first: compressed, second: plain, "values": values}, []
+        else:
+            return NotImplemented
+        if not all(_is_simple(part) for part in parts.values()):
+            raise ValueError("a sparse tensor whose parts are no plain tensors")
+        if math.prod(sizes(size)) >= 1 << 63:
+            raise ValueError("a sparse tensor of more elements than torch can count")
+        return TensorSpec(
+            values.dtype, sizes(size), layout=name, parts=parts, is_coalesced=bool(coalesced[0]) if coalesced else None
+        )
+
+    def meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
+        """``_rebuild_meta_tensor_no_storage``: a tensor of which no value was ever saved."""
+        return TensorSpec(dtype_name(dtype), sizes(size), sizes(stride), requires_grad=bool(requires_grad))
+
+    def from_numpy(self, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
+        """``_rebuild_device_tensor_from_numpy`` and ``_rebuild_xla_tensor``: a tensor of an XLA or similar device,
+        saved as an array.
+        """
+        spec = data.spec(self.path) if isinstance(data, NumpyArray) else data
+        if not isinstance(spec, TensorSpec):
+            return NotImplemented
+        name = dtype_name(dtype)
+        if name != spec.dtype:
+            spec = narrowed(spec, name, self.path)
+        return replace(spec, requires_grad=bool(requires_grad))
+
+    def from_bytes(self, data: Any) -> Any:
+        """``torch.storage._load_from_bytes``: a whole file of torch.save inside the pickle, usually one storage."""
+        if isinstance(data, str):
+            data = raw_bytes(data)
+        if not isinstance(data, (bytes, bytearray)):
+            raise ValueError("a file of torch that is no bytes")
+        return self.nested(bytes(data))
+
+    def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:
+        """``torch.fx.graph_module.reduce_graph_module(instance dict, import block)``: the module, without its code."""
+        function = Global("torch.fx.graph_module", "reduce_graph_module")
+        if not is_graph_code(body, imports):
+            self.called.add(str(function))
+        return Opaque(Global("torch.fx.graph_module", "GraphModule"), (imports,), state=body)
+
+    def get_layout(self, name: Any) -> Any:
+        """``torch.serialization._get_layout("torch.sparse_coo")``."""
+        return Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
+
+    # numpy ------------------------------------------------------------------------------------------------------------
+
+    def array(self, cls: Any = None, *_: Any) -> Any:
+        """``numpy.core.multiarray._reconstruct``: empty until its state comes."""
+        if not isinstance(cls, Global):
+            raise ValueError("a numpy array of no class")
+        return NumpyArray(is_plain=str(cls) == "numpy.ndarray")
+
+    def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:
+        """``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
+        return NumpyArray(sizes(shape), dtype, order == "F", data)
+
+
+_TABLE: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": InertTable.first_tensor,
+    "torch._utils._rebuild_tensor_v2": InertTable.tensor,
+    "torch._utils._rebuild_tensor_v3": InertTable.tensor_v3,
+    "torch._utils._rebuild_parameter": InertTable.parameter,
+    "torch._utils._rebuild_parameter_with_state": InertTable.parameter,
+    "torch._utils._rebuild_qtensor": InertTable.quantized,
+    "torch._utils._rebuild_sparse_tensor": InertTable.sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": InertTable.sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": InertTable.meta,
+    "torch._utils._rebuild_xla_tensor": InertTable.from_numpy,
+    "torch._utils._rebuild_device_tensor_from_numpy": InertTable.from_numpy,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": InertTable.from_numpy,
+    "torch._tensor._rebuild_from_type": InertTable.from_type,
+    "torch._tensor._rebuild_from_type_v2": InertTable.from_type,
+    "torch.nn.parameter.Parameter": InertTable.parameter,
+    "torch.nn.parameter.Buffer": InertTable.variable,
+    "torch.autograd.variable.Variable": InertTable.variable,
+    "torch.Tensor": InertTable.variable,
+    "torch.tensor.Tensor": InertTable.variable,
+    "torch.storage._load_from_bytes": InertTable.from_bytes,
+    "torch.serialization._get_layout": InertTable.get_layout,
+    "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
+    "numpy.core.multiarray._reconstruct": InertTable.array,
+    "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
+    "collections.OrderedDict": inert_values.ordered_dict,
+    "builtins.dict": inert_values.new_dict,
+    "builtins.list": inert_values.new_list,
+    "builtins.set": inert_values.new_set,
+    "builtins.frozenset": inert_values.new_frozenset,
+    "builtins.complex": inert_values.new_complex,
+    "builtins.bytes": inert_values.new_bytes,
+    "builtins.bytearray": inert_values.new_bytearray,
+    "builtins.getattr": inert_values.attribute,
+    "_codecs.encode": inert_values.encode,
+    "copyreg._reconstructor": inert_values.reconstruct,
+    "copyreg.__newobj__": inert_values.new_object,
+}

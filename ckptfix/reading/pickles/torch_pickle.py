@@ -1,0 +1,189 @@
+"""What the two torch formats share: running the pickle of a torch.save file with its storages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ckptfix.bytes.limits import STORAGE, Bounds, shown
+from ckptfix.bytes.sources import SwappedBytes
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Storage
+from ckptfix.errors import HostileError
+from ckptfix.reading.pickles.claims import TypedStorage, storage_dtype
+from ckptfix.reading.pickles.inert import InertTable
+from ckptfix.reading.pickles.machine import PickleMachine
+from ckptfix.reading.pickles.payload import name_calls
+from ckptfix.reading.pickles.stream import Bytes
+from ckptfix.reading.pickles.unfinished import has_misfits, is_suspicious
+
+_TEXT_ID = re.compile(
+    r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
+    r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
+    r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)",
+    re.ASCII,
+)
+"""Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's ``str``."""
+
+_TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
+"""The same of the class of a module, which legacy files keep with its source."""
+
+_STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
+"""Where the storage classes are that ``weights_only`` knows."""
+
+NESTING_LIMIT = 4
+"""How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
+
+
+class StoragePickle:
+    """Runs the pickles of one file.
+
+    ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
+    gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
+    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their
+    strings of Python 2 are UTF-8, ``is_suspicious`` and ``has_misfits`` what the last one tells (``unfinished``),
+    ``big_endian`` that the storages are from such a machine. ``bounds`` is the account of the file, one for all of its
+    pickles."""
+
+    def __init__(
+        self,
+        path: str,
+        find_storage: Callable[[str, int, str], Storage],
+        bounds: Bounds,
+        nesting: int = 0,
+        big_endian: bool = False,
+    ) -> None:
+        self.path, self.big_endian = path, big_endian
+        self.names: set[str] = set()
+        self.table = InertTable(path, partial(_read_nested, path, nesting, bounds, self.names))
+        self.protocol = 0
+        self.is_plain, self.is_unicode = True, True
+        self.is_suspicious = self.has_misfits = False
+        self.storages: dict[str, Storage] = {}
+        self.dtypes: dict[str, str] = {}
+        self._classes: dict[Global, str] = {}
+        self._find_storage = find_storage
+        self._bounds = bounds
+
+    def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
+        """The inert value of the pickle at ``position`` and the position behind it."""
+        machine = self.machine(data, position, self._bounds)
+        try:
+            value = machine.load()
+        finally:
+            self.note(machine)
+        self.is_plain = self.is_plain and not machine.unsupported
+        self.is_unicode = self.is_unicode and machine.is_unicode
+        self.is_suspicious, self.has_misfits = is_suspicious(machine), has_misfits(machine)
+        return value, machine.position
+
+    def machine(self, data: Bytes, position: int, bounds: Bounds) -> PickleMachine:
+        """A machine for the pickle at ``position``."""
+        return PickleMachine(data, self.path, self.table.call, self._persistent, position, bounds)
+
+    def note(self, machine: PickleMachine) -> None:
+        """Take over which globals a machine came to, whether it came to the end or not."""
+        self.names.update(str(name) for name in machine.globals.values())
+        self.names.update(self.table.derived)
+        self.names.update(name_calls(machine.called | self.table.called))
+        self._bounds.names |= self.names
+        self.protocol = max(self.protocol, machine.protocol)
+
+    def protocol_remarks(self, where: str) -> list[Remark]:
+        """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
+        # Protocol 2 itself has some: a tuple that holds itself is written with POP.
+        protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
+        remarks = [] if self.is_plain else [Remark("protocol", where, protocol)]
+        return remarks if self.is_unicode else [*remarks, Remark("python2-text", where, "text of Python 2")]
+
+    def _persistent(self, pid: Any) -> Any:
+        """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
+        kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
+        if kind == "module" and isinstance(cls, Global):
+            return cls
+        if kind != "storage":
+            raise ValueError(f"persistent id of kind {shown(kind)}")
+        key, device, numel, *view = rest
+        if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
+            raise ValueError("a storage that is named by neither text nor number")
+        dtype = self._classes.get(cls) if type(cls) is Global else None
+        if dtype is None:
+            dtype = self._storage_class(cls)
+        nbytes = int(numel) * DTYPES[dtype].itemsize
+        key = str(key)
+        storage = self.storages.get(key)
+        if storage is None:
+            storage = self._find_storage(key, nbytes, str(device))
+            self._bounds.spend(STORAGE)
+            if self.big_endian:
+                storage = self._swapped(storage, dtype)
+            self.storages[key], self.dtypes[key] = storage, dtype
+        elif nbytes > storage.nbytes:
+            raise HostileError(
+                f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
+            )
+        return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+
+    def _storage_class(self, cls: Any) -> str:
+        """The dtype of a storage class; those that torch has itself are kept for the next storage."""
+        dtype = storage_dtype(cls)
+        if cls.module in _STORAGE_MODULES:
+            self._classes[cls] = dtype
+        else:
+            self.table.foreign[str(cls)] = None
+        return dtype
+
+    def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
+        # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
+        # view.
+        from ckptfix.bytes.sources import WindowBytes
+
+        view_key, offset, size = view
+        if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
+            raise ValueError("a view of a storage that is placed by no number")
+        name, itemsize = f"{key}:{view_key}", DTYPES[dtype].itemsize
+        root = self.storages[key]
+        if (offset + size) * itemsize > root.nbytes or offset < 0 or size < 0:
+            raise HostileError(f"{self.path}: a view claims more than its storage {key} holds; fetch the file again")
+        if name not in self.storages:
+            source = WindowBytes(root.source, offset * itemsize, size * itemsize)
+            view_of_root = Storage(name, source, root.device, parts=(root,))
+            self.storages[name] = root if size * itemsize == root.nbytes else view_of_root
+        return TypedStorage(self.storages[name], dtype)
+
+    def _swapped(self, storage: Storage, dtype: str) -> Storage:
+        """The storage with its elements turned round. A complex element is two numbers, and an untyped storage is none:
+        torch swaps neither (``UntypedStorage.byteswap``).
+        """
+        width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
+        if width == 1:
+            return storage
+        return Storage(storage.key, SwappedBytes(storage.source, width), storage.device, parts=(storage,))
+
+
+def _read_nested(path: str, nesting: int, bounds: Bounds, names: set[str], data: bytes) -> Any:
+    """The object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a while."""
+    if nesting >= NESTING_LIMIT:
+        raise HostileError(
+            f"{path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
+        )
+    from ckptfix.reading.pickles.nested import read_nested
+
+    root, more = read_nested(data, path, nesting + 1, bounds)
+    names.update(more)
+    return root
+
+
+def _id_of_text(text: str) -> tuple[Any, ...]:
+    """The persistent id that a file of pickle protocol 0 writes as text."""
+    if module := _TEXT_MODULE.match(text):
+        return "module", Global(module["module"], module["name"])
+    found = _TEXT_ID.fullmatch(text)
+    if found is None:
+        raise ValueError(f"persistent id {shown(text)}")
+    view = (found["view"], int(found["offset"]), int(found["size"])) if found["view"] is not None else None
+    return "storage", Global(found["module"], found["name"]), found["key"], found["device"], int(found["numel"]), view

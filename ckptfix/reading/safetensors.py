@@ -1,0 +1,139 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, and the bytes of the tensors without gaps.
+
+Specification: https://github.com/huggingface/safetensors#format. Nothing in the format tells a damaged tensor from a
+whole one: where the file's size is not that of its layout, ``slips`` looks for the place.
+
+safetensors has no room for what surrounds a state_dict. ckptfix keeps it in ``__metadata__`` as JSON under three names:
+``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and ``ckptfix.container`` (path and
+plain extras)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.sources import Content
+from ckptfix.bytes.torn import TornBytes
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.dtypes import BY_SAFETENSORS
+from ckptfix.core.notes import restore_container
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.safetensors_header import check_layout, padding_behind, read_header, shape_of
+from ckptfix.reading.salvage.unfilled import unfilled_from
+from ckptfix.reading.weights.document import Document
+
+NAME = "safetensors"
+METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
+_IN_HEADER = "bytes too many or too few that may lie in its header"
+_MISSING_BEFORE = "the bytes that the file lacks may be missing before them, and not at its end"
+_TOO_MANY_BEFORE = "the bytes that the file has too many may lie before them, and not at its end"
+
+
+def read(content: Content, nesting: int = 0) -> Document:
+    """The document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
+
+    Tensors that the file has lost are torn. Raises ``UnreadableError`` where the header itself is not whole or sound.
+    """
+    header, start, damage = read_header(content)
+    notes = header.pop("__metadata__", {})
+    if notes is None:
+        notes = {}  # as the library takes it
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise UnreadableError(
+            f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
+        )
+    nbytes = check_layout(content, header)
+    if padding_behind(content, start, len(content) - start - nbytes):
+        start = len(content) - nbytes
+        damage.append("is damaged: its header declares itself shorter than it is, without the padding behind it")
+    end = start + nbytes
+    specs = {key: _spec(record) for key, record in header.items()}
+    placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
+    zeros = unfilled_from(content, placed)
+    slip = None
+    if end != len(content):
+        from ckptfix.reading.salvage.slips import find_slip  # few files need it
+
+        slip = find_slip(content, sorted(placed, key=lambda place: (place[0], place[0] + place[1].nbytes)), end)
+        if zeros is not None:
+            slip = replace(slip, cause="", doubtful=min(slip.first, slip.doubtful))
+        damage.append(slip.cause or _misfit(nbytes, len(content) - start))
+    if zeros is not None:
+        size = len(content)
+        damage.append(
+            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and never "
+            "filled"
+        )
+    state_dict: OrderedDict[str, Any] = OrderedDict()
+    for (begin, spec), key in zip(placed, specs, strict=True):
+        if slip is not None and zeros is None:
+            source = slip.source(content, begin, spec.nbytes)
+        else:
+            source = _source(content, begin, spec.nbytes, end if zeros is None else zeros)
+        state_dict[key] = replace(spec, storage=Storage(key, source))
+    document = _restore(content.path, content.bounds, state_dict, notes)
+    document.damage += damage
+    if slip is not None:
+        if slip.cause and slip.first == start:
+            document.remarks.append(Remark("doubtful-names", ".", f"has {_IN_HEADER}"))
+        why = _MISSING_BEFORE if slip.surplus < 0 else _TOO_MANY_BEFORE
+        for (begin, spec), key in zip(placed, specs, strict=True):
+            if slip.is_doubtful(content, begin, spec.nbytes):
+                document.remarks.append(Remark("doubtful-values", key, why))
+    return document
+
+
+def _misfit(needed: int, there: int) -> str:
+    """That a file does not end where its tensors do."""
+    if needed > there:
+        return (
+            f"is cut short: its header describes {needed} bytes of tensors and {there} are there "
+            "(MetadataIncompleteBuffer)"
+        )
+    return f"has {there - needed} bytes behind its last tensor (incomplete metadata, file not fully covered)"
+
+
+def _spec(record: Mapping[str, Any]) -> TensorSpec:
+    """What the header says of a tensor."""
+    dtype = BY_SAFETENSORS[record["dtype"]]
+    shape = shape_of(dtype, record["shape"])
+    return TensorSpec(dtype.name, shape, contiguous_strides(shape))
+
+
+def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
+    """The bytes of a tensor, as far as they are there."""
+    present = max(0, min(nbytes, len(content) - start, end - start))
+    source = content.source(start, present)
+    return source if present == nbytes else TornBytes(content.path, nbytes, present, source)
+
+
+def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
+    """Put ties, ``_metadata`` and the container back, where ckptfix wrote the file."""
+    remarks = [Remark("note", name, value) for name, value in notes.items() if not name.startswith("ckptfix.")]
+
+    def note(name: str) -> dict[str, Any]:
+        """A note of ours. One that somebody else damaged is no reason to refuse the weights."""
+        fault = "is no JSON object"
+        try:
+            value = bounds.parse_json(notes[name]) if name in notes else {}
+        except (ValueError, RecursionError) as error:
+            value, fault = None, f"is no valid JSON ({error})"
+        if isinstance(value, dict):
+            return value
+        remarks.append(Remark("damaged-note", name, fault))
+        return {}
+
+    loose = []
+    for alias, key in note(TIES).items():
+        if isinstance(key, str) and key in state_dict and alias not in state_dict:
+            state_dict[alias] = state_dict[key]
+        else:
+            loose.append(alias)
+    if loose:
+        remarks.append(Remark("damaged-note", TIES, f"does not fit the tensors (as {loose[0]!r:.60})"))
+    root = restore_container(state_dict, note(CONTAINER))
+    return Document(path, NAME, root, note(METADATA) or None, set(), remarks)

@@ -1,0 +1,1 @@
+"""What a damaged file still holds, and which damage can be undone."""

@@ -1,0 +1,91 @@
+"""Damage that can be undone: something in front of the checkpoint, and a transfer in text mode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.reading.archives.windows import WindowContent
+from ckptfix.reading.foreign.transcoded import undo_base64, undo_encoding
+
+SEARCHED = 1 << 16
+"""Bytes at the start of a file in which a checkpoint may begin behind something else."""
+
+_ZIP = re.compile(
+    rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl|data/\d|code/)", re.DOTALL
+)
+_LEGACY = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+_SAFETENSORS = re.compile(rb"(?=(.{6}\0\0)\{\s*\")", re.DOTALL)
+_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
+_MANGLED_LINES = 4
+"""Line feeds, all of them behind a carriage return, that are no accident."""
+
+
+@dataclass(frozen=True)
+class Mended:
+    """The content without the damage, and what the damage is, as a clause that follows the file's name.
+
+    Where it is ``exact``, the undoing is right only if the file is whole then: there is no telling which tensors are.
+    """
+
+    content: Content
+    cause: str
+    exact: bool = False
+
+
+def mend(content: Content) -> Mended | None:
+    """The content with its damage undone, where it is one of those that can be; None otherwise."""
+    if _is_mangled(content):
+        whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
+        return Mended(
+            Content(content.path, whole, None, content.member),
+            "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone",
+            exact=True,
+        )
+    for undo, cause in (
+        (undo_base64, "is written as base64 text, which can be undone"),
+        (undo_encoding, "was saved as text: bytes from 0x80 on became letters of UTF-8, which can be undone"),
+    ):
+        if (undone := undo(content)) is not None:
+            return Mended(Content(content.path, undone, None, content.member), cause)
+    if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
+        return None
+    if _has_header(content):
+        return None  # what begins further on was hung on to a safetensors file
+    start = min(_starts(content), default=None)
+    if start is None:
+        return None
+    return Mended(
+        WindowContent(content, start, len(content)),
+        f"begins with {start} bytes that are none of the checkpoint ({bytes(content.buffer[: min(start, 20)])!r})",
+    )
+
+
+def _has_header(content: Content) -> bool:
+    """Whether the content begins with a header of safetensors that ends where it says."""
+    end = 8 + int.from_bytes(content.buffer[:8], "little")
+    return bytes(content.buffer[8:9]) == b"{" and end > 9 and bytes(content.buffer[end - 1 : end]) in (b"}", b" ")
+
+
+def _is_mangled(content: Content) -> bool:
+    head = bytes(content.buffer[:SEARCHED])
+    if head.count(b"\r\n") < _MANGLED_LINES or _BARE_LINE_FEED.search(head):
+        return False
+    # Each block begins one byte early, so that it has the carriage return of its first line feed.
+    blocks = (bytes(content.buffer[max(0, start - 1) : start + BLOCK]) for start in range(0, len(content), BLOCK))
+    return not any(_BARE_LINE_FEED.search(block, 1) for block in blocks)
+
+
+def _starts(content: Content) -> Iterator[int]:
+    """Where a checkpoint of any format seems to begin, not at the start itself."""
+    head = bytes(content.buffer[: SEARCHED + 64])
+    for pattern in (_ZIP, _LEGACY):
+        yield from (match.start() for match in pattern.finditer(head) if match.start())
+    for match in _SAFETENSORS.finditer(head):
+        length = int.from_bytes(match[1], "little")
+        end = match.start() + 8 + length
+        if match.start() and length >= 2 and bytes(content.buffer[max(end - 1, 0) : end]) in (b"}", b" "):
+            yield match.start()

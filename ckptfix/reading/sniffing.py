@@ -1,0 +1,95 @@
+"""How the bytes of each format begin. A name says nothing: ``.pth.tar`` is seldom a tar.
+
+This is asked of every file, so it imports no reader before the first bytes speak for it."""
+
+from __future__ import annotations
+
+from ckptfix.bytes.sources import Content
+from ckptfix.reading.archives.http_chunks import may_be_chunked
+from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
+
+SAFETENSORS_HEADER_LIMIT = 100_000_000
+"""Bytes of the longest header that the library of safetensors reads."""
+
+_SPACES = b" \t\r\n"
+_TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
+_PACKED = (
+    b"\x1f\x8b\x08",
+    b"BZh",
+    b"\xfd7zXZ\0",
+    b"7z\xbc\xaf\x27\x1c",
+    b"Rar!\x1a\x07",
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+    b"\x5d\0\0\x80\0",
+    b"\x1f\x9d",
+)
+"""How files begin that somebody compressed: gzip, bzip2, xz, 7-Zip, RAR, zstd, LZ4, LZMA, compress."""
+
+
+def is_zip(content: Content) -> bool:
+    """Whether the content starts as a zip archive does."""
+    return bytes(content.buffer[:4]) in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+def is_torchscript_zip(content: Content) -> bool:
+    """Whether the content is a zip archive with the members of torch.jit.save.
+
+    One that has lost its directory is known by what is left: the pickle begins with a class of the archive's code."""
+    if bytes(content.buffer[:4]) != b"PK\x03\x04":
+        return False
+    if names := member_names(content):
+        return is_torchscript(names)
+    from ckptfix.reading.torch_files.torchscript import names_code
+
+    return names_code(content)
+
+
+def is_torch_package_zip(content: Content) -> bool:
+    """Whether the content is a zip archive with the members of torch.package."""
+    return is_zip(content) and is_torch_package(member_names(content))
+
+
+def is_safetensors(content: Content) -> bool:
+    """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
+    length. White space in front of it is against the specification, and the library reads it all the same.
+    """
+    head = bytes(content.buffer[8:64])
+    length = int.from_bytes(content.buffer[:8], "little")
+    return head[:1] == b"{" or (length <= SAFETENSORS_HEADER_LIMIT and head.lstrip(_SPACES)[:1] == b"{")
+
+
+def is_torch_tar(content: Content) -> bool:
+    """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
+    if not may_be_tar(content):
+        return False
+    from ckptfix.reading.torch_files import torch_tar
+
+    return torch_tar.has_parts(content)
+
+
+def may_be_tar(content: Content) -> bool:
+    """Whether the first record has the magic of a tar archive, or a number where such a record has its checksum."""
+    record = bytes(content.buffer[:512])
+    checksum = record[_TAR_CHECKSUM].strip(b" \0")
+    return record[_TAR_MAGIC] == b"ustar" or checksum[:1] in (b"\x80", b"\xff") or checksum.isdigit()
+
+
+def is_pickle(content: Content) -> bool:
+    """Whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and 1."""
+    head = bytes(content.buffer[:2])
+    return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
+
+
+def may_be_wrapped(content: Content) -> bool:
+    """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
+    if is_zip(content):
+        names = member_names(content)
+        return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
+    head = bytes(content.buffer[:256])
+    return may_be_tar(content) or head.startswith(_PACKED) or may_be_chunked(head)
+
+
+def may_be_json(content: Content) -> bool:
+    """Whether the content starts as a JSON object does."""
+    return bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf" + _SPACES)[:1] == b"{"

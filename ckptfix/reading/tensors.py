@@ -1,0 +1,246 @@
+"""From specs to tensors: where the engine hands over to torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
+from ckptfix.bytes.mapping import Mapping as FileMapping
+from ckptfix.bytes.sources import stream
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.regions import Region, Regions
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.live import LiveBytes, bytes_of
+from ckptfix.reading.pickles.claims import sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+
+class Builder:
+    """Builds tensors so that those which share bytes in the file share memory too.
+
+    With an ``alarm``, the checksum of every storage is proved, and the alarm given for a damaged one. The storages
+    that ``mapped`` holds are not read but mapped, where their bytes lie in a file as torch needs them."""
+
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        path: str,
+        alarm: Alarm | None = None,
+        mapped: Collection[Storage] = (),
+    ) -> None:
+        self.path, self.alarm, self.mapped = path, alarm, mapped
+        self._mapping = FileMapping()
+        self._regions = Regions(part for spec in specs for part in spec.strided_parts())
+        self._loaded: dict[int, torch.UntypedStorage] = {}
+
+    def build(self, spec: TensorSpec) -> torch.Tensor:
+        """The tensor of a spec, on CPU (a live tensor stays on its device)."""
+        try:
+            tensor = self._sparse(spec) if spec.parts else self._strided(spec)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UnreadableError(
+                f"{self.path}: torch refuses a tensor of {spec.dtype} {spec.shape}: {reason}"
+            ) from error
+        return (
+            tensor.requires_grad_()
+            if spec.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+            else tensor
+        )
+
+    def _strided(self, spec: TensorSpec) -> torch.Tensor:
+        if spec.storage is None:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device="meta")
+        if isinstance(spec.storage.source, LiveBytes):
+            storage, offset = spec.storage.source.storage, spec.offset
+        else:
+            region, offset = self._regions.of(spec)
+            storage = self._storage(region)
+        dtype = torch_dtype(spec.dtype)
+        if spec.quantizer is not None:
+            return self._quantized(spec, storage, offset, dtype)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        tensor.set_(storage, offset, spec.shape, spec.strides)
+        if spec.math_bits:
+            torch._utils.set_tensor_metadata(tensor, dict(spec.math_bits))  # type: ignore[no-untyped-call]  # how torch.load sets conj and neg
+        return tensor
+
+    def _storage(self, region: Region) -> torch.UntypedStorage:
+        if id(region) not in self._loaded:
+            storage = self._map(region) if region.storage in self.mapped else None
+            self._loaded[id(region)] = self._read(region) if storage is None else storage
+        return self._loaded[id(region)]
+
+    def _map(self, region: Region) -> torch.UntypedStorage | None:
+        storage = self._mapping.storage(region)
+        if storage is not None and self.alarm is not None and not is_sound(region.storage):
+            self.alarm(region.storage)
+        return storage
+
+    def _read(self, region: Region) -> torch.UntypedStorage:
+        buffer = torch.empty(region.nbytes, dtype=torch.uint8)
+        view, position = bytes_of(buffer), 0
+        for block in self._blocks(region):
+            view[position : position + block.nbytes] = block
+            position += block.nbytes
+        return buffer.untyped_storage()
+
+    def _blocks(self, region: Region) -> Iterator[memoryview]:
+        if self.alarm is None:
+            return stream(region.storage.source, region.start, region.stop)
+        return proved_stream(region.storage, region.start, region.stop, self.alarm)
+
+    def _quantized(
+        self, spec: TensorSpec, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        quantizer = spec.quantizer
+        assert quantizer is not None
+        parameters: tuple[Any, ...] = (
+            getattr(torch, quantizer.scheme),
+            self.build(quantizer.scale) if isinstance(quantizer.scale, TensorSpec) else quantizer.scale,
+            self.build(quantizer.zero_point) if isinstance(quantizer.zero_point, TensorSpec) else quantizer.zero_point,
+        )
+        if quantizer.axis is not None:
+            parameters = (*parameters, quantizer.axis)
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        tensor: torch.Tensor = torch._utils._rebuild_qtensor(  # type: ignore[no-untyped-call]  # the way torch.load builds one
+            typed, offset, spec.shape, spec.strides, parameters, False, OrderedDict()
+        )
+        return tensor
+
+    def _sparse(self, spec: TensorSpec) -> torch.Tensor:
+        parts = {name: self.build(part) for name, part in spec.parts.items()}
+        if spec.layout == "sparse_coo":
+            return torch.sparse_coo_tensor(
+                parts["indices"], parts["values"], spec.shape, is_coalesced=spec.is_coalesced, check_invariants=True
+            )
+        compressed, plain, values = parts.values()
+        layout = getattr(torch, spec.layout)
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, spec.shape, layout=layout, check_invariants=True
+        )
+
+
+def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None = None) -> torch.Tensor:
+    """The tensor of one spec; only the bytes that it covers are read, but for a proof of its storage."""
+    return Builder([spec], path, alarm).build(spec)
+
+
+def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
+    """The tensor of a key; with a ``DamageWarning`` where its storage fails its checksum."""
+    return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
+
+
+def build_state_dict(
+    checkpoint: Checkpoint, mapped: Collection[str] = (), given: Mapping[str, torch.Tensor] | None = None
+) -> OrderedDict[str, Any]:
+    """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
+
+    The tensors of the keys in ``mapped`` share the memory of the file where they can, and are read where they cannot.
+    ``given`` has tensors that stand in the place of others, whose bytes are proved all the same.
+    """
+    storages, given = _storages_under(checkpoint, mapped), given or {}
+    if storages:
+        prove_ahead(storages)  # what is read is proved on the way
+    alarm = refusal(checkpoint)
+    for storage in (storage for key in given for storage in checkpoint.specs[key].storages):
+        if not is_sound(storage):
+            alarm(storage)
+    own = {key: entry for key, entry in checkpoint.entries.items() if key not in given}
+    builder = Builder(tensors_in(own), checkpoint.path, alarm, storages)
+    made: dict[int, Any] = {}
+    try:
+        state_dict: OrderedDict[str, Any] = OrderedDict(
+            (key, given[key] if key in given else revive(entry, builder, made))
+            for key, entry in checkpoint.entries.items()
+        )
+    except RecursionError as error:
+        raise UnreadableError(
+            f"{checkpoint.path}: an entry of the state_dict is nested too deeply to be built; remove it first"
+        ) from error
+    if checkpoint.metadata is not None:
+        state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # torch hangs it there
+            (module, dict(versions)) for module, versions in checkpoint.metadata.items()
+        )
+    return state_dict
+
+
+def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection[Storage]:
+    """The storages of these keys' entries that no other entry has a part in, in order."""
+    found: dict[bool, dict[Storage, None]] = {True: {}, False: {}}
+    for key, entry in checkpoint.entries.items():
+        for spec in tensors_in(entry):
+            if spec.storage is not None:
+                found[key in keys][spec.storage] = None
+    return {storage: None for storage in found[True] if storage not in found[False]}
+
+
+def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
+    """An entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists and
+    dicts. ``made`` keeps what is done, so that an object that stands in two places, or in itself, stays one.
+    """
+    if isinstance(value, TensorSpec):
+        return builder.build(value)
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, list):
+        items: list[Any] = []
+        made[id(value)] = items
+        items.extend(revive(item, builder, made) for item in value)
+        return items
+    if isinstance(value, dict):
+        pairs: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        made[id(value)] = pairs
+        for key, item in value.items():
+            pairs[key] = revive(item, builder, made)
+        return pairs
+    if type(value) is tuple:
+        made[id(value)] = tuple(revive(item, builder, made) for item in value)
+        return made[id(value)]
+    if (
+        isinstance(value, Global)
+        and value.module == "torch"
+        and isinstance(found := getattr(torch, value.name, None), torch.dtype | torch.qscheme | torch.layout)
+    ):
+        return found
+    if isinstance(value, Opaque) and str(value.cls) == "torch.Size":
+        try:
+            return torch.Size(sizes(value))
+        except ValueError:
+            return value  # made by hand: no torch ever wrote such a size
+    return value
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name. Raises ``UnreadableError`` where this torch is too old to know it."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnreadableError(
+            f"a tensor has the dtype {name}, which torch {torch.__version__} does not know; use a newer torch"
+        )
+    return dtype
+
+
+def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
+    """The values of a strided tensor in row-major order, conjugated or negated where the spec says so."""
+    if not spec.numel:
+        return memoryview(b"")
+    if not spec.math_bits:
+        # Elements are moved as integers of their width: torch cannot copy every dtype, and none of the bits may change.
+        spec = replace(spec, dtype=_CARRIERS[spec.itemsize], quantizer=None, requires_grad=False)
+    tensor = build_tensor(spec, path).detach().resolve_conj().resolve_neg().contiguous()
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    start = tensor.storage_offset() * tensor.itemsize
+    return bytes_of(flat[start : start + spec.nbytes])
+
+
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}

@@ -1,0 +1,1 @@
+"""What torch itself writes: zip, legacy, tar, package and TorchScript; and plain pickles."""

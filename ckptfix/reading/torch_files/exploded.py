@@ -1,0 +1,102 @@
+"""A torch file that was unpacked into a folder, as browsers do to what they take for an ordinary zip archive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.sources import FileBytes
+from ckptfix.core.spec import ByteSource
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.pickles.payload import refusing_payload
+from ckptfix.reading.torch_files import torchscript
+from ckptfix.reading.torch_files.torch_archive import read_archive
+from ckptfix.reading.weights.document import Document
+
+NAME = "torch-folder"
+FILE_LIMIT = 200_000
+
+
+def looks_like(folder: Path) -> bool:
+    """Whether a folder, or the one folder in it, has the members of a torch file."""
+    return _root(folder) is not None
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """The document of an unpacked torch file. Raises ``UnreadableError`` where a member is missing or cut short."""
+    root = _root(folder)
+    if root is None:
+        raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it; name the folder that holds it")
+    archive = FolderArchive(str(folder), _files(root))
+    with refusing_payload(str(folder), archive.bounds.names):
+        if "constants.pkl" in archive.members:
+            return torchscript.read_archive(archive, lambda name, nbytes: None)
+        return read_archive(archive, NAME, left_of=lambda name, nbytes: None)
+
+
+@dataclass(frozen=True, eq=False)
+class NamedBytes:
+    """A file that is opened for each read: a folder may have more files than a process may hold open."""
+
+    path: str
+    nbytes: int
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file is gone or shorter than it was."""
+        return FileBytes(OpenFile(self.path), 0, self.nbytes).read(start, stop)
+
+
+@dataclass
+class FolderArchive:
+    """The files of a folder by their names below it."""
+
+    path: str
+    members: dict[str, Path]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(file.stat().st_size for file in self.members.values())
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The account of what is parsed of the folder."""
+        return Bounds(self.path, self.nbytes)
+
+    def source(self, name: str) -> ByteSource:
+        """The bytes of a file."""
+        return NamedBytes(str(self.members[name]), self.members[name].stat().st_size)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
+        return True
+
+    def crc32(self, name: str) -> int | None:
+        """None: the checksums were in the archive's directory."""
+        return None
+
+
+def _root(folder: Path) -> Path | None:
+    for root in (folder, *_only_folder(folder)):
+        if (root / "data.pkl").is_file() and ((root / "version").is_file() or (root / "data").is_dir()):
+            return root
+    return None
+
+
+def _only_folder(folder: Path) -> list[Path]:
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "__MACOSX"]
+    return folders if len(folders) == 1 else []
+
+
+def _files(root: Path) -> dict[str, Path]:
+    """Every file below a folder. A link is left out: it may lead anywhere."""
+    files: dict[str, Path] = {}
+    for path in root.rglob("*"):
+        if path.is_file() and not path.is_symlink() and not path.name.startswith("._") and path.name != ".DS_Store":
+            files[path.relative_to(root).as_posix()] = path
+        if len(files) > FILE_LIMIT:
+            raise HostileError(f"{root}: more than {FILE_LIMIT} files; name the folder of one checkpoint")
+    return files

@@ -1,0 +1,207 @@
+"""The members of a torch file, be they in a zip archive or in the folder that somebody unpacked it into.
+
+Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.sources import DeflatedBytes
+from ckptfix.bytes.torn import TornBytes
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.spec import ByteSource, Storage
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.pickles.torch_pickle import StoragePickle
+from ckptfix.reading.weights.document import Document
+
+SMALL_LIMIT = 64 << 20
+"""Bytes up to which a member may be taken into memory whatever the size of the archive."""
+
+NAMED_LIMIT = 3
+"""Storages that are named one by one where they are gone."""
+
+
+class TorchArchive(Protocol):
+    """Members under their names below the archive's root (``data.pkl``, ``data/0``); ``nbytes`` is the whole's size."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def bounds(self) -> Bounds: ...
+    @property
+    def members(self) -> Collection[str]: ...
+
+    def source(self, name: str) -> ByteSource:
+        """The bytes of a member."""
+        ...
+
+    def is_whole(self, name: str) -> bool:
+        """Whether all of a member is there."""
+        ...
+
+    def crc32(self, name: str) -> int | None:
+        """The checksum of a member, where the archive has one."""
+        ...
+
+
+def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> bytes:
+    """The whole of a member. Raises ``HostileError`` where it is larger than ``limit``, by default 64 MB or four times
+    the archive.
+    """
+    source = archive.source(name)
+    if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
+        raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
+    if isinstance(source, DeflatedBytes):
+        archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
+    return bytes(source.read(0, source.nbytes))
+
+
+LeftOf = Callable[[str | None, int], ByteSource | None]
+"""What is left of a storage, by its member (None where that is gone) and size; None where it is whole."""
+
+
+@dataclass
+class Reading:
+    """One reading of an archive, and the damage that it meets.
+
+    Storages that are not whole are torn where ``left_of`` knows what is left of a damaged archive; without it they are
+    an error."""
+
+    archive: TorchArchive
+    left_of: LeftOf | None = None
+    faults: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+
+    def member(self, name: str, limit: int | None = None) -> bytes:
+        """The whole of a member that says what the tensors are. That it fails its checksum is damage."""
+        data = read_member(self.archive, name, limit)
+        crc32 = self.archive.crc32(name)
+        if crc32 is not None and zlib.crc32(data) != crc32:
+            self.faults.append(f"has a {name} that fails its checksum")
+        return data
+
+    @property
+    def whole(self) -> list[str]:
+        """The members that can be read, in the order of the archive."""
+        return [name for name in self.archive.members if self.archive.is_whole(name)]
+
+    def pickle(self, *folders: str, nesting: int = 0, suffix: str = "") -> StoragePickle:
+        """What runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
+
+        def find(key: str, nbytes: int, device: str) -> Storage:
+            members = self.archive.members
+            for folder in folders:
+                if (name := f"{folder}/{key}{suffix}") in members:
+                    return self.storage(key, name, name, nbytes, device)
+            return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
+
+        return StoragePickle(self.archive.path, find, self.archive.bounds, nesting, self.is_big_endian)
+
+    @cached_property
+    def is_big_endian(self) -> bool:
+        """Whether the archive was written on a big-endian machine; torch says so since 2.1.
+
+        Where the word is damaged its length still tells, and whether the numbers are right has to be looked at."""
+        if "byteorder" not in self.archive.members:
+            return False
+        try:
+            word = self.member("byteorder", 16).strip()
+        except HostileError:
+            raise
+        except UnreadableError:
+            self.faults.append("has lost its byteorder, which was taken for little")
+            return False
+        if word not in (b"little", b"big") and not self.faults:
+            self.faults.append("has a byteorder that is neither little nor big")
+        return len(word) == len(b"big")
+
+    def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
+        """The storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not there."""
+        archive = self.archive
+        left = self.left_of(name, nbytes) if self.left_of is not None else None
+        if left is not None:
+            return Storage(key, left, device)
+        if name is None:
+            return self._torn(key, f"lacks its storage {called}", nbytes, device, None)
+        source = archive.source(name)
+        if source.nbytes < nbytes:
+            cause = f"has {source.nbytes} of the {nbytes} bytes of its storage {name}"
+            return self._torn(key, cause, nbytes, device, source)
+        return Storage(key, source, device, archive.crc32(name))
+
+    def _torn(self, key: str, cause: str, nbytes: int, device: str, source: ByteSource | None) -> Storage:
+        if self.left_of is None:
+            raise UnreadableError(f"{self.archive.path}: {cause}; fetch it again")
+        self.torn.append(cause)
+        return Storage(key, TornBytes(self.archive.path, nbytes, source.nbytes if source else 0, source), device)
+
+    @property
+    def doubts(self) -> list[Remark]:
+        """A remark where a member is damaged that says what the tensors are: a name or a place may be another one."""
+        return [Remark("doubtful-names", ".", fault) for fault in self.faults]
+
+    @property
+    def damage(self) -> list[str]:
+        """What is damaged, the first few of each kind by name."""
+        return [*_some(self.faults, "has {} more damaged members"), *_some(self.torn, "lacks {} more")]
+
+
+def _some(causes: list[str], rest: str) -> list[str]:
+    more = len(causes) - NAMED_LIMIT
+    return causes[:NAMED_LIMIT] + ([rest.format(more)] if more > 0 else [])
+
+
+def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: LeftOf | None = None) -> Document:
+    """The document of the members of a torch.save file; ``form`` is the name of its format."""
+    reading = Reading(archive, left_of)
+    # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
+    pickles = reading.pickle("data", "tensors", nesting=nesting)
+    data = reading.member("data.pkl")
+    root, end = _run(reading, pickles, data)
+    remarks = payload_remarks(pickles.names)
+    remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
+    remarks += [
+        Remark("hidden-pickle", name, "a pickle that torch.load never reads")
+        for name in archive.members
+        if name.lower().endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
+    ]
+    if data[end:].strip(b"\0"):
+        remarks.append(Remark("hidden-pickle", "what stands behind the end of data.pkl", "torch.load never reads it"))
+    remarks += pickles.protocol_remarks("data.pkl")
+    remarks += reading.doubts
+    producer = _producer(archive.members)
+    return Document(archive.path, form, root, None, pickles.names, remarks, reading.damage, producer=producer)
+
+
+def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
+    """What ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
+    try:
+        return pickles.run(data)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        if not reading.faults:
+            raise
+        path = reading.archive.path
+        cause = str(error).removeprefix(f"{path}: ").partition(";")[0]
+        raise UnreadableError(
+            f"{path}: {'; '.join(reading.faults)}, and cannot be read ({cause}); fetch it again"
+        ) from error
+
+
+def _producer(members: Collection[str]) -> str:
+    """Which releases of torch write these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
+    if ".format_version" in members:
+        return "torch 2.7 or later, or ckptfix"
+    if "byteorder" in members:
+        return "torch 2.1 to 2.6"
+    return "torch 1.4 or 1.5" if any(name.startswith("tensors/") for name in members) else "torch 1.6 to 2.0"

@@ -1,0 +1,267 @@
+"""The format of torch.save up to 1.5, and plain pickles.
+
+A legacy file is a row of pickles (a magic number, a protocol version, facts about the machine, the object, the list of
+storage keys) and behind them each storage as an 8-byte count and its raw elements:
+``torch/serialization.py::_legacy_save``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.bytes.sources import Content, LateBytes
+from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, zero_tail
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.windows import WindowContent
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.pickles.torch_pickle import StoragePickle
+from ckptfix.reading.pickles.unfinished import NoOpcodeError, PickleEndError
+from ckptfix.reading.salvage.unfilled import unfilled_from
+from ckptfix.reading.torch_files.plain_pickle import read_damaged, read_whole
+from ckptfix.reading.weights.document import Document
+from ckptfix.reading.weights.modules import is_module, module_state_dict
+
+NAME = "torch-legacy"
+PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
+_DOUBT = "the file is shorter than it should be, and bytes may be missing in front of them instead of behind"
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+
+
+def read(content: Content, nesting: int = 0) -> Document:
+    """The document of a legacy file or a plain pickle.
+
+    Storages that the file has lost are torn. Raises ``UnreadableError`` where the pickles themselves are not whole."""
+
+    def find_storage(key: str, nbytes: int, device: str) -> Storage:
+        return Storage(key, LateBytes(nbytes), device)
+
+    pickles = StoragePickle(content.path, find_storage, content.bounds, nesting)
+    try:
+        root, position = pickles.run(content.buffer)
+    except HostileError:
+        raise
+    except UnreadableError as error:
+        zeros = filled_end(content)
+        if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
+            document = read(WindowContent(content, 0, zeros))  # zeros inside of a value would pass for its bytes
+            document.damage.insert(0, f"is zeros from byte {zeros} of {len(content)} on, which were never filled")
+            return document
+        if nesting or (damaged := read_damaged(content, pickles, error)) is None:
+            raise
+        return damaged
+    if root != MAGIC:
+        if nesting:
+            raise UnreadableError(
+                f"{content.path}: what should be a file of torch in its pickle is none; fetch it again"
+            )
+        return read_whole(content, pickles, root)
+    version, position = _run_part(pickles, content, position, "version")
+    if version != PROTOCOL:
+        raise UnreadableError(
+            f"{content.path}: legacy torch format version {shown(version)} is not known; fetch the file again"
+        )
+    # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
+    # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
+    _, position = _run_part(pickles, content, position, "facts about the machine")
+    root, position = _run_part(pickles, content, position, "object")
+    keys, position = _run_part(pickles, content, position, "list of storages")
+    located = _Storages(content, pickles, position)
+    located.place(keys)
+    located.doubt_end(root)
+    remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
+    remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
+    remarks += [Remark("doubtful-values", key, _DOUBT) for key in located.doubted(root)]
+    if located.position < len(content) and not located.damage:
+        remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
+        if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
+            remarks.append(Remark("last-storage", str(keys[-1]), "bytes follow it"))
+    return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
+
+
+def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
+    """One of the pickles in front of the storages, without which none of these has a name or a type."""
+    try:
+        return pickles.run(content.buffer, position)
+    except PickleEndError as end:
+        raise UnreadableError(
+            f"{content.path}: is cut short or damaged in its {part}, which a legacy torch file has in front of all "
+            "tensors: none of them can be had; fetch it again"
+        ) from end
+    except NoOpcodeError as error:
+        zeros = zero_tail(content)
+        if zeros > error.position:
+            raise
+        raise UnreadableError(
+            f"{content.path}: is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, "
+            f"and begin in its {part}, which a legacy torch file has in front of all tensors: none of them can be had; "
+            "fetch it again"
+        ) from error
+
+
+class _Storages:
+    """The storages of a file, which follow in the order of a list of their keys, each behind its element count."""
+
+    def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
+        self.content, self.pickles, self.position = content, pickles, position
+        self.placed: dict[LateBytes, int] = {}
+        self.damage: list[str] = []
+        self.begin = self.end = position
+        """Where the last storage should end."""
+
+    def place(self, keys: Any) -> None:
+        """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
+        path = self.content.path
+        if not isinstance(keys, (list, tuple)) or not all(isinstance(key, (str, int)) for key in keys):
+            raise UnreadableError(
+                f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
+            )
+        behind: list[tuple[str, Storage]] = []
+        keys = [str(key) for key in keys]
+        for key in keys:
+            if key not in self.pickles.storages:
+                raise UnreadableError(
+                    f"{path}: storage {shown(key)} is listed but never used; the file is damaged: fetch it again"
+                )
+        self.end += sum(8 + self.pickles.storages[key].nbytes for key in keys)
+        for key in keys:
+            storage = self.pickles.storages[key]
+            if not self.damage:
+                self._place(key, storage)
+            if self.damage:
+                behind.append((key, storage))
+        shift = len(self.content) - self.end
+        if behind and self.position <= len(self.content):
+            self._resume(behind, shift, is_end=True)
+            if shift > 0:
+                self._resume(behind, 0, is_end=False)
+            elif shift < 0 and any(
+                isinstance(storage.source, LateBytes) and storage.source.inner for _, storage in behind
+            ):
+                self.damage.append(f"lacks {-shift} bytes there")
+        if self.position > len(self.content):
+            self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {self.end}"]
+        late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
+        lacking = [source for source in late if source.inner is None]
+        for source in lacking:
+            source.inner = TornBytes(path, source.nbytes)
+        if lacking and not self.damage:
+            self.damage.append(f"lacks {counted(len(lacking), 'storage')} that its tensors use")
+
+    def _place(self, key: str, storage: Storage) -> None:
+        content, start = self.content, self.position + 8
+        head = bytes(content.buffer[self.position : start])
+        stored = self._stored(key, head)
+        late = storage.source
+        if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
+            self._tear(key, storage.nbytes, stored)
+            return
+        self.position = start + storage.nbytes
+        if not isinstance(late, LateBytes):
+            return
+        end = len(content) if start + storage.nbytes <= len(content) else filled_end(content)
+        present = max(0, min(storage.nbytes, end - start))
+        source = content.source(start, present)
+        late.inner = source if present == late.nbytes else TornBytes(content.path, late.nbytes, present, source)
+        self.placed[late] = start
+        if self.position > len(content):
+            self.damage.append("is cut short")
+
+    def _stored(self, key: str, head: bytes) -> int:
+        """The bytes of a storage by the count in front of it."""
+        return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
+
+    def _resume(self, behind: list[tuple[str, Storage]], shift: int, *, is_end: bool) -> None:
+        """Place the storages behind a wrong count where later counts are right: bytes were overwritten there, as by a
+        sector that a disk lost, or ``shift`` of them are too many, or missing. One is whole where the next count is
+        right too; ``is_end`` says that the last one ends where the file does."""
+        position, places = self.position + shift, []
+        for _, storage in behind:
+            places.append(position + 8)
+            position += 8 + storage.nbytes
+        lowest = max(self.placed.values(), default=self.begin)
+        is_proved = is_end
+        for (key, storage), start in zip(reversed(behind), reversed(places), strict=True):
+            if start - 8 < lowest:
+                break
+            late = storage.source
+            is_right = self._stored(key, bytes(self.content.buffer[start - 8 : start])) == storage.nbytes
+            if is_right and is_proved and isinstance(late, LateBytes) and late.inner is None:
+                late.inner = self.content.source(start, late.nbytes)
+            if storage.nbytes:  # zeros are the count of an empty storage, and prove nothing
+                is_proved = is_right
+
+    def _tear(self, key: str, declared: int, stored: int) -> None:
+        """A count that is not what the pickle says: the chain of storages ends here, unless it is found again.
+
+        Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
+        never proved to end where it should, so that it is lost too."""
+        zeros = zero_tail(self.content)
+        # A file that was reserved has its whole size, or a part of it that fills sectors.
+        is_reserved = len(self.content) >= self.end or len(self.content) - zeros >= SECTOR
+        if stored == 0 and zeros < self.position + 8 and is_reserved:
+            ends = self._unfilled(zeros)
+        else:
+            self.damage.append(
+                f"is damaged before byte {self.position}: storage {key} is declared with {declared} bytes and stored "
+                f"with {stored}"
+            )
+            ends = dict.fromkeys(list(self.placed)[-1:], 0)
+        for late, whole in ends.items():
+            late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
+
+    def doubt_end(self, root: Any) -> None:
+        """Zeros in the last storage alone leave the chain whole; whether they were ever filled, its tensors tell."""
+        zeros = None if self.damage else unfilled_from(self.content, self._tensors(root))
+        for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
+            late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
+
+    def doubted(self, root: Any) -> Iterator[str]:
+        """The names of the tensors that are whole in a storage which is not: what it lacks may lie in front of them."""
+        if self.position <= len(self.content):
+            return
+        cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
+        pending, seen = [root] if cut else [], {id(root)}
+        while pending:
+            value = pending.pop()
+            if is_module(value):
+                value = module_state_dict(value, self.content.path)
+            members = list(
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            )
+            if isinstance(value, dict):
+                yield from (
+                    str(key) for key, part in value.items() if isinstance(part, TensorSpec) and _lies_in(part, cut)
+                )
+            inner = [part for part in members if isinstance(part, (dict, list, tuple, Opaque)) and id(part) not in seen]
+            seen.update(map(id, inner))
+            pending += inner
+
+    def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
+        """Where each contiguous tensor begins."""
+        for spec in tensors_in(root):
+            source = spec.storage.source if spec.storage is not None else None
+            if isinstance(source, LateBytes) and source in self.placed and spec.is_contiguous:
+                yield self.placed[source] + spec.offset * spec.itemsize, spec
+
+    def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
+        """How much is there of the storages that reach into the zeros at the end, which is damage."""
+        size = len(self.content)
+        self.damage.append(
+            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and "
+            "never filled"
+        )
+        return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
+
+
+def _lies_in(spec: TensorSpec, cut: set[LateBytes]) -> bool:
+    """Whether a tensor is whole in one of the storages that are not."""
+    storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
+    return not is_torn(spec) and any(storage.source in cut for storage in storages)

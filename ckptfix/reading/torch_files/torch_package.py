@@ -1,0 +1,41 @@
+"""The format of torch.package: pickles under names of their own, the sources of their classes, and storages apart.
+
+Layout: https://pytorch.org/docs/stable/package.html. The sources are not read: a class needs none here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.core.checkpoint import Remark
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.archives.zip_directory import PACKAGE_MARK
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.torch_files.torch_archive import Reading
+from ckptfix.reading.torch_files.torch_zip import open_archive
+from ckptfix.reading.weights.document import Document
+
+NAME = "torch-package"
+
+
+def read(content: Content) -> Document:
+    """The document of a package: its pickle, or all of them by name where it has several.
+
+    Raises ``UnreadableError`` where it has none."""
+    archive = open_archive(content, PACKAGE_MARK)
+    reading = Reading(archive, archive.left_of)
+    pickles = reading.pickle(".data", suffix=".storage")
+    objects: dict[str, Any] = {}
+    for name in reading.whole:
+        if name.endswith(".pkl") and not name.startswith(".data/"):
+            objects[name.removesuffix(".pkl")], _ = pickles.run(reading.member(name))
+    if not objects:
+        raise UnreadableError(
+            f"{content.path}: a package of torch.package without a pickle in it: it holds code and other files; is it "
+            "the right file?"
+        )
+    root = next(iter(objects.values())) if len(objects) == 1 else objects
+    remarks = [Remark(NAME, ".", "a torch.package archive"), *payload_remarks(pickles.names)]
+    remarks += [*reading.doubts, *archive.doubts]
+    damage = [*reading.damage, *archive.damage(root)]
+    return Document(content.path, NAME, root, None, pickles.names, remarks, damage)

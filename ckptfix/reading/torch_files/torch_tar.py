@@ -1,0 +1,197 @@
+"""The format of torch.save of torch 0.1: a tar archive of four files.
+
+``storages`` holds a count and, for each storage, the pickle ``(key, location, storage class)``, an 8-byte count of
+elements and the elements, then the pickled list of storages that are parts of others. ``tensors`` holds a count and,
+for each tensor, the pickle ``(key, storage key, tensor class)`` and its geometry as little-endian numbers. ``pickle``
+is the object, in which a persistent id is the key of a tensor or storage. See ``_legacy_load`` in
+``torch/serialization.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfix.bytes.sources import Content, WindowBytes
+from ckptfix.bytes.torn import TornBytes
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.objects import Global
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives import tar_members
+from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype
+from ckptfix.reading.pickles.inert import InertTable
+from ckptfix.reading.pickles.machine import PickleMachine
+from ckptfix.reading.pickles.payload import name_calls, payload_remarks
+from ckptfix.reading.weights.document import Document
+
+NAME = "torch-tar"
+PARTS = ("pickle", "tensors", "storages")
+_DIMENSIONS = 64
+
+
+def has_parts(content: Content) -> bool:
+    """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
+    if not tar_members.sniff(content):
+        return False
+    parts, _ = _parts(content)
+    return all(part in parts for part in PARTS) or {"sys_info", "pickle"} <= parts.keys() <= {"sys_info", *PARTS}
+
+
+def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Where each of the files lies, and what is wrong with the archive.
+
+    The first few are looked at: no other program's archive is walked to its end."""
+    files = tar_members.TarFiles(content)
+    parts: dict[str, tuple[int, int]] = {}
+    for (name, start, size), _ in zip(files.walk(), range(len(PARTS) + 1), strict=False):
+        parts.setdefault(name.removeprefix("./"), (start, size))
+    return parts, files.damage
+
+
+def read(content: Content, nesting: int = 0) -> Document:
+    """The document of a file of torch 0.1. Raises ``UnreadableError`` where it is cut short or damaged."""
+    parts, damage = _parts(content)
+    if missing := [part for part in PARTS if part not in parts]:
+        cause = "; ".join(damage) or "is cut short"
+        raise UnreadableError(f"{content.path}: {cause}: nothing is left of its {missing[-1]}; fetch it again")
+    reader = _Reader(content, parts)
+    try:
+        reader.read_storages()
+        reader.read_tensors()
+        root, _ = reader.run(parts["pickle"][0])
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise UnreadableError(
+            f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    remarks = [*payload_remarks(reader.names), Remark("torch-tar", ".", "the tar format of torch 0.1")]
+    damage = [] if not reader.is_cut else damage or ["is cut short inside of its storages"]
+    return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
+
+
+@dataclass
+class _Reader:
+    content: Content
+    parts: dict[str, tuple[int, int]]
+    objects: dict[int, TypedStorage | TensorSpec] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    is_cut: bool = False
+    """Whether the file ends inside of its storages, which torch wrote last."""
+
+    def run(self, position: int) -> tuple[Any, int]:
+        """The inert value of the pickle at ``position``, and the position behind it."""
+        table = InertTable(self.content.path, self._nested)
+        content = self.content
+        machine = PickleMachine(content.buffer, content.path, table.call, self._persistent, position, content.bounds)
+        try:
+            value = machine.load()
+        finally:
+            self.names.update(str(name) for name in machine.globals.values())
+            self.names.update(table.derived)
+            self.names.update(name_calls(machine.called | table.called))
+            content.bounds.names |= self.names
+        return value, machine.position
+
+    def _nested(self, data: bytes) -> Any:
+        raise HostileError(f"{self.content.path}: a torch file lies in the pickle of a torch 0.1 file; do not use it")
+
+    def _persistent(self, pid: Any) -> Any:
+        # A module class comes with its source text, as (class, file, source).
+        if isinstance(pid, tuple) and pid and isinstance(pid[0], Global):
+            return pid[0]
+        return self.objects[int(pid)]
+
+    def read_storages(self) -> None:
+        """Find the place of every storage, and of those that are a part of another, as far as the file goes."""
+        position, stop = self._extent("storages")
+        try:
+            self._read_storages(position, stop)
+        except UnreadableError:
+            if stop <= len(self.content):
+                raise
+            self.is_cut = True
+
+    def _read_storages(self, position: int, stop: int) -> None:
+        count, position = self.run(position)
+        for _ in range(count):
+            (key, location, cls), position = self.run(position)
+            dtype = storage_dtype(cls)
+            (numel,) = self._numbers("<q", position)
+            position += 8
+            nbytes = numel * DTYPES[dtype].itemsize
+            if not 0 <= nbytes <= stop - position:
+                raise UnreadableError(
+                    f"{self.content.path}: storage {key!s:.40} of {nbytes} bytes ends behind the end of its file; it "
+                    "is cut short: fetch it again"
+                )
+            present = max(0, min(nbytes, len(self.content) - position))
+            source = self.content.source(position, present)
+            if present < nbytes:
+                self.is_cut, source = True, TornBytes(self.content.path, nbytes, present, source)
+            storage = Storage(str(key), source, str(location))
+            self.objects[int(key)] = TypedStorage(storage, dtype)
+            position += nbytes
+        views, _ = self.run(position)
+        for key, root_key, offset, numel in views:
+            self.objects[int(key)] = self._view(str(key), self.objects[int(root_key)], int(offset), int(numel))
+
+    def _view(self, key: str, root: TypedStorage | TensorSpec, offset: int, numel: int) -> TypedStorage:
+        if not isinstance(root, TypedStorage):
+            raise self._damaged(f"the storage {key:.40} is a part of something that is none")
+        itemsize = DTYPES[root.dtype].itemsize
+        if offset < 0 or numel < 0 or (offset + numel) * itemsize > root.storage.nbytes:
+            raise HostileError(
+                f"{self.content.path}: a view claims more than its storage {root.storage.key:.40} holds; fetch it again"
+            )
+        if numel * itemsize == root.storage.nbytes:
+            return root
+        source = WindowBytes(root.storage.source, offset * itemsize, numel * itemsize)
+        return TypedStorage(Storage(key, source, root.storage.device), root.dtype)
+
+    def read_tensors(self) -> None:
+        """Read the geometry of every tensor."""
+        count, position = self.run(self._extent("tensors")[0])
+        for _ in range(count):
+            (key, storage_key, cls), position = self.run(position)
+            storage = self.objects.get(int(storage_key)) if self.is_cut else self.objects[int(storage_key)]
+            if storage is not None and not isinstance(storage, TypedStorage):
+                raise self._damaged(f"tensor {key!s:.40} has no storage")
+            (ndim,) = self._numbers("<i", position)
+            if not 0 <= ndim <= _DIMENSIONS:
+                raise self._damaged(f"tensor {key!s:.40} has {ndim} dimensions")
+            # The count of dimensions has 4 bytes and 4 more that mean nothing.
+            numbers = self._numbers(f"<{2 * ndim + 1}q", position + 8)
+            position += 8 + 8 * len(numbers)
+            shape, strides, offset = numbers[:ndim], numbers[ndim : 2 * ndim], numbers[-1]
+            if min(numbers) < 0:
+                raise self._damaged(f"tensor {key!s:.40} has a negative size")
+            if storage is None:
+                self.objects[int(key)] = self._lost(str(storage_key), cls, shape, strides, offset)
+                continue
+            spec = TensorSpec(storage.dtype, shape, strides, storage.storage, offset)
+            self.objects[int(key)] = checked(spec, self.content.path)
+
+    def _lost(self, key: str, cls: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorSpec:
+        """A tensor whose storage lies behind the end of the file."""
+        if not isinstance(cls, Global):
+            raise self._damaged(f"the tensor of storage {key:.40} has no class")
+        dtype = storage_dtype(Global(cls.module, cls.name.replace("Tensor", "Storage")))
+        spec = TensorSpec(dtype, shape, strides, None, offset)
+        return replace(spec, storage=Storage(key, TornBytes(self.content.path, spec.extent[1])))
+
+    def _extent(self, part: str) -> tuple[int, int]:
+        start, size = self.parts[part]
+        return start, start + size
+
+    def _numbers(self, form: str, position: int) -> tuple[int, ...]:
+        raw = bytes(self.content.buffer[position : position + struct.calcsize(form)])
+        if len(raw) < struct.calcsize(form):
+            raise UnreadableError(
+                f"{self.content.path}: the file is cut short at {len(self.content)} bytes; fetch it again"
+            )
+        return struct.unpack(form, raw)
+
+    def _damaged(self, what: str) -> UnreadableError:
+        return UnreadableError(f"{self.content.path}: {what}; the file is damaged: fetch it again")

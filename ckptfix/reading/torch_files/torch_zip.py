@@ -1,0 +1,300 @@
+"""The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member for each storage.
+
+Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.bytes.limits import Bounds, shown
+from ckptfix.bytes.sources import Content, DeflatedBytes
+from ckptfix.bytes.torn import TornBytes, missing_bytes
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import ByteSource, TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.zip_headers import Member
+from ckptfix.reading.archives.zip_listing import list_members
+from ckptfix.reading.archives.zip_settling import Listing
+from ckptfix.reading.archives.zip_walk import FoundMembers
+from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
+from ckptfix.reading.weights.document import Document
+
+NAME = "torch-zip"
+NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
+_WORDS = {
+    "version": re.compile(rb"\s*\+?0*([1-9]|10)(\D.*)?", re.DOTALL),
+    ".storage_alignment": re.compile(rb"\s*\+?\d+\s*"),
+    ".data/serialization_id": re.compile(rb"[\x00-\x7f]*"),
+}
+"""What torch takes the small members for. Its versions end at ten (``kMaxSupportedFileFormatVersion``), and ``stoull``
+reads them, which stops behind a number."""
+
+_WITH_BYTEORDER = {".format_version", ".storage_alignment"}
+"""Members that only releases of torch write which say the order of bytes."""
+
+_STORED = zipfile.ZIP_STORED
+_LONGEST = 1 << 12
+"""Bytes of a small member."""
+
+_FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
+
+
+@dataclass
+class Archive:
+    """The members of a torch zip file by their names below the archive's root folder."""
+
+    content: Content
+    root: str
+    members: dict[str, Member]
+    listing: Listing
+    gone: list[str] = field(default_factory=list)
+    """Storages of which neither the header nor the bytes are where the directory says."""
+
+    @property
+    def found(self) -> FoundMembers | None:
+        """Where the directory was gone and the members were found without it."""
+        return self.listing.found
+
+    @property
+    def path(self) -> str:
+        """What messages call the archive."""
+        return self.content.path
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the archive."""
+        return len(self.content)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The account of what is parsed of the archive."""
+        return self.content.bounds
+
+    @cached_property
+    def _sound(self) -> dict[str | None, tuple[int, int]]:
+        """Where the members lie, and their sizes, about which nothing is odd: nearly all."""
+        listing, size = self.listing, self.content.size
+        agreed = {} if listing.starts else listing.agreed
+        return {
+            name: (start, info.compress_size)
+            for name, info in self.members.items()
+            if (start := agreed.get(info.header_offset)) is not None
+            and start + info.compress_size <= size
+            and info.compress_type == _STORED
+            and not why_closed(info.flag_bits, _STORED)
+        }
+
+    def source(self, name: str) -> ByteSource:
+        """The bytes of a member; its place is the local header's word, checked against the file."""
+        place = self._sound.get(name)
+        if place is not None:
+            return self.content.source(*place)
+        info, content, found = self.members[name], self.content, self.listing.found
+        if found is not None and info.filename in found.open_at:
+            raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
+        start = self.listing.data_start(content, info)
+        if start is None:
+            raise UnreadableError(
+                f"{content.path}: member {info.filename} is not where the archive's directory says; fetch the file "
+                "again"
+            )
+        if start + info.compress_size > content.size:
+            raise UnreadableError(
+                f"{content.path}: member {info.filename} ends behind the end of the file: it is cut short; fetch it "
+                "again"
+            )
+        closed = why_closed(info.flag_bits, info.compress_type)
+        if closed:
+            raise UnreadableError(f"{content.path}: member {info.filename} {closed}")
+        if info.compress_type == _STORED:
+            return content.source(start, info.compress_size)
+        if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
+            raise HostileError(
+                f"{content.path}: member {info.filename} declares {info.file_size} bytes out of {info.compress_size}; "
+                "do not use this file"
+            )
+        head = bytes(content.buffer[start : start + 9])
+        try:
+            decoder, skipped = zip_decoder(info.compress_type, info.compress_size, info.file_size, head)
+        except FAULTS as error:
+            raise UnreadableError(
+                f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
+            ) from error
+        packed = content.source(start + skipped, max(0, info.compress_size - skipped))
+        return DeflatedBytes(packed, content.path, info.file_size, decoder)
+
+    def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
+        """What is left of a storage in a damaged archive; None where the storage is whole."""
+        if name in self._sound:
+            return None
+        if self.found is None:
+            if name is None or self._is_there(self.members[name]):
+                return None
+            self.gone.append(self.members[name].filename)
+            return TornBytes(self.path, nbytes)
+        if name is None:
+            return TornBytes(self.path, nbytes)
+        info = self.members[name]
+        if info.filename in self.found.open_at:
+            return self.found.left_of(info.filename, nbytes)
+        return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
+
+    def _is_there(self, info: Member) -> bool:
+        start = self.listing.data_start(self.content, info)
+        return start is not None and start + info.compress_size <= self.content.size
+
+    def is_whole(self, name: str) -> bool:
+        """Whether all of a member is there, as far as the archive itself says."""
+        return self.found is None or self.members[name].filename not in self.found.open_at
+
+    @property
+    def oddity(self) -> str | None:
+        """Why torch does not find its records in a sound archive; None where it does.
+
+        It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
+        (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
+        if self.listing.refusal:
+            return self.listing.refusal
+        names = [info.filename for info in self.listing.infos]
+        folder, slash, _ = names[0].partition("/")
+        if not slash or self.root != f"{folder}/":
+            return f"members in {self.root.removesuffix('/') or 'no folder'}"
+        if stray := [name for name in names if not name.startswith(self.root)]:
+            return f"the member {stray[0]} beside the folder {folder}"
+        if any(name.startswith("tensors/") for name in self.members):
+            return "storages under tensors/, as in the preview of torch 1.4"
+        if not {"version", ".data/version"} & set(self.members):
+            return "no member that says the version"
+        return next(filter(None, map(self._odd_word, _WORDS)), None)
+
+    def _odd_word(self, name: str) -> str:
+        if name not in self.members:
+            return ""
+        try:
+            word = read_member(self, name, _LONGEST)
+        except UnreadableError:
+            return f"the member {name}, which cannot be read"
+        return "" if _WORDS[name].fullmatch(word) else f"the {name} {shown(word)}"
+
+    @property
+    def doubts(self) -> list[Remark]:
+        """A remark for each reason to doubt that the tensors are those that were saved."""
+        doubts = list(self.listing.doubts)
+        is_damaged = self.listing.found is not None or self.listing.damage
+        if is_damaged and "byteorder" not in self.members and _WITH_BYTEORDER & set(self.members):
+            doubts.append("has lost its byteorder, which was taken for little")
+        return [Remark("doubtful-names", ".", doubt) for doubt in doubts]
+
+    def damage(self, root: Any) -> list[str]:
+        """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
+        told = [*self.listing.damage, *self._gone_damage()]
+        # A .distcp file is a row of such archives, each with one tensor or object that has no name.
+        if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
+            return [self._displacement(), *told]
+        if told or self.found is None:
+            return told
+        size = self.nbytes
+        zeros = size - self.found.zeros
+        reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else ""
+        return [f"is cut short: {NO_DIRECTORY}, it has {size} bytes{reserved}{missing_bytes(root)}"]
+
+    def _displacement(self) -> str:
+        displaced = self.listing.displaced
+        if displaced < 0:
+            return f"lacks {-displaced} bytes in front of its zip directory"
+        further = f"has its zip directory {displaced} bytes further on than that says"
+        return f"{further}: something stands in front of the archive, or was put into it"
+
+    def _gone_damage(self) -> list[str]:
+        if not self.gone:
+            return []
+        more = f", nor those of {len(self.gone) - 1} more" if self.gone[1:] else ""
+        return [f"has neither the header nor the bytes of its member {self.gone[0]} where its directory says{more}"]
+
+    def crc32(self, name: str) -> int | None:
+        """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
+        return self.members[name].CRC or None
+
+
+def open_archive(content: Content, main: str = "data.pkl") -> Archive:
+    """The directory of a torch zip file, whose root is where the member ``main`` is.
+
+    Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
+    """
+    listing = list_members(content)
+    found = listing.found
+    infos = [
+        info
+        for info in listing.infos
+        if not info.filename.endswith("/") and _FOLDER not in info.filename and _FILE not in info.filename
+    ]
+    names = Counter([info.filename for info in infos])
+    doubled = [name for name, count in names.items() if count > 1]
+    if doubled:
+        raise HostileError(
+            f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "
+            "not use this file"
+        )
+    packed = sum([info.compress_size for info in infos])
+    # Where bytes were lost in front of the directory, the members are larger than what is left.
+    lacking = min(max(0, -listing.displaced), len(content))
+    if found is None and packed > len(content) + lacking:
+        raise HostileError(
+            f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
+            "lie over each other; do not use this file"
+        )
+    roots = [name.removesuffix(main) for name in names if name.endswith(f"/{main}") or name == main]
+    if not roots and found is not None:
+        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, None)}; fetch it again")
+    if not roots:
+        some = ", ".join(sorted(names)[:3]) or "nothing"
+        raise UnreadableError(
+            f"{content.path}: a zip archive, but not of torch.save: it has no {main} but {some}; unpack it first"
+        )
+    root = min(roots, key=len)
+    if others := [other for other in roots if not other.startswith(root)]:
+        raise UnreadableError(
+            f"{content.path}: it holds two unpacked torch files, {root} and {others[0]}; unpack it and name one of the "
+            "folders"
+        )
+    if found is not None and root + main in found.open_at:
+        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, main)}; fetch it again")
+    members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
+    return Archive(content, root, members, listing)
+
+
+def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
+    """What is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
+
+    TorchScript writes its storages first."""
+    names = [info.filename for info in found.infos]
+    # Torch 1.0 to 1.2 wrote the sources of TorchScript first, and later releases write them last.
+    place = f"before its {'model.json' if any('/code/' in name for name in names) else 'data.pkl'}"
+    storages = [name for name in names if {"data", "tensors"} & set(name.split("/")[:-1]) and name not in found.open_at]
+    whole = f": {counted(len(storages), 'storage')} before it can be read, but nothing says which tensors they are"
+    return (
+        f"the file of {len(content)} bytes is cut short {f'inside of its {partly}' if partly else place}"
+        f"{whole if storages else ''}"
+    )
+
+
+def read(content: Content, nesting: int = 0) -> Document:
+    """The document of a torch zip file; of one without its directory, with what is left of it."""
+    archive = open_archive(content)
+    document = read_archive(archive, NAME, nesting, archive.left_of)
+    document.damage += archive.damage(document.root)
+    document.remarks += archive.doubts
+    if archive.listing.trailing:
+        document.remarks.append(Remark("trailing-bytes", ".", str(archive.listing.trailing)))
+    if not document.damage and (oddity := archive.oddity):
+        document.remarks.append(Remark("odd-layout", ".", oddity))
+    return document

@@ -1,0 +1,254 @@
+"""TorchScript archives, which torch.jit.save writes: their weights, without their code.
+
+Since 1.3 ``data.pkl`` holds the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list the
+parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5 a buffer is a tensor that
+is no parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead: see
+``torchscript_json``. Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.zip_walk import first_names
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.torch_files.torch_archive import LeftOf, Reading, TorchArchive
+from ckptfix.reading.torch_files.torch_zip import Archive, open_archive
+from ckptfix.reading.torch_files.torchscript_json import read_json
+from ckptfix.reading.torch_files.torchscript_packed import is_packed, python_module, unpacked
+from ckptfix.reading.weights.document import Document
+from ckptfix.reading.weights.loose_tensors import attribute_remarks
+from ckptfix.reading.weights.quantized_modules import is_packed as is_script_object
+from ckptfix.reading.weights.quantized_modules import packed_entries, quantized_version
+
+NAME = "torchscript"
+DEPTH_LIMIT = 200
+VISIT_LIMIT = 200_000
+"""Modules, each counted once for every name it has."""
+_SOURCE_LIMIT = 64 << 20
+_HEAD = 1024
+_PICKLED_CODE = b"\x80\x02c__torch__"
+_CLASS = re.compile(r"^class ([^\s(:]+)\((\w+)\):\n", re.MULTILINE)
+_LISTED = re.compile(r"^  (__parameters__|__buffers__) = (\[[^\]\n]*\])$", re.MULTILINE)
+_QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
+
+
+def read(content: Content, nesting: int = 0) -> Document:
+    """The document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
+
+    The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants behind
+    it, so that a file that is cut short behind the list still has every weight, and one that is cut before it none
+    that has a name."""
+    archive = _archive(content, "data.pkl") or _archive(content, "model.json") or open_archive(content)
+    if "data.pkl" in archive.members:
+        document = read_archive(archive, archive.left_of)
+    else:
+        reading = Reading(archive, archive.left_of)
+        document = _document(reading, read_json(reading), [], set())
+    document.damage += archive.damage(document.root)
+    document.remarks += archive.doubts
+    if archive.listing.refusal:
+        document.remarks.append(Remark("odd-layout", ".", archive.listing.refusal))
+    if archive.found is not None and any(remark.kind == "guessed-buffers" for remark in document.remarks):
+        document.damage.append("has lost sources of its classes, so that every tensor in them counts as a weight")
+    return document
+
+
+def _archive(content: Content, main: str) -> Archive | None:
+    """The archive with a member ``main``; None where it has none that is whole."""
+    try:
+        return open_archive(content, main)
+    except UnreadableError:
+        return None
+
+
+def names_code(content: Content) -> bool:
+    """Whether the pickle of an archive without directory begins with a class of TorchScript.
+
+    A file of torch.save begins with its pickle, which saves the search for it through all of the file."""
+    if any(name.endswith("/data.pkl") for name in first_names(content)[:1]):
+        return _PICKLED_CODE in bytes(content.buffer[:_HEAD])
+    archive = _archive(content, "data.pkl")
+    if archive is None:
+        return _archive(content, "model.json") is not None
+    try:
+        return bytes(archive.source("data.pkl").read(0, len(_PICKLED_CODE))) == _PICKLED_CODE
+    except UnreadableError:
+        return False
+
+
+def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Document:
+    """The document of the members of an archive of torch 1.3 or later, of which ``left_of`` says what is left.
+
+    Raises ``UnreadableError`` where the module has no weights under names, as a frozen one has none."""
+    reading = Reading(archive, left_of)
+    pickles, constants = reading.pickle("data"), reading.pickle("constants")
+    root, _ = pickles.run(reading.member("data.pkl"))
+    walk = _Walk(archive.path, _classes(reading))
+    entries, remarks = walk.gather(root)
+    frozen: Any = ()
+    if "constants.pkl" in reading.whole:
+        frozen, _ = constants.run(reading.member("constants.pkl"))
+    # Freezing turns the weights into constants of the code, which have numbers in the place of names.
+    nameless = list(tensors_in(frozen))
+    if not entries:
+        frozen_into = f"was frozen: its {len(nameless)} weights are constants without names"
+        reason = frozen_into if nameless else "has no weights under names"
+        raise UnreadableError(f"{archive.path}: a TorchScript module that {reason}; use the file that it was made from")
+    if nameless:
+        unnamed, named = (sum(spec.numel for spec in specs) for specs in (nameless, tensors_in(entries)))
+        said = f"{counted(len(nameless), 'tensor')} of {counted(unnamed, 'element')}, and {named} elements with names"
+        remarks.append(Remark("frozen" if unnamed > named else "constants", ".", said))
+    # A class of TorchScript is never imported by Python, whatever it is called.
+    names = {name for name in pickles.names | constants.names if not name.startswith("__torch__.")}
+    return _document(reading, entries, remarks, names, walk.metadata if walk.is_quantized else None)
+
+
+def _document(
+    reading: Reading,
+    entries: OrderedDict[str, Any],
+    remarks: list[Remark],
+    names: set[str],
+    metadata: Mapping[str, Any] | None = None,
+) -> Document:
+    remarks = [Remark(NAME, ".", "a TorchScript archive"), *remarks, *payload_remarks(names), *reading.doubts]
+    return Document(reading.archive.path, NAME, entries, metadata, names, remarks, reading.damage)
+
+
+@dataclass(frozen=True)
+class ScriptClass:
+    """What the source of a class says: whether it is a module, its parameters, and its buffers where it lists them."""
+
+    is_module: bool
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] | None = None
+
+
+def _classes(reading: Reading) -> dict[str, ScriptClass]:
+    """The classes in the sources of an archive, by their full names. The sources are searched as text."""
+    classes: dict[str, ScriptClass] = {}
+    total = 0
+    for name in reading.whole:
+        if not name.startswith("code/") or not name.endswith(".py"):
+            continue
+        try:
+            source = reading.member(name, _SOURCE_LIMIT).decode("utf-8", "replace")
+        except HostileError:
+            raise
+        except UnreadableError:
+            reading.faults.append(f"has a {name} that cannot be unpacked")
+            continue
+        total += len(source)
+        if total > _SOURCE_LIMIT:
+            raise HostileError(f"{reading.archive.path}: more than 64 MB of TorchScript sources; do not use this file")
+        package = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
+        # A class is a match, its text, and a record; a line of a few bytes may begin one.
+        reading.archive.bounds.spend(1000 * source.count("\nclass ") + len(source))
+        heads = list(_CLASS.finditer(source))
+        stops = [*(head.start() for head in heads[1:]), len(source)]
+        for head, stop in zip(heads, stops, strict=False):
+            classes[f"{package}.{head[1]}"] = _class(head[2], source[head.end() : stop])
+    return classes
+
+
+def _class(base: str, body: str) -> ScriptClass:
+    listed: dict[str, tuple[str, ...]] = {}
+    for name, text in _LISTED.findall(body):
+        listed.setdefault(name, tuple(_QUOTED.findall(text)))
+    return ScriptClass(base == "Module", listed.get("__parameters__", ()), listed.get("__buffers__"))
+
+
+@dataclass
+class _Walk:
+    """One walk over the modules of an archive. A module with two names gives its tensors under both, as in torch."""
+
+    path: str
+    classes: Mapping[str, ScriptClass]
+    entries: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    left_out: dict[str, Any] = field(default_factory=dict)
+    metadata: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    is_quantized: bool = False
+    guessed: bool = False
+    visits: int = 0
+
+    def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Remark]]:
+        """The state_dict below the root object, and what is to be said of it."""
+        if isinstance(root, Opaque):
+            self._module(root, "", 0)
+        remarks = attribute_remarks(self.left_out, self.entries)
+        if self.guessed:
+            remarks.append(Remark("guessed-buffers", ".", "every tensor that is no parameter counts as a buffer"))
+        return self.entries, remarks
+
+    def _module(self, module: Opaque, prefix: str, depth: int) -> None:
+        self.visits += 1
+        if depth > DEPTH_LIMIT or self.visits > VISIT_LIMIT:
+            raise HostileError(
+                f"{self.path}: modules nested deeper than {DEPTH_LIMIT} or more than {VISIT_LIMIT}; do not use it"
+            )
+        named = len(self.entries)
+        if not isinstance(module.state, (dict, type(None))):  # a module that packs itself
+            self._quantized(module, {}, prefix)
+            if len(self.entries) == named:
+                self._outside(unpacked(module, self.path), prefix.removesuffix(".") or "_packed_params")
+            return
+        listed = self.classes.get(str(module.cls), ScriptClass(True))
+        pairs: dict[Any, Any] = module.attributes
+        attributes = {name: value for name, value in pairs.items() if isinstance(name, str)}
+        tensors = {name: value for name, value in attributes.items() if isinstance(value, TensorSpec)}
+        buffers = listed.buffers
+        if buffers is None:
+            buffers = tuple(name for name in tensors if name not in listed.parameters)
+            self.guessed |= bool(buffers)
+        names = [name for group in (listed.parameters, buffers) for name in group if name in tensors]
+        for name in names:
+            self.entries[prefix + name] = replace(tensors[name], requires_grad=False, is_parameter=False)
+        self.left_out |= {prefix + name: tensors[name] for name in tensors if name not in names}
+        children = {name: value for name, value in attributes.items() if self._is_module(value)}
+        self._quantized(module, children, prefix)
+        for name, child in attributes.items():
+            if name in children:
+                self._module(child, f"{prefix}{name}.", depth + 1)
+            elif not isinstance(child, TensorSpec):
+                self._outside(child, prefix + name)
+
+    def _quantized(self, module: Opaque, children: Mapping[str, Any], prefix: str) -> None:
+        """What torch's state_dict of a quantised layer has beside parameters and buffers, and the row of the module.
+
+        A state_dict with packed weights loads by the version in its row; other modules do without one."""
+        module = python_module(module, self.path)
+        version = quantized_version(module)
+        self.is_quantized |= version is not None
+        version = 2 if f"{prefix}num_batches_tracked" in self.entries else version or 1
+        self.metadata[prefix.removesuffix(".")] = {"version": version}
+        self.entries.update((prefix + name, value) for name, value in packed_entries(module, children))
+
+    def _is_module(self, value: Any) -> bool:
+        if not isinstance(value, Opaque):
+            return False
+        known = self.classes.get(str(value.cls))
+        return known.is_module if known is not None else isinstance(value.state, dict)
+
+    def _outside(self, value: Any, name: str) -> None:
+        """Tensors that are neither parameter nor buffer: the packed weights of a quantised layer are kept under its
+        name, as torch does, and those of other attributes left out.
+        """
+        if name in self.entries or next(tensors_in(value), None) is None:
+            return
+        if is_packed(value):
+            value = unpacked(value, self.path)
+        if is_script_object(value):
+            self.entries[name] = value
+        else:
+            self.left_out[name] = value

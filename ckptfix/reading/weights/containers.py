@@ -1,0 +1,272 @@
+"""Where in a parsed file the state_dict is."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, Remark, path_name
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.reading.foreign.weightless import is_optimizer, why_weightless
+from ckptfix.reading.lazy_tensors import LazyTensors
+from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.pickles.payload import refusing_payload
+from ckptfix.reading.salvage.salvage import split_entries, without_torn
+from ckptfix.reading.weights.candidates import PREFERRED, beside, plausible, rank
+from ckptfix.reading.weights.document import Document
+from ckptfix.reading.weights.loose_tensors import loose_remarks
+from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
+from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
+from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
+
+SEARCH_DEPTH = 6
+NODE_LIMIT = 1_000_000
+LIST_LIMIT = 64
+"""Items of a list up to which each is looked at; longer ones hold numbers or samples."""
+
+
+def open_document(
+    document: Document, weights: str | None = None, *, salvage: bool = False, narrow: bool = True
+) -> Checkpoint:
+    """The checkpoint of a document: its state_dict found, or taken where ``weights`` says.
+
+    Where that is the prefix of some keys, these alone are taken, or without ``narrow`` named in ``Checkpoint.picked``.
+    Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
+    ``UsageError`` where it has none of the name.
+    """
+    with refusing_payload(document.path, {f"{mark.detail}()" for mark in document.remarks if mark.kind == "payload"}):
+        checkpoint = _open(document, weights, salvage)
+    return narrowed(checkpoint) if narrow else checkpoint
+
+
+def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
+    found = dict(_search(document))
+    candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
+    ranked = sorted(candidates, key=rank)
+    if weights is not None:
+        path, value, prefix = _pick(document, found, [candidate.path for candidate in ranked], weights)
+    elif ranked:
+        path = ranked[0].path
+        value, prefix = found[path], None
+    else:
+        if document.damage:
+            raise UnreadableError(f"{document.path}: {'; '.join(document.damage)}; fetch the file again")
+        raise UnreadableError(why_weightless(document))
+    entries, remarks = _entries(document, value, path)
+    entries, lost = split_entries(document, entries, salvage)
+    root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
+    metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None
+    if metadata is None:
+        metadata = document.metadata
+    specs = [spec for spec in entries.values() if isinstance(spec, TensorSpec)]
+    if specs and not any(spec.has_data for spec in specs):
+        raise UnreadableError(
+            f"{document.path}: its {len(specs)} tensors were saved from the meta device: names and shapes, but no "
+            "value was ever saved;"
+            " save the model again after its weights are loaded"
+        )
+    checkpoint = Checkpoint(
+        path=document.path,
+        format=document.format,
+        entries=entries,
+        metadata=_clean_metadata(metadata, remarks),
+        container=path,
+        root=root,
+        devices=tuple(
+            sorted({spec.storage.device for spec in tensors_in(document.root) if spec.storage is not None} - {"cpu"})
+        ),
+        producer=document.producer,
+        candidates=tuple(
+            candidate
+            for candidate in plausible(ranked)
+            if not any(candidate.path[: len(gone)] == gone for gone in left_out)
+        ),
+        remarks=(
+            *document.remarks,
+            *remarks,
+            *loose_remarks(document.root, path, entries),
+            *(beside(ranked, found) if weights is None else ()),
+        ),
+        damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
+        lost=lost,
+        reader=LazyTensors(),
+    )
+    return checkpoint if prefix is None else with_pick(checkpoint, prefix)
+
+
+def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mapping[str, Any]] | None:
+    """The rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
+    if not isinstance(metadata, dict):
+        return None
+    cleaned: dict[str, dict[str, Any]] = {}
+    for module, row in metadata.items():
+        if isinstance(module, str) and isinstance(row, dict):
+            cleaned[module] = {}
+            for name, value in row.items():
+                # The hook of spectral_norm keeps its versions in a dict of the row.
+                inner = value.values() if isinstance(value, dict) and all(isinstance(key, str) for key in value) else ()
+                if isinstance(name, str) and (_is_plain(value) or (inner and all(map(_is_plain, inner)))):
+                    cleaned[module][name] = dict(value) if isinstance(value, dict) else value
+                else:
+                    cleaned[module][str(name)] = shown(value)
+                    remarks.append(Remark("odd-metadata", "_metadata", shown(value)))
+    return cleaned
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _mapping(value: Any) -> dict[Any, Any] | None:
+    """The pairs of a dict, or of an object whose class was a dict."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Opaque) and value.pairs and not is_module(value):
+        return value.pairs
+    return None
+
+
+def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
+    """Every mapping in the tree that holds tensors, and every module's state_dict, each object once, with its path."""
+    seen: set[int] = set()
+    pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
+    while pending:
+        path, value = pending.popleft()
+        if id(value) in seen or len(path) > SEARCH_DEPTH:
+            continue
+        seen.add(id(value))
+        if len(seen) > NODE_LIMIT:
+            raise HostileError(
+                f"{document.path}: more than {NODE_LIMIT} objects lie around the weights; do not use this file"
+            )
+        mapping = module_state_dict(value, document.path) if is_module(value) else _mapping(value)
+        if mapping is not None and is_optimizer(mapping):
+            continue
+        if mapping and _count_tensors(mapping):
+            yield path, mapping
+            if is_module(value) or _is_state_dict(mapping):
+                continue
+        pending.extend(((*path, name), child) for name, child in _children(value, mapping))
+
+
+def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[PathPart, Any]]:
+    """The members of a value in which a state_dict may lie deeper."""
+    members: Iterable[tuple[Any, Any]] = ()
+    if mapping is not None and not is_module(value):
+        members = mapping.items()
+    elif isinstance(value, (list, tuple)) and len(value) <= LIST_LIMIT:
+        members = enumerate(value)
+    elif isinstance(value, Opaque):
+        members = value.attributes.items()
+    for name, child in members:
+        if isinstance(name, (str, int)) and _holds_more(child):
+            yield name, child
+
+
+def _holds_more(value: Any) -> bool:
+    """Whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them."""
+    if isinstance(value, Opaque):
+        return True
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
+
+
+def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
+    """Whether tensors of torch make up at least half of a mapping, and none of its members is the state_dict itself
+    (`{"state_dict": …, "mean": …, "std": …}`). Arrays may be figures beside the weights.
+    """
+    if any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
+        return False
+    return 2 * sum(isinstance(value, TensorSpec) for value in mapping.values()) >= len(mapping)
+
+
+def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
+    """What was found without the few tensors that lie loose around the weights, and without arrays beside tensors."""
+    for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
+        chosen = {path: mapping for path, mapping in found.items() if test(mapping)}
+        if chosen:
+            return chosen
+    return dict(found)
+
+
+def _is_tensor(value: Any) -> bool:
+    if isinstance(value, dict) and value.get("class") == SCRIPT_OBJECT:
+        return True  # packed weights as FIL102 writes them
+    return isinstance(value, (TensorSpec, NumpyArray)) or is_packed(value) or bool(composed_class(value))
+
+
+def _count_tensors(mapping: Mapping[Any, Any]) -> int:
+    rest = [value for value in mapping.values() if not isinstance(value, TensorSpec)]
+    return len(mapping) - len(rest) + sum(_is_tensor(value) or _packs_several(value) for value in rest)
+
+
+def _packs_several(value: Any) -> bool:
+    return isinstance(value, tuple) and any(map(_packs_tensors, value[:LIST_LIMIT]))
+
+
+def _packs_tensors(item: Any) -> bool:
+    """Whether an item of packed parameters is a tensor, or a list of such as quantised LSTMs and embeddings have."""
+    return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
+
+
+def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
+    numel = sum([tensor.numel for tensor in value.values() if isinstance(tensor, TensorSpec)])
+    numel += sum([math.prod(array.shape) for array in value.values() if isinstance(array, NumpyArray)])
+    return Candidate(path, _count_tensors(value), numel)
+
+
+def _pick(
+    document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
+) -> tuple[tuple[PathPart, ...], Any, str | None]:
+    """The state_dict of this name, and None; or the one that has a set of keys under it as a prefix, and that."""
+    for path, value in found.items():
+        if name in (path_name(path), "/".join(map(str, path))):
+            return path, value, None
+    root = _mapping(document.root)
+    if root is not None and name in root:
+        chosen = root[name]
+        inner = module_state_dict(chosen, document.path) if is_module(chosen) else _mapping(chosen)
+        if inner is not None and _count_tensors(inner):
+            return (name,), inner, None
+    for path in ranked:
+        for prefix in (name, name.removeprefix(f"{path_name(path)}.")):
+            if keys_of_set([key for key in found[path] if isinstance(key, str)], prefix):
+                return path, found[path], prefix
+    names = ", ".join(path_name(path) for path in found) or "none"
+    raise UsageError(
+        f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with --weights"
+    )
+
+
+def _entries(
+    document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
+) -> tuple[dict[str, Any], list[Remark]]:
+    """The state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
+    remarks: list[Remark] = []
+    arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
+    entries: dict[str, Any] = {}
+    for number, (key, entry) in enumerate(value.items()):
+        # Text of Python 2 is of a class of its own; that of a tensor would be another in every run.
+        name = f"tensor{number}" if isinstance(key, TensorSpec) else str(key)
+        if not isinstance(key, str):
+            remarks.append(Remark("non-string-key", path_name(path), name))
+        if not isinstance(entry, TensorSpec) and is_uninitialized(entry):
+            remarks.append(Remark("uninitialized", name, str(entry.cls)))
+            continue
+        if name in entries:
+            raise UnreadableError(
+                f"{document.path}: the state_dict has the key {name} twice, as text and as a number; keep one of them"
+            )
+        if arrays_only and isinstance(entry, NumpyArray):
+            spec = entry.spec(document.path)
+            entry = entry if spec is None else spec
+        entries[name] = entry
+    if arrays_only and any(isinstance(entry, TensorSpec) for entry in entries.values()):
+        remarks.append(Remark("numpy-weights", path_name(path), "numpy arrays"))
+    return entries, remarks

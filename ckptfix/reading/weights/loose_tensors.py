@@ -1,0 +1,155 @@
+"""Tensors that lie beside a state_dict, in plain attributes of its modules, where no key names them.
+
+``self.stride = torch.tensor(…)``, ``self.anchors = [tensor, …]`` and modules in a plain list are pickled with a whole
+model and with TorchScript, and ``Module.state_dict`` passes them over. Left aside is what is no loss: views of a named
+storage (``_flat_weights`` of an LSTM), what hooks work out of a parameter (``weight`` beside ``weight_g`` of
+weight_norm, ``weight_orig`` of spectral_norm and of pruning), caches, gradients, metrics, and an optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptfix.core.buffers import is_transient
+from ckptfix.core.checkpoint import PathPart, Remark
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import tensors_in
+from ckptfix.reading.weights.modules import is_module, module_parts
+
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
+"""Attributes of torch's own that hold named tensors, or what hooks made of them."""
+
+_PASSING = re.compile(
+    r"(^|_)(hooks?|grads?|gradients?|cached?|caches|example|dummy|config|hparams|optimi[sz]ers?|optim|trainer)(_|$)"
+)
+"""Names of what a model keeps from its last run, or of what is around it."""
+
+_AROUND = re.compile(r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|accelerate)\.")
+"""Classes whose tensors are no part of a model."""
+
+
+def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Remark]:
+    """The remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
+
+    None where a plain state_dict lies there."""
+    module = root
+    for step in container:
+        if isinstance(module, Opaque):
+            module = module.pairs.get(step, module.attributes.get(str(step)))
+        elif isinstance(module, dict):
+            module = module.get(step)
+        elif isinstance(module, (list, tuple)):
+            module = module[int(step)]
+    return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
+
+
+def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Remark]:
+    """One remark for each attribute that holds tensors of its own, and one where they outweigh the state_dict."""
+    # A storage and a view of a part of it are one run of bytes.
+    named = {id(part) for spec in tensors_in(entries) if spec.storage for part in (spec.storage, *spec.storage.parts)}
+    loose: dict[tuple[object, ...], int] = {}
+    remarks = []
+    for name, value in attributes.items():
+        views = {
+            spec.view: spec.numel
+            for spec in tensors_in(value)
+            if spec.storage is not None and spec.numel and not {id(spec.storage), *map(id, spec.storage.parts)} & named
+        }
+        if views:
+            loose.update(views)
+            remarks.append(Remark("tensor-attribute", name, "neither parameter nor buffer"))
+    unnamed, kept = sum(loose.values()), sum(spec.numel for spec in tensors_in(entries))
+    if unnamed > kept:
+        said = f"{counted(unnamed, 'element')} in attributes, and {counted(kept, 'element')} with names"
+        remarks.append(Remark("most-in-attributes", ".", said))
+    return remarks
+
+
+class _Walk:
+    """One walk over a tree of modules: the tensors of each attribute, each object at the first place that it has."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self.known: set[int] = set()
+        """Storages of parameters and buffers, the non-persistent ones too: they are not saved on purpose."""
+
+    def gather(self, root: Opaque) -> dict[str, list[TensorSpec]]:
+        """The tensors of every attribute by its key (``model.24.stride``)."""
+        modules = list(self._modules(root))
+        for _, module in modules:
+            parts = module_parts(module) or {}
+            for spec in tensors_in([parts.get("_parameters"), parts.get("_buffers")]):
+                self.known.add(id(spec.storage))
+        found: dict[str, list[TensorSpec]] = {}
+        for prefix, module in modules:
+            for name, value in _attributes(module):
+                if specs := list(self._tensors(value)):
+                    found[f"{prefix}{name}"] = specs
+        return found
+
+    def _modules(self, root: Opaque) -> Iterator[tuple[str, Opaque]]:
+        """The modules that a state_dict walks, each once, in its order."""
+        pending: list[tuple[str, Any]] = [("", root)]
+        while pending:
+            prefix, module = pending.pop()
+            parts = module_parts(module)
+            if parts is None or id(module) in self.seen:
+                continue
+            self.seen.add(id(module))
+            yield prefix, module
+            pending += [(f"{prefix}{name}.", child) for name, child in reversed([*parts["_modules"].items()])]
+
+    def _tensors(self, value: Any) -> Iterator[TensorSpec]:
+        """The tensors in the value of an attribute; the weights of a module that hides in a plain list are some."""
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, TensorSpec):
+                if not self.known & {id(storage) for storage in value.storages}:
+                    yield value
+                continue
+            if not isinstance(value, (dict, list, tuple, Opaque)) or id(value) in self.seen:
+                continue
+            self.seen.add(id(value))
+            if isinstance(value, dict):
+                pending += value.values()
+            elif isinstance(value, (list, tuple)):
+                pending += value
+            elif is_module(value):
+                parts = module_parts(value) or {}
+                pending += [parts["_parameters"], parts["_buffers"], parts["_modules"]]
+                pending += [child for _, child in _attributes(value)]
+            elif not _AROUND.match(str(value.cls)):
+                pending += [value.args, value.items, value.pairs, None if value.attributes else value.state]
+                pending += [child for name, child in value.attributes.items() if not _PASSING.search(str(name).lower())]
+
+
+def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module in which a tensor would be a loss."""
+    attributes: dict[Any, Any] = module.attributes  # of a crafted file, names may be no text
+    if "_defaults" in attributes and "_persistent" in attributes:
+        return  # a metric of torchmetrics, which begins anew
+    parameters = attributes.get("_parameters")
+    names = parameters if isinstance(parameters, dict) else {}
+    for name, value in attributes.items():
+        if not isinstance(name, str) or name in _OWN or _PASSING.search(name.lower()):
+            continue
+        if isinstance(value, TensorSpec) and (_is_transient(name, value) or _is_computed(name, value, names)):
+            continue
+        yield name, value
+
+
+def _is_transient(name: str, spec: TensorSpec) -> bool:
+    """Whether releases of libraries save such a tensor or do not; ``original_inv_freq`` is one as ``inv_freq`` is."""
+    return any(is_transient(leaf, spec.shape) for leaf in (name, name.partition("_")[2]))
+
+
+def _is_computed(name: str, spec: TensorSpec, parameters: Mapping[str, Any]) -> bool:
+    """Whether a hook works the tensor out of a parameter beside it: ``weight`` of ``weight_v``, ``weight_orig``."""
+    return any(
+        isinstance(other, TensorSpec) and str(key).startswith(f"{name}_") and other.numel == spec.numel
+        for key, other in parameters.items()
+    )

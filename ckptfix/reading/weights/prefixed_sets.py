@@ -1,0 +1,160 @@
+"""Sets of weights that lie beside each other in one state_dict, each under a prefix of its own.
+
+A trainer that keeps two networks in one module saves both: `student.` and `teacher.`, `encoder_q.` and `encoder_k.`,
+`model.` and `ema_model.`, or the plain names beside those under `ema_model.`. Whether a model has both is not in the
+file, so that nothing here decides; ``--weights PREFIX`` does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.metadata import rename_metadata
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import UsageError
+
+PLAIN = "plain"
+"""What the set is called that stands under no prefix, beside one that does."""
+
+ALIKE = 0.9
+"""Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
+network."""
+
+DEPTH = 3
+"""Segments of a prefix at most, where it is looked for."""
+
+_LEADERS = {
+    **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("",)),
+    "teacher": ("student", ""),
+    "target": ("online", "context", "policy", "local", "q", ""),
+    "momentum": ("online", "base", ""),
+    "k": ("q",),
+}
+"""Words in the names of networks that follow another one while it is trained, and what the name of that one has in
+their place; empty where it lacks the word. A letter is such a word at the end alone."""
+
+
+def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
+    """The keys of the set of this name, each with what it is called without the prefix; none where there is no such
+    set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`.
+    """
+    if name == PLAIN:
+        copies = copied_under(keys)
+        return {key: key for key in keys if not key.startswith(copies)} if copies else {}
+    prefix = f"{name.rstrip('.')}."
+    if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
+        return found
+    outer = {key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0}
+    middle = sorted(keys)[len(keys) // 2] if outer else ""  # begins with whatever most of the keys begin with
+    wide = [
+        front
+        for front in outer
+        if middle.startswith(front) and 2 * sum(key.startswith(front) for key in keys) > len(keys)
+    ]
+    whole = f"{wide[0]}{prefix}" if len(wide) == 1 else None
+    return {key: key[len(whole) :] for key in keys if key.startswith(whole)} if whole else {}
+
+
+def copied_under(keys: Collection[str]) -> tuple[str, ...]:
+    """The prefixes under which most of the keys that stand beside them stand once more."""
+    return _copied_under(keys, _sizes(keys))
+
+
+def _copied_under(keys: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    # Where it has a third of all keys or less, its twins are no more than half of those beside it.
+    large = [prefix for prefix, size in sizes.items() if 3 * size > len(keys)]
+    known = set(keys) if large else ()
+    twins = Counter(
+        [prefix for key in keys for prefix in large if key.startswith(prefix) and key[len(prefix) :] in known]
+    )
+    return tuple(
+        prefix for prefix, number in twins.items() if 2 * number > max(sizes[prefix], len(keys) - sizes[prefix])
+    )
+
+
+def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """The names of the two sets that make up most of a state_dict, where one follows the other by its name and has the
+    same tensors, in modules of the same names; none where there are no such.
+    """
+    sizes = _sizes(specs)
+    for prefix, size in sizes.items():
+        if 5 * size < len(specs):
+            continue  # of two sets of about one size that make up most of it, each has more
+        for leader in _leaders(prefix):
+            few, many = sorted((size, sizes.get(leader, 0)))
+            may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
+            if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
+                return (leader[:-1], prefix[:-1])
+    copies = _copied_under(specs, sizes)
+    if len(copies) != 1 or not is_follower(copies[0][:-1]):
+        return ()
+    plain = {key: specs[key].shape for key in keys_of_set(specs, PLAIN)}
+    return (PLAIN, copies[0][:-1]) if _are_alike(plain, _under(specs, copies[0])) else ()
+
+
+def is_follower(name: str) -> bool:
+    """Whether the name is that of a network which follows another one while it is trained, as its average does."""
+    return bool(_following(name.rpartition(".")[2].split("_")))
+
+
+def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """The checkpoint with the set of this name picked. Raises ``UsageError`` where its keys have no such prefix."""
+    picked = keys_of_set(checkpoint.entries, name)
+    if not any(isinstance(checkpoint.entries[key], TensorSpec) for key in picked):
+        raise UsageError(f"{checkpoint.path}: it has no weights under {name!r}; give the prefix of one set of its keys")
+    return replace(checkpoint, picked=picked)
+
+
+def narrowed(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the picked set alone, under its names without the prefix."""
+    if checkpoint.picked is None:
+        return checkpoint
+    entries = {name: checkpoint.entries[key] for key, name in checkpoint.picked.items()}
+    metadata = rename_metadata(checkpoint.metadata, checkpoint.picked)
+    return replace(checkpoint.with_entries(entries, metadata), picked=None)
+
+
+def _sizes(keys: Collection[str]) -> dict[str, int]:
+    """How many keys stand under each prefix, with its dot."""
+    modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer, and each has the prefixes of its keys
+    sizes: dict[str, int] = {}
+    for module, number in modules.items():
+        position = 0
+        for _ in range(DEPTH):
+            position = module.find(".", position) + 1
+            if not position:
+                break
+            prefix = module[:position]
+            sizes[prefix] = sizes.get(prefix, 0) + number
+    return sizes
+
+
+def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
+    """Where a word of a follower is among those of a name, with what its leader has there."""
+    known = {at: _LEADERS[word.lower()] for at, word in enumerate(words) if word.lower() in _LEADERS}
+    return {at: leaders for at, leaders in known.items() if len(words[at]) > 1 or 0 < at == len(words) - 1}
+
+
+def _leaders(prefix: str) -> Iterator[str]:
+    """What the network may be called that one under this prefix follows: `a.net.` and `a.student_net.` for
+    `a.teacher_net.`.
+    """
+    parent, dot, name = prefix[:-1].rpartition(".")
+    words = name.split("_")
+    for at, leaders in _following(words).items():
+        for leader in leaders:
+            if other := "_".join(filter(None, [*words[:at], leader, *words[at + 1 :]])):
+                yield f"{parent}{dot}{other}."
+
+
+def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors under a prefix, by what follows it."""
+    return {key[len(prefix) :]: spec.shape for key, spec in specs.items() if key.startswith(prefix)}
+
+
+def _are_alike(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether both are of one network, and not of single layers, which two heads of a model are as well."""
+    common = sum(other.get(name) == shape for name, shape in one.items())
+    return common > 1 and common >= ALIKE * max(len(one), len(other)) and any("." in name for name in one)

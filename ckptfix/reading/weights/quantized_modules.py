@@ -1,0 +1,191 @@
+"""What torch's quantised modules put into a state_dict beside their parameters and buffers.
+
+Their weights lie packed for a kernel in a ``torch.ScriptObject``, and ``Module.state_dict`` asks the module's own
+``_save_to_state_dict`` to take them out. Here the same is done by class (``torch/ao/nn/quantized``, which was
+``torch/nn/quantized`` before 1.13, and ``torch/nn/intrinsic/quantized``), in torch's order. What only a ScriptObject
+can hold, the weights of recurrent layers, stays one, and FIL102 says that no file can hold it. Whole models and
+TorchScript (by way of ``torchscript_packed``) give the same keys and values."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.tree import holds_tensors
+from ckptfix.reading.pickles.claims import TypedStorage
+
+SCRIPT_OBJECT = "torch.ScriptObject"
+
+_QUANTIZED = re.compile(r"torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(dynamic\.|reference\.)?(modules\.)?")
+_OBSERVER = re.compile(r"torch\.(ao\.)?quantization\.observer\.\w*(MinMax|Histogram)Observer")
+_QAT_CONV = re.compile(r"torch\.(ao\.)?nn\.intrinsic\.qat\.modules\.conv_fused\.ConvBn(ReLU)?[123]d")
+
+
+def is_packed_convolution(value: Any) -> bool:
+    """Whether an inert object is a quantised convolution, whose state is a tuple that ends in
+    ``weight, bias, scale, zero_point, training``.
+    """
+    return (
+        isinstance(value, Opaque)
+        and _QUANTIZED.match(str(value.cls)) is not None
+        and "Conv" in value.cls.name
+        and isinstance(value.state, tuple)
+        and len(value.state) >= 13
+        and isinstance(value.state[-5], TensorSpec)
+    )
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a value is a ``torch.ScriptObject``, which no file for ``weights_only=True`` can hold."""
+    return isinstance(value, Opaque) and str(value.cls) == SCRIPT_OBJECT
+
+
+def composed_class(value: Any) -> str:
+    """The class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all else.
+
+    Only that class puts its parts together (``_rebuild_wrapper_subclass``). A dict of them, as FIL102 writes it, is
+    known too: it loads into no model either."""
+    if isinstance(value, dict) and str(value.get("class")).endswith("._rebuild_from_type_v2"):
+        args = value.get("args")
+    elif isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2":
+        args = value.args
+    else:
+        return ""
+    if not isinstance(args, tuple) or len(args) < 2:
+        return ""
+    function, cls = args[:2]
+    is_composed = isinstance(cls, (Global, str)) and str(function).endswith("._rebuild_wrapper_subclass")
+    return str(cls) if is_composed else ""
+
+
+def rebuilding_call(value: Any) -> str:
+    """The function that alone makes a tensor of a storage, where it is none that is known: one of a later torch or of
+    somebody's own, or a name that is misspelt in the file. Empty for all else.
+    """
+    if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
+        return ""
+    return str(value.cls)
+
+
+def part_names(value: Any) -> list[str]:
+    """What the tensors are called that a composed tensor is made of."""
+    state = value.args[3] if isinstance(value, Opaque) and len(value.args) > 3 else None
+    return [str(name) for name, part in state.items() if holds_tensors(part)] if isinstance(state, dict) else []
+
+
+def quantized_version(module: Opaque) -> int | None:
+    """The version of a quantised module's class, None where it is not one that ever left version 1."""
+    name = str(module.cls)
+    if _OBSERVER.fullmatch(name):
+        return 3
+    if _QAT_CONV.fullmatch(name):
+        return 2
+    if not _QUANTIZED.match(name) or ".reference." in name:
+        return None
+    is_dynamic = ".dynamic." in name
+    if module.cls.name in ("RNNBase", "LSTM", "GRU"):
+        return 2 if is_dynamic else None
+    if module.cls.name == "LinearPackedParams":
+        return 3
+    return (4 if is_dynamic else 3) if module.cls.name.startswith("Linear") else None
+
+
+def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries that stand between a module's buffers and its children. ``children`` are its ``_modules``."""
+    attributes = module.attributes
+    if is_packed_convolution(module):
+        weight, bias, scale, zero_point, _ = module.state[-5:]
+        yield "weight", weight
+        yield "bias", bias
+        yield from _scale({"scale": scale, "zero_point": zero_point})
+    elif not _QUANTIZED.match(str(module.cls)):
+        return
+    elif module.cls.name == "LinearPackedParams":
+        yield from _linear(module)
+    elif module.cls.name == "EmbeddingPackedParams":
+        yield from _embedding(attributes)
+    elif module.cls.name == "QFunctional" or ("_packed_params" in children and "scale" in attributes):
+        yield from _scale(attributes)
+    elif "weight_qscheme" in attributes:
+        yield from _reference(attributes)
+    else:
+        for name in ("param", "_packed_weight_ih", "_packed_weight_hh"):
+            if is_packed(attributes.get(name)):
+                yield name, attributes[name]
+
+
+def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
+    """The entries behind a module's children: the packed weights that torch.fx hangs on a graph."""
+    attributes = module.attributes
+    for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
+        if "_packed_weight" in name and is_packed(attributes.get(name)) and not _QUANTIZED.match(str(module.cls)):
+            yield name, attributes[name]
+
+
+def _contents(value: Any) -> Any:
+    """What a ScriptObject was pickled with: its state is ``(contents, class)``."""
+    return value.state[0] if is_packed(value) and isinstance(value.state, tuple) and len(value.state) == 2 else None
+
+
+def _linear(module: Opaque) -> Iterator[tuple[str, Any]]:
+    attributes = module.attributes
+    held = _contents(attributes.get("_packed_params"))
+    if held is None and isinstance(module.state, tuple):
+        held = module.state[:2]  # torch 1.4 and 1.5: (weight, bias, training, dtype)
+    if not isinstance(held, tuple) or len(held) != 2 or not isinstance(held[0], TensorSpec):
+        return
+    dtype = attributes.get("dtype", module.state[3] if isinstance(module.state, tuple) and module.state[3:] else None)
+    is_integer = held[0].quantizer is not None
+    yield "dtype", dtype if isinstance(dtype, Global) else Global("torch", "qint8" if is_integer else "float16")
+    yield "_packed_params", held
+
+
+def _embedding(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    held = _contents(attributes.get("_packed_weight"))
+    tensors = held[1] if isinstance(held, tuple) and len(held) == 4 else None  # (version, tensors, floats, integers)
+    if not isinstance(tensors, list) or len(tensors) != 1 or not isinstance(tensors[0], TensorSpec):
+        return
+    dtype = attributes.get("dtype")
+    yield "dtype", dtype if isinstance(dtype, Global) else Global("torch", tensors[0].dtype)
+    yield "_packed_weight", tensors[0]
+
+
+def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """``_save_weight_qparams`` of the reference modules; scale, zero point and axis are buffers too."""
+    buffers = attributes["_buffers"]
+    scheme = attributes["weight_qscheme"]
+    yield "weight_qscheme", scheme
+    yield "weight_dtype", attributes.get("weight_dtype")
+    names = ["weight_scale", "weight_zero_point"] if scheme is not None else []
+    if isinstance(scheme, Global) and scheme.name == "per_channel_affine":
+        names.append("weight_axis")
+    for name in names:
+        if name in buffers:
+            yield name, buffers[name]
+
+
+def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """``torch.tensor(scale)`` and ``torch.tensor(zero_point)`` of the numbers that the module keeps."""
+    scale, zero_point = attributes.get("scale"), attributes.get("zero_point")
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        yield "scale", _scalar("float32", "<f", _single(scale))
+    if type(zero_point) is int and -(1 << 63) <= zero_point < 1 << 63:
+        yield "zero_point", _scalar("int64", "<q", zero_point)
+
+
+def _single(value: float) -> float:
+    """A number that float32 can hold, infinite where it is too large, as torch has it."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except (OverflowError, struct.error):
+        return math.copysign(math.inf, value)
+
+
+def _scalar(dtype: str, form: str, value: float) -> TensorSpec:
+    return TensorSpec(dtype, (), (), Storage("scalar", MemoryBytes(struct.pack(form, value))))

@@ -1,0 +1,57 @@
+"""What a rule is, and what it sees."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.finding import Finding, Level
+
+if TYPE_CHECKING:
+    from ckptfix.core.checkpoint import Checkpoint
+    from ckptfix.core.settings import Settings
+    from ckptfix.core.target import Target
+    from ckptfix.values.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
+
+    ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; None under
+    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``."""
+
+    checkpoint: Checkpoint
+    target: Target | None
+    statistics: Statistics | None
+    settings: Settings
+    donor: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: its code and name, its manual (the docstring of its module), and the generator that proposes."""
+
+    code: str
+    name: str
+    manual: str
+    propose: Callable[[Context], Iterator[Finding]]
+
+    def finding(self, level: Level, message: str, **rest: Any) -> Finding:
+        """A finding of this rule."""
+        return Finding(self.code, self.name, level, message, **rest)
+
+
+def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:
+    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module, whose docstring is the
+    manual.
+    """
+
+    def wrap(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
+        manual = (sys.modules[generator.__module__].__doc__ or "").strip()
+        made = Rule(code, name, manual, lambda context: generator(made, context))
+        return made
+
+    return wrap

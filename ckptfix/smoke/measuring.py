@@ -1,0 +1,90 @@
+"""The statistics of ``--recalibrate FILE``: the user's model, the weights of the file, the user's data.
+
+This is what the edits with the origin ``data`` take their values from. It runs the user's code, as ``--model`` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.buffers import split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.errors import TargetError
+from ckptfix.modules.factory import Arguments, build_module, user_code
+from ckptfix.modules.recalibration import norms_of, recalibrate
+from ckptfix.smoke.arguments import tensors_of_file
+from ckptfix.smoke.inputs import FileInput
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ckptfix.engine.supplies import Measure
+
+BATCH = 32
+"""Samples that the model sees at a time; statistics of much smaller batches are noisy."""
+
+
+def measure_with(model: nn.Module | str, arguments: Arguments = (), seed: int = 0) -> Measure:
+    """What measures running statistics with a model, given or made by a factory; a given one is not changed.
+
+    It takes the checkpoint with all other values in place, the keys that are wanted, and the path of the data: one
+    tensor (``.npy``, ``.pt``, ``.safetensors``) with the samples along its first dimension, or several by the names of
+    forward's arguments. Raises ``TargetError`` where the rest of the checkpoint does not fit the model, and for data
+    that gives no usable statistics; what the model itself raises comes through."""
+
+    def measure(checkpoint: Checkpoint, keys: Collection[str], path: str) -> Mapping[str, torch.Tensor]:
+        if not isinstance(model, str):
+            return _measure(copy.deepcopy(model), checkpoint, keys, path)
+        with user_code(model, seed):
+            return _measure(build_module(model, arguments, seed), checkpoint, keys, path)
+
+    return measure
+
+
+def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], path: str) -> Mapping[str, torch.Tensor]:
+    try:
+        model.load_state_dict(checkpoint.state_dict(), strict=True)
+    except (RuntimeError, LookupError, TypeError) as error:
+        reason = (str(error).splitlines()[1:2] or [str(error)])[0].strip()
+        raise TargetError(
+            f"{checkpoint.path}: its statistics cannot be measured, as it does not fit {type(model).__name__} "
+            f"({reason}); see what ckptfix check says first"
+        ) from error
+    norms = norms_of(model)
+    # A norm that is broken in another way than these must not spoil what they see.
+    wanted = {split_key(key)[0].removesuffix(".") for key in keys}
+    recalibrate(model, _batches(path), layers=wanted | {name for name, norm in norms.items() if _is_unusable(norm)})
+    measured = model.state_dict()
+    for key in keys:
+        if key.endswith("running_var") and not measured[key].any():
+            raise TargetError(
+                f"{path}: gives {key} no variance: the data is constant there, or never reaches this layer; use other "
+                "data, or --reset-running-stats"
+            )
+    return {key: measured[key] for key in keys}
+
+
+def _is_unusable(norm: Any) -> bool:
+    mean, variance = norm.running_mean, norm.running_var
+    return not (mean.isfinite().all() and variance.isfinite().all() and (variance >= 0).all())
+
+
+def _batches(path: str) -> Iterator[Any]:
+    """The data of a file in batches, as a tensor or by the names of arguments."""
+    import torch
+
+    found = {
+        name: tensor.float() if tensor.dtype == torch.uint8 and tensor.ndim >= 3 else tensor
+        for name, tensor in tensors_of_file(FileInput(path))
+    }
+    samples = min((len(tensor) for tensor in found.values() if tensor.ndim), default=0)
+    for start in range(0, samples, BATCH):
+        # A batch of one sample has no variance in a layer without positions: it goes with the one before it.
+        stop = samples if samples - start <= BATCH + 1 else start + BATCH
+        parts = {name: tensor[start:stop] for name, tensor in found.items()}
+        yield parts.get(None, parts)
+        if stop == samples:
+            return

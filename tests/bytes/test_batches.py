@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import time
+from threading import get_ident, main_thread
+
+import pytest
+
+from ckptfix.bytes import batches as module
+from ckptfix.bytes.batches import batched, side_by_side
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batches"),
+    [
+        pytest.param([], [], id="nothing"),
+        pytest.param([10], [[10]], id="exactly the limit"),
+        pytest.param([30], [[30]], id="more than the limit"),
+        pytest.param([4, 4, 4, 4], [[4, 4], [4, 4]], id="as many as fit"),
+        pytest.param([30, 1, 30, 0, 10, 1], [[30], [1], [30], [0, 10], [1]], id="large ones are alone"),
+        pytest.param([0, 0, 0], [[0, 0, 0]], id="empty ones go with others"),
+    ],
+)
+def test_neighbours_go_together_in_their_order(sizes, batches):
+    assert list(batched(sizes, lambda size: size, 10)) == batches
+
+
+def slow_when_small(number: int) -> tuple[int, bool]:
+    time.sleep(0.02 if number < 2 else 0)
+    return number, get_ident() == main_thread().ident
+
+
+@pytest.mark.parametrize(("count", "processors"), [(0, 2), (1, 2), (9, 1)])
+def test_nothing_is_handed_to_a_thread_that_would_work_alone(monkeypatch, count, processors):
+    monkeypatch.setattr(module, "_processors", lambda: processors)
+    assert list(side_by_side(slow_when_small, range(count))) == [(number, True) for number in range(count)]
+
+
+def test_results_come_in_their_order(monkeypatch):
+    monkeypatch.setattr(module, "_processors", lambda: 2)
+    assert list(side_by_side(slow_when_small, range(9))) == [(number, False) for number in range(9)]
+
+
+def test_what_work_raises_is_raised(monkeypatch):
+    monkeypatch.setattr(module, "_processors", lambda: 2)
+    with pytest.raises(ZeroDivisionError):
+        list(side_by_side(lambda number: 1 // number, [1, 0, 2]))

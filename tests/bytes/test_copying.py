@@ -1,0 +1,317 @@
+"""However the bytes get into the new file, they are the same."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.bytes import copying
+from ckptfix.bytes.appending import EDGE, WINDOW
+from ckptfix.bytes.copying import LARGE, PAGE, SMALL, Copier
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
+from ckptfix.core.progress import Task, watched_by
+from ckptfix.errors import UnreadableError
+from tests.reading.files import opened, saved, write
+
+DATA = bytes(torch.randint(0, 256, (3 * BLOCK + 77,), dtype=torch.uint8).numpy())
+
+
+class Slow:
+    """What is told of slower ways."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def advanced(self, task: Task) -> None:
+        pass
+
+    def slowed(self, reason: str, nbytes: int) -> None:
+        self.told.append((reason, nbytes))
+
+
+def fail(number: int, after: int = 0):
+    """A call of the kernel that copies a few bytes in its first turns and then refuses."""
+    real, turns = os.copy_file_range, [after]
+
+    def refuse(source: int, goal: int, count: int, offset: int | None = None) -> int:
+        if not turns[0]:
+            raise OSError(number, os.strerror(number))
+        turns[0] -= 1
+        return real(source, goal, min(count, 1000), offset)
+
+    return refuse
+
+
+@pytest.fixture
+def place(tmp_path) -> FileBytes:
+    path = tmp_path / "source"
+    path.write_bytes(b"header" + DATA)
+    return FileBytes(OpenFile(str(path)), 6, len(DATA))
+
+
+def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, list[tuple[str, int]], int]:
+    """What is in the new file behind a header and in front of an end, what was told, and what was counted."""
+    path, slow, task = folder / "copy", Slow(), Task("writing", stop - start)
+    with watched_by(slow), path.open("w+b") as file:
+        file.write(b"header")
+        with Copier(file, task) as copier:
+            copier.copy(source, start, stop)
+        file.write(b"end")
+    copier.wait()
+    content = path.read_bytes()
+    assert (content[:6], content[-3:]) == (b"header", b"end")
+    return content[6:-3], slow.told, task.done
+
+
+WAYS = {
+    "by the kernel": lambda: os.copy_file_range,
+    "through a buffer": lambda: fail(errno.EXDEV),
+    "begun by the kernel and ended in a buffer": lambda: fail(errno.EIO, after=3),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch) -> Any:
+    monkeypatch.setattr("os.copy_file_range", WAYS[request.param]())
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [
+        (0, len(DATA)),
+        (PAGE, len(DATA) - 5),
+        (BLOCK + PAGE, BLOCK + PAGE + SMALL + 1),
+        (1, len(DATA) - 5),
+        (5, 200_000),
+        (0, 100),
+        (7, 7),
+    ],
+)
+def test_every_way_gives_the_same_bytes(start, stop, way, place, tmp_path):
+    content, told, counted = copied(place, start, stop, tmp_path)
+    assert content == DATA[start:stop]
+    assert counted == stop - start
+    is_for_kernel = start % PAGE == 0 and stop - start > SMALL
+    if not is_for_kernel:
+        assert told == ([("moved within their pages", stop - start)] if stop - start >= LARGE else [])
+    elif way == "by the kernel":
+        assert told == []
+    else:
+        assert "not copied from page to page" in told[0][0]
+
+
+def test_only_what_lies_alike_in_its_pages_is_for_the_kernel(place, tmp_path, monkeypatch):
+    def refuse(*_: object) -> int:
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr("os.copy_file_range", refuse)
+    copied(place, 64, len(DATA), tmp_path)
+    with pytest.raises(AssertionError, match="the kernel was asked"):
+        copied(place, 2 * PAGE, len(DATA), tmp_path)
+
+
+def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypatch):
+    ends: list[int] = []
+    for name in ("copy_file_range", "write"):
+        real = getattr(os, name)
+
+        def noted(first: int, second: int, *more: int, real: Any = real) -> int:
+            moved: int = real(first, second, *more)
+            ends.append(os.lseek(second if more else first, 0, os.SEEK_CUR))
+            return moved
+
+        monkeypatch.setattr(f"os.{name}", noted)
+    for start in (0, 1):
+        copied(place, start, len(DATA), tmp_path)
+        assert len(ends) >= len(DATA) // WINDOW
+        assert {end % EDGE for end in ends[:-1]} == {0}
+        ends.clear()
+
+
+def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.write(b"header")
+        copier.copy(place, 0, len(DATA))
+        copier.copy(place, 0, SMALL)
+        copier.copy(WindowBytes(place, 100, len(DATA) - 100), 7, SMALL + 8)
+        copier.copy(MemoryBytes(DATA), 0, len(DATA))
+    found = [(copied.file, copied.offset, copied.nbytes, copied.start) for copied in copier.copied]
+    behind = 6 + len(DATA)
+    assert found == [
+        (place.file, 6, len(DATA), 6),
+        (place.file, 6, SMALL, behind),
+        (place.file, 6 + 107, SMALL + 1, behind + SMALL),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
+def test_what_differs_when_it_is_read_back_is_not_noted(wrong, way, place, tmp_path, monkeypatch):
+    real = os.preadv
+
+    def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        if descriptor != place.file.descriptor and offset <= 6 + wrong < offset + count:
+            buffers[0][6 + wrong - offset] ^= 1
+        return count
+
+    monkeypatch.setattr("os.preadv", misread)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.write(b"header")
+        copier.copy(place, 0, len(DATA))
+        copier.write(bytes(WINDOW))  # what follows lies in none of the windows of what is wrong
+        copier.copy(place, 0, len(DATA) - 5)
+    assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA) + WINDOW)]
+
+
+def test_small_ranges_are_written_and_read_back_together(place, tmp_path, monkeypatch):
+    calls: list[str] = []
+    for name in ("write", "preadv"):
+        real = getattr(os, name)
+
+        def noted(descriptor: int, *more: Any, name: str = name, real: Any = real) -> int:
+            if descriptor != place.file.descriptor:
+                calls.append(name)
+            done: int = real(descriptor, *more)
+            return done
+
+        monkeypatch.setattr(f"os.{name}", noted)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        for start in range(100):
+            copier.write(b"name")
+            copier.copy(place, start, start + 50)
+    assert calls == ["write", "preadv"]
+    assert [copied.start for copied in copier.copied] == [4 + 54 * number for number in range(100)]
+    assert (tmp_path / "copy").read_bytes() == b"".join(b"name" + DATA[at : at + 50] for at in range(100))
+
+
+def test_one_wrong_byte_leaves_all_of_its_window_to_be_compared_later(place, tmp_path, monkeypatch):
+    real = os.preadv
+
+    def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        if descriptor != place.file.descriptor and not offset:
+            buffers[0][100] ^= 1
+        return count
+
+    monkeypatch.setattr("os.preadv", misread)
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.copy(place, 0, 90)
+        copier.copy(place, 1, WINDOW)  # it goes on in the next window
+        copier.copy(place, 7, 77)
+    assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(70, 90 + WINDOW - 1)]
+
+
+def test_a_file_that_cannot_be_read_back_is_written_as_well(way, place, tmp_path):
+    with (tmp_path / "copy").open("wb") as file, Copier(file, Task("writing", 0)) as copier:
+        copier.copy(place, 0, len(DATA))
+    assert (tmp_path / "copy").read_bytes() == DATA
+    assert copier.copied == []
+
+
+def test_a_system_without_the_call(place, tmp_path, monkeypatch):
+    monkeypatch.delattr("os.copy_file_range")
+    content, told, _ = copied(place, 0, len(DATA), tmp_path)
+    assert content == DATA
+    assert "has no copy_file_range" in told[0][0]
+
+
+def test_a_large_file_is_flushed_while_it_grows(place, tmp_path, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
+    monkeypatch.setattr(copying, "_FLUSH", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    copied(place, 0, len(DATA), tmp_path)
+    assert sizes
+    sizes.clear()
+    monkeypatch.setattr(copying, "FLUSHED", len(DATA) + 1)
+    copied(place, 0, len(DATA), tmp_path)
+    assert sizes == []
+
+
+def test_an_error_of_the_disk_meanwhile_is_not_lost(way, place, tmp_path, monkeypatch):
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
+    monkeypatch.setattr(copying, "_FLUSH", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        copied(place, 0, len(DATA), tmp_path)
+
+
+def test_bytes_that_are_no_range_of_a_file_say_why(tmp_path):
+    content, told, counted = copied(MemoryBytes(DATA), 3, 1000, tmp_path)
+    assert (content, told, counted) == (DATA[3:1000], [("from memory", 997)], 997)
+
+
+def test_a_file_in_memory_takes_them_too(place):
+    file = io.BytesIO()
+    with Copier(file, Task("writing", len(DATA))) as copier:
+        copier.copy(place, 0, len(DATA))
+    assert file.getvalue() == DATA
+
+
+def test_ranges_of_ranges_are_located(place):
+    window = WindowBytes(WindowBytes(place, 10, 100), 5, 20)
+    late = LateBytes(20)
+    assert located(late) is None
+    late.inner = window
+    found = located(late)
+    assert found is not None
+    assert (found.offset, found.nbytes) == (6 + 10 + 5, 20)
+    assert bytes(found.read(0, 20)) == bytes(late.read(0, 20)) == DATA[15:35]
+    assert located(MemoryBytes(DATA)) is None
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_source_that_is_cut_meanwhile_is_named(start, way, place, tmp_path):
+    os.truncate(place.file.path, BLOCK)
+    with pytest.raises(UnreadableError, match="source: the file ends inside a storage"):
+        copied(place, start, len(DATA), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
+def test_every_way_writes_the_same_file(form, tmp_path, monkeypatch):
+    state_dict = {"a": torch.randn(300, 1000), "small": torch.ones(3), "part": torch.randn(50_000)[7:40_000]}
+    checkpoint = opened(saved(state_dict, tmp_path))
+    expected = write(checkpoint, form, tmp_path, "expected").read_bytes()
+    for refused in (fail(errno.EXDEV), fail(errno.EIO, after=3)):
+        monkeypatch.setattr("os.copy_file_range", refused)
+        assert write(checkpoint, form, tmp_path, "again").read_bytes() == expected
+
+
+@pytest.mark.parametrize("source", ["a range", "from memory"])
+@pytest.mark.parametrize(("start", "stop"), [(0, len(DATA)), (1, len(DATA) - 5), (0, 100), (7, 7)])
+@pytest.mark.parametrize("mode", ["wb", "w+b"])
+def test_the_checksum_of_what_is_copied_is_given(mode, start, stop, source, way, place, tmp_path):
+    given = place if source == "a range" else MemoryBytes(DATA)
+    with (tmp_path / "copy").open(mode) as file, Copier(file, Task("writing", 0)) as copier:
+        copier.write(b"header")
+        assert copier.copy(given, start, stop, is_summed=True) == zlib.crc32(DATA[start:stop])
+    assert (tmp_path / "copy").read_bytes() == b"header" + DATA[start:stop]
+
+
+def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
+    def who(fails: bool) -> int:
+        if fails:
+            raise OSError("full")
+        return threading.get_ident()
+
+    with copying.background() as pool:
+        assert pool.submit(who, False).result() != threading.get_ident()
+    with copying.without_threads(), copying.background() as pool:
+        assert pool.submit(who, False).result() == threading.get_ident()
+        assert set(pool.map(who, [False, False])) == {threading.get_ident()}
+        failed = pool.submit(who, True)  # as of a thread, the error comes with the result
+        with pytest.raises(OSError, match="full"):
+            failed.result()
+    with copying.background() as pool:
+        assert pool.submit(who, False).result() != threading.get_ident()

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from ckptfix.bytes import limits as bounds
+from ckptfix.bytes.limits import Bounds, bounded_key, bounded_keys, shown
+from ckptfix.errors import HostileError
+from tests.attacks.crafted import PROTO, around, get, name, put, storage, torch_zip
+from tests.checks import assert_same
+from tests.reading.files import opened, read_all
+
+
+@pytest.mark.parametrize(
+    "key", ["text", 0, -5, 1 << 60, (1, ("a", None)), frozenset({1}), 1.5, b"x", None], ids=lambda key: repr(key)
+)
+def test_an_honest_key_passes(key):
+    assert bounded_key(key, "f") is key
+    assert bounded_keys([key], "f") == [key]
+
+
+def test_the_same_key_in_many_dicts_passes():
+    account = Bounds("f", 0)
+    for owner in range(100_000):
+        account.key((1, 2), owner)
+
+
+def test_the_same_key_in_many_sets_passes():
+    account = Bounds("f", 0)
+    for _ in range(1000):
+        assert account.keys([(1, 2), frozenset({1})]) == [(1, 2), frozenset({1})]
+
+
+def test_many_keys_in_one_dict_pass():
+    account = Bounds("f", 0)
+    for index in range(300_000):
+        account.key((index, index + 1), 5)
+
+
+def test_keys_of_one_hash_are_refused_in_one_dict():
+    account, owner = Bounds("f", 0), 5
+    for index in range(1, bounds.COLLISIONS + 1):
+        account.key(index * ((1 << 61) - 1), owner)
+    with pytest.raises(HostileError, match="chosen to have one hash"):
+        account.key(1000 * ((1 << 61) - 1), owner)
+
+
+def test_short_arguments_are_shared_for_free():
+    account = Bounds("f", 10)
+    for _ in range(100_000):
+        account.hand("latin1", (1, 2))
+
+
+def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
+    account, large = Bounds("f", 10), "x" * (1 << 19)
+    account.hand(large)
+    account.hand(large)
+    with pytest.raises(HostileError, match="over and over"):
+        account.hand(large)
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        pytest.param(b"](" + b"]" * 2000 + b"e", id="lists"),
+        pytest.param(b"](" + b"}" * 2000 + b"e", id="dicts"),
+        pytest.param(b"N" + b"\x85" * 2000, id="tuples"),
+        pytest.param(b"N" + b"\x94" * 10_000, id="memo"),
+        pytest.param(b"N" + b"".join(put(1000 * i) for i in range(1000)), id="scattered memo"),
+        pytest.param(b"](" + b"M\xff\xff" * 3000 + b"e", id="numbers"),
+        pytest.param(b"](" + b"\x8c\x00" * 3000 + b"e", id="empty texts"),
+        pytest.param(b"](" + b"N" * 10_000 + b"e", id="a long list"),
+        pytest.param(name("models.A") + put(9) + b"0](" + (get(9) + b")\x81") * 1000 + b"e", id="objects"),
+        pytest.param(name("models.A") + b")R" * 1000, id="calls of calls"),
+        pytest.param(b"](" + b"".join(name(f"m.c{i}") for i in range(1000)) + b"e", id="names"),
+        pytest.param(storage() * 500, id="storages"),
+    ],
+)
+def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
+    path = tmp_path / "many.pth"
+    path.write_bytes(torch_zip(around(x=opcodes)))
+    monkeypatch.setattr(bounds, "MEMORY", 60_000)
+    monkeypatch.setattr(bounds, "MEMORY_SHARE", 0)
+    monkeypatch.setattr(bounds, "DENSE", 0)
+    with pytest.raises(HostileError, match="more than 0 MB of memory"):
+        opened(path)
+
+
+def test_marks_are_counted_while_they_wait(tmp_path, monkeypatch):
+    path = tmp_path / "marks.pth"
+    monkeypatch.setattr(bounds, "MEMORY", 100_000)
+    monkeypatch.setattr(bounds, "DENSE", 0)
+    path.write_bytes(torch_zip(around(x=b"N" + b"(1" * 2000)))
+    assert len(opened(path).specs) == 1
+    path.write_bytes(torch_zip(PROTO + b"(" * 2000))
+    with pytest.raises(HostileError, match="of memory"):
+        opened(path)
+
+
+def test_short_pickles_in_a_pickle_pay_for_what_they_ran(tmp_path):
+    """``pickle.dump`` of a state_dict: five pickles for each tensor."""
+    state_dict = {f"layers.{index}.weight": torch.randn(3) for index in range(300)}
+    path = tmp_path / "dumped.pkl"
+    path.write_bytes(pickle.dumps(state_dict, protocol=2))
+    assert_same(read_all(opened(path)), state_dict)
+
+
+def test_the_bytes_of_a_dumped_tensor_may_be_handed_over_twice(tmp_path):
+    """As protocol 2 does: Latin-1 text to ``_codecs.encode``, the bytes to ``_load_from_bytes``."""
+    state_dict = {"weight": torch.full((1 << 20,), 2.0)}
+    path = tmp_path / "dumped.pkl"
+    path.write_bytes(pickle.dumps(state_dict, protocol=2))
+    assert_same(read_all(opened(path)), state_dict)
+
+
+def test_opcodes_that_leave_nothing_behind_come_to_an_end(tmp_path, monkeypatch):
+    path = tmp_path / "idle.pth"
+    path.write_bytes(torch_zip(around(x=b"N" + b"N0" * 100_000), method=zipfile.ZIP_DEFLATED))
+    monkeypatch.setattr(bounds, "STEPS", 100_000)
+    with pytest.raises(HostileError, match="goes on without end"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"),
+    [(0, 64), (1, 64), (4, 64), (8, 128), (16, 256), (60, 256), (64, 256), (100, 400), (1024, 4096)],
+)
+def test_the_account_of_a_file_in_megabytes(size, limit):
+    assert Bounds("f", size << 20).limit == limit << 20
+
+
+def test_what_a_file_was_packed_from_counts_as_far_as_it_is_no_bomb():
+    account = Bounds("f", 2 << 20)
+    account.spend(50 << 20)
+    account.unpack(10 << 20)
+    assert account.limit == 160 << 20
+    account.unpack(1 << 40)
+    account.unpack(1 << 40)
+    assert account.limit == 256 << 20
+    account.spend(206 << 20)
+    with pytest.raises(HostileError, match="of memory"):
+        account.spend(1)
+
+
+def test_a_log_of_many_rows_passes(tmp_path):
+    """Rows of one number each, which take ten times their bytes, and are packed."""
+    rows = b"](" + b"".join(b"}U\x04lossG" + struct.pack(">d", index / 7) + b"s" for index in range(100_000)) + b"e"
+    for suffix, pack in (("pth", bytes), ("pth.gz", gzip.compress)):
+        path = tmp_path / f"log.{suffix}"
+        path.write_bytes(pack(torch_zip(around(log=rows))))
+        assert len(opened(path).specs) == 1
+
+
+def test_json_is_counted_before_it_is_parsed(monkeypatch):
+    monkeypatch.setattr(bounds, "MEMORY", 10_000)
+    assert Bounds("f", 0).parse_json('{"a": [1, 2]}') == {"a": [1, 2]}
+    for text in ("[" + "[]," * 1000 + "0]", "[" + '"",' * 1000 + "0]", "{" * 100, "[" + "1," * 1000 + "0]"):
+        with pytest.raises(HostileError, match="of memory"):
+            Bounds("f", 0).parse_json(text)
+
+
+def test_what_lies_in_a_packed_file_spends_from_the_packed_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "MEMORY", 40_000)
+    monkeypatch.setattr(bounds, "DENSE", 0)
+    path = tmp_path / "many.pkl.gz"
+    plain = around(x=b"](" + b"]" * 2000 + b"e" + b"0" + b"B" + struct.pack("<I", 200_000) + bytes(200_000))
+    path.write_bytes(gzip.compress(torch_zip(plain)))
+    with pytest.raises(HostileError, match="of memory"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a" * 99, repr("a" * 40)),
+        (b"xy", "b'xy'"),
+        (12, "12"),
+        (1 << 100_000, "a number of 100001 bits"),
+        (None, "None"),
+        ([1], "a list"),
+    ],
+    ids=["long text", "bytes", "a number", "a huge number", "None", "a list"],
+)
+def test_a_value_is_shown_shortly(value, text):
+    assert shown(value) == text

@@ -1,0 +1,99 @@
+import json
+import math
+
+import numpy as np
+
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.report import envelope, error_to_json, plain
+from tests.report.samples import NOTE, PREFIX, repaired, report
+
+
+def strict(data):
+    """The data after a trip through a parser that takes the standard at its word."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(json.dumps(data, allow_nan=False), parse_constant=refuse)
+
+
+def test_an_empty_report():
+    assert strict(report().to_json()) == {
+        "version": 1,
+        "source": "resnet.pth",
+        "format": "torch-zip",
+        "container": "state_dict",
+        "tensors": 9,
+        "numel": 11689512,
+        "target": None,
+        "exit_code": 0,
+        "findings": [],
+        "edits": [],
+        "coverage": None,
+        "obstacles": [],
+        "smoke": None,
+        "output": None,
+        "remarks": [],
+    }
+
+
+def test_a_repair_in_full():
+    data = strict(repaired().to_json())
+    finding = data["findings"][0]
+    assert finding["level"] == "error"
+    assert finding["fixed"] is True
+    assert finding["keys"] == list(PREFIX.keys)
+    assert finding["evidence"] == {"prefix": "module", "share": 1.0}
+    assert finding["fix"]["applicability"] == "safe"
+    assert finding["fix"]["edits"][0] == {
+        "edit": "rename",
+        "key": "module.layer1.0.conv1.weight",
+        "to": "layer1.0.conv1.weight",
+    }
+    assert len(data["edits"]) == 9
+    assert data["coverage"]["share"] == 1.0
+    assert data["coverage"]["buffers_from_file"] == 9597
+    assert data["smoke"]["outputs"] == ["float32[2, 10]"]
+    assert data["smoke"]["checks"] == []
+    assert data["smoke"]["compared"] is None
+    assert (data["output"], data["exit_code"]) == ("resnet.fixed.pth", 0)
+
+
+def test_what_is_not_fixed_says_so():
+    data = strict(report(PREFIX, NOTE).to_json())
+    assert [finding["fixed"] for finding in data["findings"]] == [False, False]
+    assert data["exit_code"] == 1
+
+
+def test_figures_that_are_no_json_numbers_are_text():
+    evidence = {"nan": math.nan, "inf": [math.inf, -math.inf], "single": np.float32(1.5), "level": Level.ERROR}
+    finding = Finding("VAL101", "non-finite", Level.ERROR, "m", evidence=evidence)
+    assert strict(report(finding).to_json())["findings"][0]["evidence"] == {
+        "nan": "NaN",
+        "inf": ["Infinity", "-Infinity"],
+        "single": "1.5",
+        "level": 2,
+    }
+
+
+def test_display_only_has_a_dash():
+    finding = Finding(
+        "X1", "x", Level.ERROR, "m", fix=Fix((Cast("k", "float16", "float32"),), Applicability.DISPLAY_ONLY)
+    )
+    assert report(finding).to_json()["findings"][0]["fix"]["applicability"] == "display-only"
+
+
+def test_plain_leaves_no_tuple_and_no_foreign_key():
+    assert plain({1: (2, {3}), "b": b"x"}) == {"1": [2, [3]], "b": "b'x'"}
+
+
+def test_lone_surrogates_survive():
+    assert strict(plain({"\ud800": "\udfff"})) == {"\ud800": "\udfff"}
+
+
+def test_envelope_takes_errors_beside_reports():
+    data = strict(envelope([report().to_json(), error_to_json("bad.pth", "bad.pth: damaged")]))
+    assert data["version"] == 1
+    assert [entry["exit_code"] for entry in data["reports"]] == [0, 2]
+    assert data["reports"][1]["error"] == "bad.pth: damaged"

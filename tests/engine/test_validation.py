@@ -1,0 +1,55 @@
+"""Settings without a meaning are refused before anything is read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ckptfix.core.settings import Settings, SmokeSettings
+from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings
+from ckptfix.errors import UsageError
+
+
+def test_no_settings_are_the_defaults():
+    assert checked_settings({}) == Settings()
+
+
+def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
+    settings = checked_settings(
+        {"select": "KEY", "ignore": ["VAL101"], "replace": "VAL", "fill": tmp_path / "other.pth"}
+    )
+    assert (settings.select, settings.ignore, settings.replace) == (("KEY",), ("VAL101",), ("VAL",))
+    assert settings.fill == str(tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize("seconds", [0.001, LONGEST_TIMEOUT])
+def test_a_timeout_that_clocks_can_wait_for(seconds):
+    checked_settings({"smoke_settings": SmokeSettings(timeout=seconds)})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        pytest.param({"strict": True}, "a setting is not known", id="unknown"),
+        pytest.param({"select": ("XYZ",)}, "no rule has a code that begins with 'XYZ'", id="no code"),
+        pytest.param({"ignore": "EY101"}, "no rule has a code", id="the end of a code"),
+        pytest.param({"select": 101}, "the codes of rules are 101", id="a number for a code"),
+        pytest.param({"fill": 3}, "fill is 3; give", id="fill with a number"),
+        pytest.param({"replace": ("VAL",)}, "add --fill", id="replace without fill"),
+        pytest.param({"dtype": "float16", "values": False}, "leave --no-values out", id="cast unseen"),
+        pytest.param({"format": "h5"}, "give pth or safetensors", id="format"),
+        pytest.param({"for_torch": "new"}, "new", id="version"),
+        pytest.param({"shard_size": "many"}, "many", id="size"),
+        *(
+            pytest.param(
+                {"smoke_settings": SmokeSettings(timeout=seconds)}, "has no meaning", id=f"timeout of {seconds}"
+            )
+            for seconds in (0, -1, math.nan, math.inf, LONGEST_TIMEOUT + 1)
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_said_in_one_line(given, reason):
+    with pytest.raises(UsageError, match=reason) as caught:
+        checked_settings(given)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,89 @@
+"""Packed streams that end early or fail: every byte that a decoder can make comes out."""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from ckptfix.bytes import decoders
+from ckptfix.bytes.sources import Content
+from ckptfix.reading.archives import streams
+from ckptfix.reading.archives.streams import Stream
+
+RAW = random.Random(1).randbytes(3000) + bytes(500) + random.Random(2).randbytes(3000)
+
+
+def deflated(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+PACKERS: dict[str, tuple[Callable[[bytes], bytes], decoders.Decoder]] = {
+    "deflate": (deflated, decoders.deflate),
+    "bzip2": (bz2.compress, decoders.bzip2),
+    "xz": (lzma.compress, decoders.xz),
+}
+
+
+def expanded(packed: bytes, make: decoders.Decoder) -> tuple[Stream, bytes]:
+    stream = Stream(Content("f", packed), 0, len(packed), make)
+    return stream, b"".join(block for block, _ in stream.blocks())
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_a_whole_stream_ends_where_it_ends(name: str) -> None:
+    pack, make = PACKERS[name]
+    stream, out = expanded(pack(RAW) + b"what follows", make)
+    assert (stream.ended, stream.fault, out) == (True, "", RAW)
+    assert stream.position == len(pack(RAW))
+
+
+@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize("chunk", [64 << 10, 100])
+def test_a_cut_stream_gives_the_head_and_says_no_fault(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_PACKED", chunk)
+    pack, make = PACKERS[name]
+    packed = pack(RAW)
+    for cut in range(0, len(packed), 501):
+        stream, out = expanded(packed[:cut], make)
+        assert (stream.ended, stream.fault) == (False, "")
+        assert RAW.startswith(out)
+        assert len(out) > cut - 800 or name == "bzip2", "bzip2 gives whole blocks"
+
+
+@pytest.mark.parametrize("chunk", [64 << 10, 100])
+def test_a_wrong_checksum_of_xz_keeps_no_byte_back(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that fails hands out nothing of that call, though all of it was made."""
+    monkeypatch.setattr(streams, "_PACKED", chunk)
+    packed = bytearray(lzma.compress(RAW))
+    packed[-30] ^= 1  # in the check behind the block
+    stream, out = expanded(bytes(packed), decoders.xz)
+    assert stream.fault
+    assert out == RAW
+
+
+def test_a_wrong_checksum_behind_the_blocks_of_bzip2_keeps_no_byte_back() -> None:
+    packed = bytearray(bz2.compress(RAW))
+    packed[-3] ^= 1
+    stream, out = expanded(bytes(packed), decoders.bzip2)
+    assert stream.fault
+    assert out == RAW
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_a_fault_in_the_middle_gives_what_was_made_before_it(name: str) -> None:
+    pack, make = PACKERS[name]
+    packed = pack(RAW)
+    stream, out = expanded(packed[: len(packed) // 2] + bytes(100) + b"\xff" * 100, make)
+    assert not stream.ended
+    assert out[:1000] == RAW[:1000] if name != "bzip2" else not out
+
+
+def test_blocks_are_never_larger_than_asked_for() -> None:
+    stream = Stream(Content("f", lzma.compress(bytes(1 << 20))), 0, 1 << 20, decoders.xz)
+    assert max(len(block) for block, _ in stream.blocks(1000)) == 1000

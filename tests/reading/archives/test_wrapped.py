@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save as save_safetensors
+
+import ckptfix
+from ckptfix.core.progress import Task, watched_by
+from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.reading.archives import expanding
+from tests.checks import assert_same
+
+# In the order of safetensors, which sorts the keys of one dtype.
+WEIGHTS = {"fc.bias": torch.tensor([float("nan"), -0.0]), "fc.weight": torch.arange(6.0).reshape(2, 3)}
+
+
+def saved(weights: dict[str, torch.Tensor] = WEIGHTS, legacy: bool = False) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(weights), buffer, _use_new_zipfile_serialization=not legacy)
+    return buffer.getvalue()
+
+
+def tarred(members: dict[str, bytes], mode: Any = "w", form: int = tarfile.PAX_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode, format=form) as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def seventh_edition(name: str, data: bytes) -> bytes:
+    """A tar archive as Unix wrote it before there was a magic in its headers."""
+    archive = bytearray(tarred({name: data}))
+    archive[257:512] = bytes(255)
+    archive[148:156] = b" " * 8
+    archive[148:156] = b"%06o\0 " % sum(archive[:512])
+    return bytes(archive)
+
+
+def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+README = {"README.md": b"In this folder: weights", "__MACOSX/._model.pth": b"\x80\x02 resource fork", "a.txt": b"(d"}
+
+WRAPPERS: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda data: data,
+    "gzip": gzip.compress,
+    "gzip of two streams": lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]),
+    "gzip padded with zeros, as on a tape": lambda data: gzip.compress(data) + bytes(512),
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "tar": lambda data: tarred({"model.pth": data}),
+    "tar of the seventh edition, without a magic": lambda data: seventh_edition("model", data),
+    "GNU tar with a long name": lambda data: tarred({"d/" * 80 + "m.pth": data}, form=tarfile.GNU_FORMAT),
+    "pax tar with a long name beside a README": lambda data: tarred({**README, "d/" * 80 + "m.pth": data}),
+    "tar.gz": lambda data: tarred({"exp/model_best.pth": data}, "w:gz"),
+    "tar.bz2": lambda data: tarred({"exp/model_best.pth": data}, "w:bz2"),
+    "tar.xz": lambda data: tarred({"exp/model_best.pth": data}, "w:xz"),
+    "zip, deflated, with what people add": lambda data: zipped({**README, "model/model.pth": data}),
+    "zip, stored": lambda data: zipped({"model.pth": data}, zipfile.ZIP_STORED),
+    "zip, packed by lzma": lambda data: zipped({"model.pth": data}, zipfile.ZIP_LZMA),
+    "zip of a zip of a gzip": lambda data: zipped({"a.zip": zipped({"model.pth.gz": gzip.compress(data)})}),
+    "zip of a tar.gz of a gzip": lambda data: zipped({"a.tgz": tarred({"m.pth.gz": gzip.compress(data)}, "w:gz")}),
+}
+CHECKPOINTS = {
+    "zip": saved(),
+    "legacy": saved(legacy=True),
+    "safetensors": save_safetensors(WEIGHTS),
+    "protocol 0": pickle.dumps({key: value.numpy() for key, value in WEIGHTS.items()}, protocol=0),
+    "protocol 1": pickle.dumps({key: value.numpy() for key, value in WEIGHTS.items()}, protocol=1),
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_checkpoint_reads_as_the_bare_one(tmp_path: Path, wrapper: str, checkpoint: str) -> None:
+    path = tmp_path / "named.pth"  # the suffix says nothing
+    path.write_bytes(WRAPPERS[wrapper](CHECKPOINTS[checkpoint]))
+    opened = ckptfix.open_checkpoint(path)
+    assert opened.path == str(path)
+    assert_same(dict(opened.state_dict()), WEIGHTS)
+
+
+def test_values_outlive_the_opening_when_the_expanded_bytes_are_in_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expanding, "MEMORY_LIMIT", 100)
+    path = tmp_path / "model.pth.gz"
+    path.write_bytes(gzip.compress(saved()))
+    opened = ckptfix.open_checkpoint(path)
+    path.unlink()
+    assert_same(dict(opened.state_dict()), WEIGHTS)
+
+
+def test_a_deflated_torch_file_inside_of_an_archive_is_read(tmp_path: Path) -> None:
+    members = {info.filename: zipfile.ZipFile(io.BytesIO(saved())).read(info) for info in infos(saved())}
+    path = tmp_path / "x.zip"
+    path.write_bytes(zipped({"again.pth": zipped(members)}))
+    assert_same(dict(ckptfix.open_checkpoint(path).state_dict()), WEIGHTS)
+
+
+def infos(data: bytes) -> list[zipfile.ZipInfo]:
+    return zipfile.ZipFile(io.BytesIO(data)).infolist()
+
+
+TWO = {"run/a.pth": saved({"a": torch.ones(1)}), "run/b.pth": saved({"b": torch.zeros(2)})}
+
+
+@pytest.mark.parametrize("pack", [zipped, tarred], ids=["zip", "tar"])
+def test_member_picks_one_of_several_checkpoints(tmp_path: Path, pack: Callable[[dict[str, bytes]], bytes]) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(gzip.compress(pack(TWO)))
+    with pytest.raises(UsageError, match=r"2 files that may be checkpoints.*--member NAME: run/a\.pth, run/b\.pth"):
+        ckptfix.open_checkpoint(path)
+    for name in ("run/b.pth", "b.pth"):
+        assert ckptfix.open_checkpoint(path, member=name).keys() == ["b"]
+    with pytest.raises(UsageError, match=r"no single file 'c\.pth'.*run/a\.pth, run/b\.pth"):
+        ckptfix.open_checkpoint(path, member="c.pth")
+
+
+def test_member_is_refused_where_there_is_no_archive(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    path.write_bytes(saved())
+    with pytest.raises(UsageError, match=r"is no archive that holds 'a\.pth'"):
+        ckptfix.open_checkpoint(path, member="a.pth")
+
+
+REFUSED = {
+    "gzip cut short": (
+        gzip.compress(saved())[:-30],
+        UnreadableError,
+        r"gzip stream ends early, \d+ bytes.*with --salvage",
+    ),
+    "gzip with a wrong checksum": (
+        gzip.compress(saved())[:-8] + bytes(8),
+        UnreadableError,
+        r"gzip stream fails after \d+ bytes were expanded \(wrong checksum\).*take all 2 tensors with --salvage",
+    ),
+    "xz cut short": (lzma.compress(saved())[:-30], UnreadableError, "xz stream ends early"),
+    "bzip2 damaged": (
+        bz2.compress(saved())[:60] + bytes(200),
+        UnreadableError,
+        "bzip2 stream fails after 0 bytes.*nothing of it",
+    ),
+    "gzip of nothing": (gzip.compress(b""), UnreadableError, "what is packed in it is empty"),
+    "tar cut short": (
+        tarred({"model.pth": saved()})[:1024],
+        UnreadableError,
+        r"the tar archive has 1024 bytes and its file model\.pth ends at byte \d+; has 512 of its",
+    ),
+    "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", UnreadableError, "is packed by 7-Zip, which ckptfix does not unpack"),
+    "zstd": (b"\x28\xb5\x2f\xfd\0\4", UnreadableError, "is packed by zstd"),
+    "lzma": (lzma.compress(b"x", lzma.FORMAT_ALONE), UnreadableError, r"is packed by LZMA without xz \(\.lzma\)"),
+    "compress": (b"\x1f\x9d\x90PK", UnreadableError, r"is packed by compress \(\.Z\)"),
+    "archive of pictures": (zipped({"a.png": b"\x89PNG"}), UnreadableError, r"without a checkpoint in it.*a\.png"),
+    "archive of a git-lfs pointer": (
+        zipped({"model.pth": b"version https://git-lfs.github.com/spec/v1\nsize 9"}),
+        UnreadableError,
+        "without a checkpoint in it",
+    ),
+    "archive of shards": (
+        zipped({**TWO, "model.safetensors.index.json": b"{}"}),
+        UsageError,
+        "unpack it and name the folder",
+    ),
+    "more archives in each other than anybody makes": (
+        gzip.compress(gzip.compress(gzip.compress(gzip.compress(gzip.compress(saved()))))),
+        HostileError,
+        "more than 4 deep",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_damage_and_strange_archives_are_named(tmp_path: Path, case: str) -> None:
+    data, error, message = REFUSED[case]
+    path = tmp_path / "model.pth"
+    path.write_bytes(data)
+    with pytest.raises(error, match=message) as caught:
+        ckptfix.open_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
+    data = bytearray(zipped({"model.pth": saved()}))
+    data[6] |= 1
+    data[data.rindex(b"PK\x01\x02") + 8] |= 1
+    path = tmp_path / "model.zip"
+    path.write_bytes(data)
+    with pytest.raises(UnreadableError, match=r"'model\.pth' is encrypted; unpack the archive with its password"):
+        ckptfix.open_checkpoint(path)
+
+
+BOMB = b"\x80\x02" + bytes(80 << 20)
+
+
+@pytest.mark.parametrize("wrapper", ["gzip", "bzip2", "xz", "zip, stored", "tar.xz", "zip of a zip of a gzip"])
+def test_a_bomb_ends_in_an_error_before_it_is_expanded(tmp_path: Path, wrapper: str) -> None:
+    path = tmp_path / "bomb.pth"
+    path.write_bytes(gzip.compress(BOMB) if wrapper == "zip, stored" else WRAPPERS[wrapper](BOMB))
+    with pytest.raises(HostileError, match="expands more than 50 times"):
+        ckptfix.open_checkpoint(path)
+
+
+def test_no_room_for_the_expanded_bytes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanding, "MEMORY_LIMIT", 100)
+    monkeypatch.setattr(expanding, "DISK_RESERVE", 1 << 62)
+    path = tmp_path / "model.pth.gz"
+    path.write_bytes(gzip.compress(saved()))
+    with pytest.raises(UnreadableError, match=r"less than 1 GiB is free.*set TMPDIR"):
+        ckptfix.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lambda data: tarred({"model.pth": data})], ids=["gzip", "tar"])
+def test_that_it_was_unpacked_first_is_told(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    class Slow:
+        told: ClassVar[list[tuple[str, int]]] = []
+
+        def advanced(self, task: Task) -> None: ...
+
+        def slowed(self, reason: str, nbytes: int) -> None:
+            self.told.append((reason, nbytes))
+
+    (tmp_path / "packed").write_bytes(pack(saved()))
+    with watched_by(slow := Slow()):
+        ckptfix.open_checkpoint(tmp_path / "packed")
+    assert slow.told == [("unpacked first", len(saved()))]
+
+
+def test_what_was_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "release.zip"
+    path.write_bytes(zipped({"out/model.pth": saved({f"module.{key}": value for key, value in WEIGHTS.items()})}))
+    before = path.read_bytes()
+    done = ckptfix.repair(path, beside=True)
+    assert done.report.output == str(tmp_path / "model.fixed.pth")
+    assert_same(torch.load(tmp_path / "model.fixed.pth"), WEIGHTS)
+    assert path.read_bytes() == before
+    with pytest.raises(UsageError, match=r"the checkpoint is out/model\.pth in it; use -o OUT"):
+        ckptfix.repair(path, in_place=True)
+    assert path.read_bytes() == before

@@ -1,0 +1,160 @@
+"""Single bits of a zip archive that say something else: the bytes decide, and every tensor comes back."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.bytes.sources import Content
+from ckptfix.reading.archives.zip_listing import list_members
+from tests.checks import assert_same
+from tests.reading.archives.test_wrapped import zipped
+
+WEIGHTS = {f"layer{n}.weight": torch.arange(1.0 + n, 36 + n).reshape(5, 7) for n in range(3)}
+NAME = b"archive/data/1"
+LOCAL = {"signature": 0, "name length": 26, "extra length": 28}
+HARMLESS = {"version": 4, "flags": 6, "method": 8, "time": 10, "checksum": 14, "packed": 18, "size": 22, "name": 38}
+CENTRAL = {"encrypted": 8, "method": 10, "checksum": 16, "packed size": 20, "size": 24, "place": 42, "name": 54}
+BROKEN = {"signature": 0, "name length": 28, "extra length": 30, "comment length": 32}
+
+
+def saved() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(WEIGHTS, buffer)
+    return buffer.getvalue()
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+def header(data: bytes) -> int:
+    return zipfile.ZipFile(io.BytesIO(data)).getinfo(NAME.decode()).header_offset
+
+
+def entry(data: bytes) -> int:
+    return data.rindex(NAME) - 46
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.pth"
+
+
+def salvaged(file: Path, data: bytes) -> ckptfix.Checkpoint:
+    file.write_bytes(data)
+    checkpoint = ckptfix.open_checkpoint(file, salvage=True)
+    assert_same(dict(checkpoint.state_dict()), WEIGHTS)
+    assert not checkpoint.lost
+    return checkpoint
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_what_the_header_says_beside_the_directory_is_no_damage(file: Path, field: str) -> None:
+    """torch reads none of it."""
+    data = saved()
+    assert not salvaged(file, flipped(data, header(data) + HARMLESS[field])).damage
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_sound_archive_has_no_damage(method: int) -> None:
+    for data in (saved(), zipped({"a.txt": b"text", "data/0": bytes(5000)}, method), b"in front" + zipped({"a": b""})):
+        listing = list_members(Content("f", data))
+        assert (listing.damage, listing.found, listing.starts) == ([], None, {})
+
+
+@pytest.mark.parametrize("field", LOCAL)
+def test_a_damaged_header_is_named(file: Path, field: str) -> None:
+    data = saved()
+    damage = salvaged(file, flipped(data, header(data) + LOCAL[field])).damage
+    assert damage == ("is damaged: the header of member archive/data/1",)
+    with pytest.raises(ckptfix.UnreadableError, match=r"the header of member archive/data/1.*take all 3 tensors"):
+        ckptfix.open_checkpoint(file)
+
+
+@pytest.mark.parametrize("field", CENTRAL)
+def test_a_damaged_entry_of_the_directory_is_named(file: Path, field: str) -> None:
+    data = saved()
+    (damage,) = salvaged(file, flipped(data, entry(data) + CENTRAL[field])).damage
+    assert damage.startswith("is damaged: the directory's entry of member archive/data/1")
+
+
+@pytest.mark.parametrize("field", BROKEN)
+def test_a_directory_that_cannot_be_followed_is_named(file: Path, field: str) -> None:
+    data = saved()
+    (damage,) = salvaged(file, flipped(data, entry(data) + BROKEN[field])).damage
+    assert damage.startswith("is damaged: the directory of the zip archive (")
+
+
+@pytest.mark.parametrize("place", range(22))
+def test_no_bit_of_the_end_record_costs_a_tensor(file: Path, place: int) -> None:
+    data = saved()
+    salvaged(file, flipped(data, len(data) - 22 + place))
+
+
+def test_the_name_of_the_pickle_is_taken_from_its_header(file: Path) -> None:
+    data = saved()
+    damage = salvaged(file, flipped(data, data.rindex(b"archive/data.pkl") + 8)).damage
+    assert "archive/data.pkl, which it calls archive/eata.pkl" in damage[0]
+
+
+def test_wrong_bytes_are_no_damage_of_the_directory(file: Path) -> None:
+    data = saved()
+    start = data.index(WEIGHTS["layer1.weight"].numpy().tobytes())
+    file.write_bytes(flipped(data, start + 5))
+    assert [finding.code for finding in ckptfix.check(file).findings if finding.code.startswith("FIL2")] == ["FIL201"]
+
+
+def test_wrong_bytes_beside_a_damaged_entry_prove_nothing(file: Path) -> None:
+    data = saved()
+    start = data.index(WEIGHTS["layer1.weight"].numpy().tobytes())
+    file.write_bytes(flipped(flipped(data, start + 5), entry(data) + 16))
+    assert {finding.code for finding in ckptfix.check(file).findings} >= {"FIL201"}
+
+
+METHODS: dict[str, tuple[int, int | None]] = {
+    "lzma": (14, None),
+    "bzip2": (12, None),
+    "Deflate64": (8, 9),
+    "zstd": (8, 93),
+    "PPMd": (8, 98),
+    "99": (8, 99),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_members_of_other_methods_are_read_or_named(file: Path, name: str) -> None:
+    archive = zipfile.ZipFile(io.BytesIO(saved()))
+    written, claimed = METHODS[name]
+    data = bytearray(zipped({info.filename: archive.read(info) for info in archive.infolist()}, written))
+    if claimed is None:
+        assert not salvaged(file, bytes(data)).damage
+        return
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        at = data.find(signature)
+        while at >= 0:
+            data[at + offset] = claimed
+            at = data.find(signature, at + 4)
+    file.write_bytes(data)
+    said = "is encrypted; unpack" if name == "99" else f"is packed by {name}, which ckptfix does not unpack"
+    with pytest.raises(ckptfix.UnreadableError, match=rf"member archive/\S+ {said}"):
+        ckptfix.open_checkpoint(file)
+
+
+@pytest.mark.parametrize("properties", range(226))
+def test_lzma_members_with_other_properties_end_in_an_error_or_a_checkpoint(file: Path, properties: int) -> None:
+    data = bytearray(zipped({"model.pth": saved()}, zipfile.ZIP_LZMA))
+    data[30 + len("model.pth") + 4] = properties
+    file.write_bytes(data)
+    if properties == 93:  # lc 3, lp 0, pb 2: what everybody writes
+        assert_same(dict(ckptfix.open_checkpoint(file).state_dict()), WEIGHTS)
+        return
+    with pytest.raises(ckptfix.UnreadableError):
+        ckptfix.open_checkpoint(file)

@@ -1,0 +1,59 @@
+"""Files for the tests: checkpoints written with torch or with the package's own writers, and read back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.reading.opening import open_file
+from ckptfix.writing import safetensors as safetensors_write
+from ckptfix.writing import torch_files as torch_write
+
+WRITERS = {
+    "zip": (torch_write.write_zip, ".pth"),
+    "legacy": (torch_write.write_legacy, ".pth"),
+    "safetensors": (safetensors_write.write, ".safetensors"),
+}
+
+
+def write(checkpoint: Checkpoint, form: str, folder: Path, name: str = "written") -> Path:
+    """The file that one of the writers makes of a checkpoint."""
+    writer, suffix = WRITERS[form]
+    path = folder / f"{name}{suffix}"
+    with path.open("wb") as file:
+        writer(checkpoint, file)
+    return path
+
+
+def saved(value: Any, folder: Path, name: str = "saved.pth", **options: Any) -> Path:
+    """The file that torch.save makes."""
+    path = folder / name
+    torch.save(value, path, **options)
+    return path
+
+
+def opened(path: Path, weights: str | None = None) -> Checkpoint:
+    """The checkpoint of a file."""
+    return open_file(str(path), weights)
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, each read for itself."""
+    return {key: checkpoint.read(key) for key in checkpoint.specs}
+
+
+def in_memory(value: Any, **options: Any) -> bytes:
+    """The bytes that torch.save makes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the entries of a state_dict."""
+    return {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}

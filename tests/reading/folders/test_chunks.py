@@ -1,0 +1,95 @@
+"""A tensor in boxes reads as the whole tensor, whatever the boxes and wherever the reading begins."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling
+from ckptfix.reading.live import spec_of_tensor
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and the boxes that cuts along each of its dimensions leave."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    spans = []
+    for size in shape:
+        cuts = sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))})
+        spans.append([(start, stop - start) for start, stop in pairwise(cuts)])
+    boxes = [Box(tuple(start for start, _ in part), tuple(size for _, size in part)) for part in product(*spans)]
+    return shape, draw(st.permutations(boxes))
+
+
+@given(tilings(), st.data())
+def test_any_range_of_any_tiling(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+    shape, boxes = tiling
+    whole = torch.arange(int(torch.Size(shape).numel()), dtype=torch.int16).reshape(shape)
+    check_tiling(boxes, shape, "w")
+    chunks = []
+    for box in boxes:
+        part = whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.shape, strict=True))]
+        chunks.append((box, MemoryBytes(part.contiguous().numpy().tobytes())))
+    source = ChunkedBytes(shape, 2, chunks)
+    expected = whole.numpy().tobytes()
+    assert source.nbytes == len(expected)
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(start, len(expected)))
+    assert bytes(source.read(start, stop)) == expected[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape"),
+    [
+        pytest.param([Box((), ())], (), id="0-d"),
+        pytest.param([], (0, 3), id="empty-without-chunks"),
+        pytest.param([Box((0, 0), (0, 3)), Box((0, 0), (2, 3))], (2, 3), id="a-rank-without-rows"),
+        pytest.param([Box((0, 0), (2, 1)), Box((0, 1), (2, 2))], (2, 3), id="columns"),
+    ],
+)
+def test_boxes_that_fill_a_shape(boxes: list[Box], shape: tuple[int, ...]) -> None:
+    check_tiling(boxes, shape, "w")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape"),
+    [
+        pytest.param([], (2, 3), id="no-chunk"),
+        pytest.param([Box((), ()), Box((), ())], (), id="0-d-twice"),
+        pytest.param([Box((0, 0), (1, 3))], (2, 3), id="a-row-short"),
+        pytest.param([Box((0, 0), (2, 3)), Box((1, 0), (1, 3))], (2, 3), id="a-row-twice"),
+        pytest.param([Box((0, 0), (2, 2)), Box((0, 1), (2, 1))], (2, 3), id="right-number-but-a-column-twice"),
+        pytest.param([Box((1, 0), (2, 3))], (2, 3), id="outside"),
+        pytest.param([Box((0,), (6,))], (2, 3), id="other-rank"),
+    ],
+)
+def test_boxes_that_do_not_are_damage(boxes: list[Box], shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnreadableError, match="chunk"):
+        check_tiling(boxes, shape, "w")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(6.0).reshape(2, 3), id="contiguous"),
+        pytest.param(torch.arange(9.0).reshape(3, 3)[1:], id="behind-an-offset"),
+        pytest.param(torch.arange(6.0).reshape(3, 2).t(), id="transposed"),
+    ],
+)
+def test_row_major_bytes_of_a_chunk(tensor: torch.Tensor) -> None:
+    source = RowMajorBytes(spec_of_tensor(tensor), "memory")
+    expected = tensor.contiguous().numpy().tobytes()
+    assert source.nbytes == len(expected)
+    assert bytes(source.read(3, 17)) == expected[3:17]
+
+
+def test_a_chunk_of_the_meta_device_has_no_bytes() -> None:
+    with pytest.raises(UnreadableError, match="meta device"):
+        RowMajorBytes(TensorSpec("float32", (2,), (1,)), "memory").read(0, 8)

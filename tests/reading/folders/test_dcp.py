@@ -1,0 +1,371 @@
+"""Folders of torch.distributed.checkpoint: as torch writes them from one process, and in chunks as several write."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ckptfix
+from ckptfix.bytes.sources import FileBytes, WindowBytes
+from ckptfix.core.finding import Level
+from ckptfix.errors import DamageWarning, HostileError, UnreadableError, WriteError
+from tests.checks import assert_same, bytes_of
+
+STATE = {
+    "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
+    "bn.running_var": torch.tensor([1.0, float("nan")]),
+    "bn.num_batches_tracked": torch.tensor(7),
+    "head.weight": torch.arange(8, dtype=torch.bfloat16).reshape(4, 2).t(),
+    "none": torch.empty(0, 3),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder that ``dcp.save`` wrote."""
+    folder = tmp_path / "step_10"
+    container = {
+        "model": STATE,
+        "epoch": 3,
+        "args": {"lr": 0.1},
+        "history": [torch.zeros(1), {"loss": torch.ones(1)}],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that no process group is there
+        save(container, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+Part = tuple[tuple[int, ...], Tensor]
+
+
+def write_chunks(folder: Path, tensors: dict[str, tuple[Tensor, Sequence[Part]]], **rest: Any) -> Metadata:
+    """Write tensors in chunks ``(offsets, part)``, each chunk into a file of its own as if a rank had written it."""
+    folder.mkdir(exist_ok=True)
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for name, (whole, parts) in tensors.items():
+        chunks = []
+        for rank, (offsets, part) in enumerate(parts):
+            with (folder / f"__{rank}_0.distcp").open("ab") as file:
+                start = file.tell()
+                torch.save(part, file)
+                info = _StorageInfo(f"__{rank}_0.distcp", start, file.tell() - start)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
+            stored[MetadataIndex(name, torch.Size(offsets))] = info
+        described[name] = TensorStorageMetadata(TensorProperties(whole.dtype), whole.shape, chunks)
+    metadata = Metadata(described, **{"planner_data": None, "storage_data": stored, **rest})
+    write_metadata(folder, metadata)
+    return metadata
+
+
+def write_metadata(folder: Path, metadata: Any) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_what_torch_saved_comes_back(saved: Path) -> None:
+    checkpoint = ckptfix.open_checkpoint(saved)
+    assert (checkpoint.format, checkpoint.container) == ("dcp", ("model",))
+    assert_same(checkpoint.state_dict(), STATE)
+    root: Any = checkpoint.root
+    assert (root["epoch"], root["args"]) == (3, {"lr": 0.1})
+    assert isinstance(root["history"], list)
+    assert [spec.shape for spec in (root["history"][0], root["history"][1]["loss"])] == [(1,), (1,)]
+
+
+def test_weights_are_picked_by_name(saved: Path) -> None:
+    assert_same(ckptfix.open_checkpoint(saved, weights="model").state_dict(), STATE)
+
+
+def test_a_tensor_of_one_chunk_is_a_range_of_its_file(saved: Path) -> None:
+    spec = ckptfix.open_checkpoint(saved).specs["conv.weight"]
+    assert spec.storage is not None
+    source = spec.storage.source
+    assert isinstance(source, WindowBytes)
+    assert isinstance(source.source, FileBytes)
+    assert source.nbytes == spec.nbytes
+
+
+def test_a_repair_writes_one_file(saved: Path, tmp_path: Path) -> None:
+    ckptfix.repair(saved, output=tmp_path / "one.pth")
+    assert_same(torch.load(tmp_path / "one.pth")["model"], STATE)
+
+
+def test_without_a_plan_the_names_stay_flat(tmp_path: Path) -> None:
+    write_chunks(tmp_path, {"model.a": (STATE["conv.weight"], [((0, 0, 0), STATE["conv.weight"])])})
+    assert ckptfix.open_checkpoint(tmp_path).keys() == ["model.a"]
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_chunks_are_put_together(tmp_path: Path, dimension: int) -> None:
+    whole = torch.arange(60, dtype=torch.float16).reshape(3, 4, 5)
+    first, second = whole.split([1, whole.shape[dimension] - 1], dimension)
+    offsets = tuple(int(index == dimension) for index in range(3))
+    parts = [((0, 0, 0), first.contiguous()), (offsets, second.contiguous())]
+    write_chunks(tmp_path, {"w": (whole, parts), "b": (whole[0, 0], [((0,), whole[0, 0].clone())])})
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert_same(checkpoint.state_dict(), {"w": whole, "b": whole[0, 0]})
+    ckptfix.repair(tmp_path, output=tmp_path / "one.pth")
+    assert_same(torch.load(tmp_path / "one.pth"), {"w": whole, "b": whole[0, 0]})
+
+
+def test_chunks_that_are_strided_views(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    write_chunks(tmp_path, {"w": (whole, [((0, 0), whole[:, :2]), ((0, 2), whole[:, 2:])])})
+    assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), {"w": whole})
+
+
+def chunked(folder: Path) -> Metadata:
+    """A tensor in two files, and another that lies in the first alone."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    parts = [((0, 0), whole[:2].clone()), ((2, 0), whole[2:].clone())]
+    return write_chunks(folder, {"a": (torch.ones(2), [((0,), torch.ones(2))]), "w": (whole, parts)})
+
+
+def remove(folder: Path, metadata: Metadata) -> None:
+    (folder / "__1_0.distcp").unlink()
+
+
+def cut(folder: Path, metadata: Metadata) -> None:
+    path = folder / "__1_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(bytes_of(torch.arange(6.0, 12.0))) + 4])
+
+
+def zero(folder: Path, metadata: Metadata) -> None:
+    path = folder / "__1_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def shrink(folder: Path, metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].chunks[1].sizes = torch.Size((1, 3))  # type: ignore[union-attr]  # a tensor
+
+
+def retype(folder: Path, metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].properties.dtype = torch.float64  # type: ignore[union-attr]  # a tensor
+
+
+def forget(folder: Path, metadata: Metadata) -> None:
+    metadata.storage_data.popitem()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (remove, "__1_0.distcp is missing"),
+        (cut, "__1_0.distcp is cut short"),
+        (zero, "holds no torch.save file"),
+        (shrink, "have 9 of the 12 elements"),
+        (retype, "is not what .metadata says"),
+        (forget, "does not say where it lies"),
+    ],
+)
+def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, said: str) -> None:
+    metadata = chunked(tmp_path)
+    spoil(tmp_path, metadata)
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert_same(checkpoint.state_dict(), {"a": torch.ones(2)})
+    lost = checkpoint.lost["w"]
+    assert lost is not None
+    assert lost.shape == (4, 3)
+
+
+def test_a_part_that_is_cut_short_costs_what_lies_behind_the_cut(saved: Path, tmp_path: Path) -> None:
+    """Of a file that torch wrote, at every place: all tensors in front of the cut, whole, and none behind it."""
+    (path,) = saved.glob("*.distcp")
+    data = path.read_bytes()
+    keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or lie transposed
+    ends = {key: data.index(bytes_of(STATE[key])) + STATE[key].nbytes for key in keys}
+    for stop in range(100, len(data), 307):
+        path.write_bytes(data[:stop])
+        whole = {key for key, end in ends.items() if end <= stop}
+        try:
+            checkpoint = ckptfix.open_checkpoint(saved, weights="model", salvage=True)
+        except UnreadableError:
+            assert not whole
+            continue
+        assert whole <= set(checkpoint.specs), stop
+        assert_same(dict(checkpoint.state_dict()), {key: STATE[key] for key in checkpoint.specs})
+        with pytest.raises(UnreadableError, match=f"{path.name} is cut short"):
+            ckptfix.open_checkpoint(saved)
+
+
+def test_a_flipped_bit_in_a_part_is_found(tmp_path: Path) -> None:
+    metadata = chunked(tmp_path)
+    path = tmp_path / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes_of(torch.arange(6.0, 12.0))) + 1] ^= 2
+    path.write_bytes(data)
+    write_metadata(tmp_path, metadata)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("a"), torch.ones(2))
+    with pytest.warns(DamageWarning, match="the storage of w fails its checksum"):
+        checkpoint.read("w")
+    with pytest.raises(UnreadableError, match="the storage of w fails its checksum"):
+        checkpoint.state_dict()
+    assert [(f.code, f.keys) for f in ckptfix.check(tmp_path).findings] == [("FIL201", ("w",))]
+    with pytest.raises(WriteError, match="the storage of w fails its checksum"):
+        ckptfix.repair(tmp_path, output=tmp_path / "out.pth", values=False)
+
+
+def test_a_part_of_another_save_is_not_taken(saved: Path, tmp_path: Path) -> None:
+    (path,) = saved.glob("*.distcp")
+    write_chunks(tmp_path / "other", {"w": (torch.ones(9), [((0,), torch.ones(9))])})
+    path.write_bytes((tmp_path / "other" / "__0_0.distcp").read_bytes())
+    with pytest.raises(UnreadableError, match="it is damaged, or of another save"):
+        ckptfix.open_checkpoint(saved)
+
+
+def test_a_part_that_an_earlier_save_left_is_a_note(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    assert ckptfix.check(tmp_path).findings == ()
+    (tmp_path / "__7_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes())
+    (finding,) = ckptfix.check(tmp_path).findings
+    assert (finding.code, finding.level) == ("FIL203", Level.NOTE)
+    assert finding.message.startswith("__7_0.distcp holds nothing of this checkpoint")
+
+
+def test_a_save_that_was_never_finished(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    (tmp_path / ".metadata").rename(tmp_path / ".metadata.tmp")
+    with pytest.raises(UnreadableError, match="the save was stopped before it was finished"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+Ranks = list[dict[str, tuple[Tensor, Sequence[Part]]]]
+
+
+def write_ranks(folder: Path, ranks: Ranks) -> None:
+    """What ranks write that do not talk to each other: files of their own, each with its own metadata."""
+    for rank, tensors in enumerate(ranks):
+        metadata = write_chunks(folder / f"of {rank}", tensors)
+        for index, info in list(metadata.storage_data.items()):
+            metadata.storage_data[index] = replace(info, relative_path=info.relative_path.replace("__0", f"__{rank}"))
+        (folder / f"of {rank}" / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+
+
+WHOLE = torch.arange(12.0).reshape(4, 3)
+TOP, BOTTOM = ((0, 0), WHOLE[:2].clone()), ((2, 0), WHOLE[2:].clone())
+ONES: tuple[Tensor, Sequence[Part]] = (torch.ones(2), [((0,), torch.ones(2))])
+
+
+def test_metadata_of_each_rank_is_put_together(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [{"w": (WHOLE, [TOP]), "a": ONES}, {"w": (WHOLE, [BOTTOM]), "a": ONES}])
+    assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), {"w": WHOLE, "a": torch.ones(2)})
+    (tmp_path / "__1.metadata").unlink()
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert (checkpoint.keys(), list(checkpoint.lost)) == (["a"], ["w"])
+
+
+def test_ranks_that_saved_different_values_under_one_name(tmp_path: Path) -> None:
+    other = (torch.ones(2), [((0,), torch.zeros(2))])
+    write_ranks(tmp_path, [{"a": ONES, "b": ONES}, {"a": other, "b": ONES}])
+    with pytest.raises(UnreadableError, match="holds different values of a from several ranks"):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert_same(checkpoint.state_dict(), {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [{"a": ONES}, {"a": (WHOLE, [TOP, BOTTOM])}])
+    with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it in as many"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_rank_alone_as_torch_writes_it(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        save(dict(STATE), checkpoint_id=tmp_path / "step", use_collectives=False)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [path.name for path in (tmp_path / "step").glob("*.metadata")] == ["__0.metadata"]
+    assert_same(ckptfix.open_checkpoint(tmp_path / "step").state_dict(), STATE)
+
+
+def test_nothing_whole_is_an_error_even_when_salvaging(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    for path in tmp_path.glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(UnreadableError, match="no tensor is whole"):
+        ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
+def test_chunks_without_their_metadata(tmp_path: Path) -> None:
+    chunked(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(UnreadableError, match=r"without their \.metadata file"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_one_file_of_several(saved: Path) -> None:
+    with pytest.raises(UnreadableError, match="name its folder"):
+        ckptfix.open_checkpoint(next(saved.glob("*.distcp")))
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/hostname", "link.distcp"])
+def test_a_file_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "saved"
+    metadata = chunked(folder)
+    (tmp_path / "outside.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    (folder / "link.distcp").symlink_to(tmp_path / "outside.distcp")
+    next(iter(metadata.storage_data.values())).relative_path = name
+    write_metadata(folder, metadata)
+    for salvage in (False, True):
+        with pytest.raises(HostileError, match="leads out of the folder"):
+            ckptfix.open_checkpoint(folder, salvage=salvage)
+
+
+def test_objects_come_back_inert_and_their_payloads_are_found(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.system, ("touch run",)
+
+    metadata = chunked(tmp_path)
+    with (tmp_path / "__2_0.distcp").open("wb") as file:
+        torch.save(Payload(), file)
+        metadata.storage_data[MetadataIndex("extra")] = _StorageInfo("__2_0.distcp", 0, file.tell())
+    metadata.state_dict_metadata["extra"] = BytesStorageMetadata()
+    write_metadata(tmp_path, metadata)
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    assert root["extra"].args == ("touch run",)
+    assert "FIL901" in [finding.code for finding in ckptfix.check(tmp_path).findings]
+
+
+def test_a_leaf_inside_of_a_leaf_is_damage(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    paths = {"a": ("m",), "b": ("m", "b")}
+    write_chunks(tmp_path, {"a": (one, [((0,), one)]), "b": (one, [((0,), one)])}, planner_data=paths)
+    with pytest.raises(UnreadableError, match="no place of its own"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_file_of_the_folder_is_not_the_checkpoint(saved: Path) -> None:
+    with pytest.raises(UnreadableError, match=r"is the \.metadata of torch\.distributed.*name its folder"):
+        ckptfix.open_checkpoint(saved / ".metadata")
+    chunks = next(saved.glob("*.distcp"))
+    with pytest.raises(UnreadableError, match=r"one of several; name its folder instead, which has to hold \.metadata"):
+        ckptfix.open_checkpoint(chunks)

@@ -1,0 +1,166 @@
+"""What is no checkpoint is named for what it is; what may be one, and noise, are not."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptfix.bytes.sources import Content
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.foreign.files import SIGNATURES, UNFINISHED, name_stranger
+from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
+from tests.attacks.test_hostile_files import GOOD
+from tests.reading.files import opened
+
+JOBLIB = (
+    b"\x80\x04\x95\xe3\0\0\0\0\0\0\0}\x94\x8c\x01w\x94\x8c\x13joblib.numpy_pickle\x94\x8c\x11NumpyArrayWrapper"
+    b"\x94\x93\x94)\x81\x94}\x94b\x0c" + b"\xff" * 12 + bytes(64)
+)
+"""What joblib.dump writes of an array: a record, padding of 0xFF, the bytes."""
+
+NOISE = random.Random(3).randbytes(1 << 16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(torch_zip(state_dict()), id="a zip file"),
+        pytest.param(state_dict(), id="a pickle"),
+        pytest.param(safetensors(GOOD, STORAGE), id="safetensors"),
+        pytest.param(b"(dp0\nS'weight'\np1\n", id="a pickle of Python 2, all letters, cut short"),
+        pytest.param(b"{}", id="an empty object"),
+        pytest.param(b"GG", id="two letters"),
+        pytest.param(b"BM" + bytes(range(60)), id="two letters of a bitmap"),
+        pytest.param(b"MZ" + bytes(range(60)), id="two letters of a program"),
+        pytest.param(b"\xff\xd8\xff" + bytes(range(60)), id="three bytes of a JPEG image"),
+    ],
+)
+def test_what_may_be_a_checkpoint_is_no_stranger(content: bytes) -> None:
+    assert name_stranger(Content("f", content)) is None
+
+
+def test_noise_is_never_given_a_name() -> None:
+    numbers = random.Random(5)
+    for _ in range(2000):
+        size = numbers.choice([12, 40, 300, 2000])
+        assert name_stranger(Content("f", numbers.randbytes(size))) is None
+
+
+def test_signatures_lead_to_one_answer_each() -> None:
+    for offset, magic, what, remedy in SIGNATURES:
+        said = name_stranger(Content("f", bytes(range(1, 1 + offset)) + magic + b"\x01\x9c" * 40))
+        assert said == f"f: {what}, not a PyTorch checkpoint; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 32 + b"\nsize 99\n", "of a file of 99"),
+        (b"\x80\x02\x8a\r\nl\xfc", "became CR LF"),
+        (bytes(5000), "nothing but zeros"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(8), "an HDF5 file"),
+        (bytes(512) + b"\x89HDF\r\n\x1a\n" + bytes(8), "an HDF5 file"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(80) + b"keras_version", "a Keras model in HDF5"),
+        (b"GGUF\x03\0\0\0", "a GGUF file"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "a JPEG image"),
+        (b"BM" + struct.pack("<I", 60) + bytes(54), "a bitmap image"),
+        (b"MZ" + bytes(58) + struct.pack("<I", 64) + b"PE\0\0", "of Windows"),
+        (b"<html><title>Not Found</title>", 'a web page, "Not Found"'),
+        (gzip.compress(b"<html><title>Not Found</title>", mtime=0), 'a web page, "Not Found"'),
+        (b"HTTP/1.1 403 Forbidden\r\nA: b\r\nC: d\r\n\r\n<html>\r\n", '"403 Forbidden"'),
+        (b"I am a text\n", '"I am a text"'),
+        (b"class Net:\n    pass\n", "source code"),
+        (b"\xff\xfe" + torch_zip(state_dict()).decode("cp437").encode("utf-16-le"), "as text in UTF-16"),
+        (b"\xfe\xff" + torch_zip(state_dict()).decode("latin-1").encode("utf-16-be"), "as text in UTF-16"),
+        (bytes(600) + b"\1" * 100, "begins with 600 zeros"),
+        (JOBLIB, "a file of joblib with NumPy arrays"),
+        (zlib.compress(JOBLIB), "a stream of zlib, as joblib"),
+        (gzip.compress(JOBLIB, mtime=0), "a file of joblib with NumPy arrays"),
+        (NOISE, "look random"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_stranger_is_named_with_the_remedy(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.pth"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError, match=message) as caught:
+        opened(path)
+    assert str(caught.value).startswith(str(path))
+    assert ";" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\0", b"abc", b"\xff" * 100], ids=["a zero", "text", "ones"])
+def test_what_nobody_knows_is_shown_by_its_first_bytes(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.pth"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError, match=str(path)):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.pth", "neither a torch file nor safetensors"),
+        *((f"model.pth{suffix}", "is not finished") for suffix in sorted(UNFINISHED - {".aria2"})),
+        ("model.pth.aria2", "aria2c -c"),
+        ("model.ckpt-9.data-00000-of-00001", "by its name the data of a TensorFlow checkpoint"),
+        ("data/0", "folder that holds data.pkl"),
+    ],
+)
+def test_a_name_speaks_where_bytes_say_nothing(name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"\x9c\x01" * 30)
+    with pytest.raises(UnreadableError, match=message):
+        opened(path)
+
+
+@pytest.mark.parametrize("name", ["model.pth", "model.pth.part"])
+def test_what_a_format_says_of_its_own_file_stands(name: str, tmp_path: Path) -> None:
+    """Bytes that look random and names of downloads are the last resort: this is a pickle that is damaged."""
+    path = tmp_path / name
+    path.write_bytes(b"\x80\x02" + NOISE)
+    with pytest.raises(UnreadableError) as caught:
+        opened(path)
+    assert "random" not in str(caught.value)
+    assert "not finished" not in str(caught.value)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(os.path.relpath(path))  # the path of a socket may have some hundred letters
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "No such file or directory; check the path"),
+        (_link, "is a link to nowhere, which is not there"),
+        (os.mkfifo, "is no regular file"),
+        (_socket, "is no regular file"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+    ],
+    ids=["nothing", "a link to nothing", "a pipe", "a socket", "an empty file"],
+)
+def test_what_is_no_file_is_said(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    make(path)
+    with pytest.raises(UnreadableError, match=message):
+        opened(path)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="File name too long"):
+        opened(tmp_path / ("n" * 300))

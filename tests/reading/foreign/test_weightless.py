@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckptfix.errors import UnreadableError
+from tests.reading.files import opened, saved
+
+STATE = {
+    "state": {0: {"exp_avg": torch.zeros(4), "step": torch.tensor(1.0)}},
+    "param_groups": [{"lr": 0.1, "params": [0]}],
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param({"optimizer": STATE, "net": {"fc.weight": torch.ones(2)}}, id="state"),
+        pytest.param([STATE, {"fc.weight": torch.ones(2)}], id="in-a-list"),
+        pytest.param({"optimizer": torch.optim.Adam([torch.ones(2)]), "net": torch.nn.Linear(2, 2)}, id="object"),
+    ],
+)
+def test_weights_beside_an_optimizer_are_found(value, tmp_path):
+    assert opened(saved(value, tmp_path)).keys()[0].endswith("weight")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(STATE, id="state"),
+        pytest.param({"optimizer": STATE, "epoch": 3}, id="below"),
+        pytest.param({"optimizer_states": [STATE, STATE]}, id="several"),
+        pytest.param([STATE, 3], id="in-a-list"),
+        pytest.param((STATE,), id="in-a-tuple"),
+        pytest.param(torch.optim.Adam([torch.ones(2)]), id="object"),
+        pytest.param({"optimizer": torch.optim.SGD([torch.ones(2)])}, id="object-below"),
+        pytest.param({"gan": {"generator": {"optimizer": STATE}}}, id="deep"),
+    ],
+)
+def test_an_optimizer_alone_is_said_to_be_one(value, tmp_path):
+    with pytest.raises(UnreadableError, match="an optimizer's state and no model weights"):
+        opened(saved(value, tmp_path))
+
+
+def test_a_scheduler_alone_is_said_to_be_one(tmp_path):
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 3)
+    with pytest.raises(UnreadableError, match="the state of a learning-rate scheduler and no model weights; look for"):
+        opened(saved(scheduler.state_dict(), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        ({}, r"an empty dict; is it"),
+        ([], r"an empty list; is it"),
+        (None, r"None and nothing else; is it"),
+        (3, r"an int without tensors under names; is it"),
+        ([3] * 5000, r"a list without tensors under names; is it"),
+        ({"epoch": 3, "loss": 0.1}, r"a dict without tensors under names \(it has 'epoch', 'loss'\); is it"),
+        (torch.ones(3, 4), r"a single tensor of float32 \(3, 4\), which has no name; is it"),
+    ],
+    ids=["empty", "empty-list", "none", "number", "numbers", "log", "bare-tensor"],
+)
+def test_anything_else_is_described(value, held, tmp_path):
+    with pytest.raises(UnreadableError, match=f"no weights found in it: the file holds {held}"):
+        opened(saved(value, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        ([torch.ones(2), torch.ones(3)], "2 tensors in lists; save them"),
+        ({"decay": 0.9, "shadow_params": [torch.ones(2)]}, "1 tensor in lists under 'decay', 'shadow_params'; save"),
+    ],
+    ids=["parameters", "average"],
+)
+def test_tensors_without_names_are_counted(value, held, tmp_path):
+    with pytest.raises(UnreadableError, match=f"no weights under names: the file holds {held}"):
+        opened(saved(value, tmp_path))
+
+
+def test_a_value_that_holds_itself_comes_to_an_end(tmp_path):
+    value: list[object] = []
+    value.append(value)
+    with pytest.raises(UnreadableError, match="the file holds a list without tensors"):
+        opened(saved(value, tmp_path))

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.dtypes import BY_NUMPY, BY_STORAGE
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.errors import HostileError
+from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.pickles.claims import TypedStorage, checked, sizes, storage_dtype
+from ckptfix.reading.pickles.inert import InertTable
+from ckptfix.reading.pickles.machine import PickleMachine
+from ckptfix.reading.tensors import build_tensor
+
+FLOATS = TypedStorage(Storage("0", MemoryBytes(bytes(64))), "float32")
+
+
+def table() -> InertTable:
+    return InertTable("some.pth", lambda data: data)
+
+
+def call(dotted: str, *args: Any) -> Any:
+    module, _, name = dotted.rpartition(".")
+    return table().call(Global(module, name), args)
+
+
+def unpickled(value: Any, protocol: int = 2) -> Any:
+    return PickleMachine(pickle.dumps(value, protocol=protocol), "some.pkl", table().call, lambda pid: pid).load()
+
+
+def test_an_unknown_call_becomes_an_opaque_object():
+    made = call("os.system", "true")
+    assert isinstance(made, Opaque)
+    assert (str(made.cls), made.args) == ("os.system", ("true",))
+
+
+def test_a_tensor_of_every_release_becomes_a_spec():
+    expected = TensorSpec("float32", (2, 3), (3, 1), FLOATS.storage, 4)
+    assert call("torch._utils._rebuild_tensor", FLOATS, 4, (2, 3), (3, 1)) == expected
+    assert call("torch._utils._rebuild_tensor_v2", FLOATS, 4, (2, 3), (3, 1), False, {}) == expected
+    raw = TypedStorage(FLOATS.storage, "uint8")
+    dtype = Global("torch", "float32")
+    assert call("torch._utils._rebuild_tensor_v3", raw, 4, (2, 3), (3, 1), False, {}, dtype) == expected
+    parameter = call("torch._utils._rebuild_parameter", expected, True, {})
+    assert (parameter.is_parameter, parameter.requires_grad) == (True, True)
+
+
+@pytest.mark.parametrize("name", BY_STORAGE)
+def test_every_storage_class_has_its_dtype_on_every_device(name):
+    assert storage_dtype(Global("torch", name)) == storage_dtype(Global("torch.cuda", name)) == BY_STORAGE[name].name
+
+
+def test_a_class_that_is_no_storage_is_refused():
+    with pytest.raises(ValueError, match=r"os\.system is no storage class"):
+        storage_dtype(Global("os", "system"))
+
+
+@pytest.mark.parametrize("code", BY_NUMPY)
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("layout", "CF")
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_a_numpy_array_becomes_a_tensor_of_its_values(protocol, layout, order, code):
+    array = np.array([[0, 1, 2], [3, 4, 5]], dtype=f"{order}{code}", order=layout)
+    got = unpickled(array, protocol)
+    assert isinstance(got, NumpyArray)
+    spec = got.spec("some.pkl")
+    assert spec is not None
+    assert got.spec("some.pkl") is spec
+    assert np.array_equal(build_tensor(spec).numpy(), array)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array(["a", "b"]), np.array([None]), np.zeros(2, "M8[s]"), np.zeros(2, [("a", "f4")])],
+    ids=lambda a: str(a.dtype),
+)
+def test_an_array_that_is_no_tensor_has_no_spec(array):
+    assert unpickled(array).spec("some.pkl") is None
+
+
+@pytest.mark.parametrize("value", [5, "12", (1, -1), (1.0,), (True,), (1 << 63,), [None], (1,) * 65, None])
+def test_what_is_no_shape_is_refused(value):
+    with pytest.raises(ValueError, match="is no shape"):
+        sizes(value)
+
+
+@pytest.mark.parametrize("value", [(), (2, 3), [2, 3], Opaque(Global("torch", "Size"), ([2, 3],))])
+def test_a_shape_is_a_tuple_list_or_size(value):
+    assert sizes(value) in ((), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [((17,), (1,), 0), ((16,), (1,), 1), ((2,), (16,), 0), ((4,), (1, 1), 0), ((1,), (1,), -1), ((1 << 40,), (0,), 0)],
+    ids=["too long", "too late", "too wide", "a stride too many", "before the storage", "repeated without end"],
+)
+def test_a_tensor_that_its_storage_cannot_hold_is_refused(shape, strides, offset):
+    with pytest.raises(HostileError):
+        checked(TensorSpec("float32", shape, strides, FLOATS.storage, offset), "some.pth")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((16,), (1,)), ((0,), (1,)), ((), ()), ((1000, 1), (0, 0)), ((2, 2), (1, 3))]
+)
+def test_a_tensor_that_its_storage_holds_passes(shape, strides):
+    spec = TensorSpec("float32", shape, strides, FLOATS.storage)
+    assert checked(spec, "some.pth") is spec
+
+
+def test_a_name_that_getattr_builds_is_judged_as_a_name():
+    inert = table()
+    made = inert.call(Global("builtins", "getattr"), (Global("torch", "hub"), "load"))
+    assert str(made) == "torch.hub.load"
+    assert inert.derived == {"torch.hub.load"}

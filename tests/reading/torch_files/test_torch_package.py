@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.package.package_exporter import PackageExporter
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from tests.reading.files import opened
+from tests.reading.state_dicts import same
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+
+
+def packed(path: Path, objects: dict[str, object]) -> Path:
+    with PackageExporter(str(path)) as exporter:
+        exporter.extern("**")
+        for name, value in objects.items():
+            exporter.save_pickle(name, "model.pkl", value)
+        exporter.save_text("notes", "notes.txt", "where it is from")
+    return path
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+
+
+def test_the_module_of_a_package_gives_its_state_dict(tmp_path: Path) -> None:
+    model = module()
+    checkpoint = opened(packed(tmp_path / "model.pt", {"tts": model}))
+    assert checkpoint.format == "torch-package"
+    assert not checkpoint.damage
+    same(dict(checkpoint.state_dict()), dict(model.state_dict()))
+
+
+def test_a_package_is_repaired_to_a_file_of_torch(tmp_path: Path) -> None:
+    model = module()
+    path = packed(tmp_path / "model.pt", {"tts": model})
+    assert [finding.code for finding in ckptfix.check(path).findings if finding.fix] == ["FIL102"]
+    assert ckptfix.repair(path, output=tmp_path / "out.pth").report.exit_code == 0
+    same(dict(torch.load(tmp_path / "out.pth")), dict(model.state_dict()))
+
+
+def test_each_pickle_of_a_package_has_its_name(tmp_path: Path) -> None:
+    path = packed(tmp_path / "two.pt", {"a": module().state_dict(), "b": {"state_dict": module().state_dict()}})
+    names = {candidate.path for candidate in opened(path).candidates}
+    assert names == {("a/model",), ("b/model", "state_dict")}
+
+
+def test_a_package_without_a_pickle_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="without a pickle in it"):
+        opened(packed(tmp_path / "empty.pt", {}))

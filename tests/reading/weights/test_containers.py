@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from ckptfix.errors import UnreadableError, UsageError
+from tests.attacks.crafted import name, tensor, text, torch_zip
+from tests.reading.files import opened, saved
+
+NET = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.zeros(2)}
+EMA = {"fc.weight": torch.zeros(2, 2), "fc.bias": torch.zeros(2)}
+OPTIMIZER = {
+    "state": {0: {"exp_avg": torch.zeros(4), "step": torch.tensor(1.0)}},
+    "param_groups": [{"lr": 0.1, "params": [0]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (NET, ()),
+        ({"state_dict": NET}, ("state_dict",)),
+        ({"model": NET, "epoch": 3}, ("model",)),
+        ({"state_dict": NET, "optimizer": OPTIMIZER}, ("state_dict",)),
+        ({"optimizer": OPTIMIZER, "net": {"state_dict": NET}}, ("net", "state_dict")),
+        ({"model_ema": EMA, "model": NET}, ("model",)),
+        ({"ema": EMA, "something": NET}, ("something",)),
+        ({"model": {**NET, "more": torch.ones(1)}, "state_dict": NET}, ("state_dict",)),
+        ([3, NET], (1,)),
+        ((NET, 3), (0,)),
+        ({"a": {"b": {"c": NET}}}, ("a", "b", "c")),
+        ({5: NET}, (5,)),
+        ({**NET, "epoch": 3}, ()),
+        ({"count": torch.tensor(3), "state_dict": NET}, ("state_dict",)),
+    ],
+    ids=[
+        "the top",
+        "state_dict",
+        "model",
+        "beside an optimizer",
+        "below the top",
+        "beside its average",
+        "beside an average",
+        "the better name",
+        "in a list",
+        "in a tuple",
+        "deep",
+        "under a number",
+        "with a number among it",
+        "beside a tensor",
+    ],
+)
+def test_the_state_dict_is_found(value, path, tmp_path):
+    assert opened(saved(value, tmp_path)).container == path
+
+
+@pytest.mark.parametrize("weights", ["ema", "model"])
+def test_the_other_state_dict_is_taken_when_it_is_named(weights, tmp_path):
+    checkpoint = opened(saved({"ema": EMA, "model": NET}, tmp_path), weights)
+    assert checkpoint.container == (weights,)
+    assert {candidate.name for candidate in checkpoint.candidates} == {"ema", "model"}
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(UsageError, match="found: ema, model"):
+        opened(saved({"ema": EMA, "model": NET}, tmp_path), "teacher")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"w": torch.empty(3, device="meta")}, "saved from the meta device"),
+        ({1: torch.ones(1), "1": torch.ones(1)}, "the key 1 twice"),
+    ],
+    ids=["no values", "a key twice"],
+)
+def test_weights_that_cannot_be_had_say_why(value, message, tmp_path):
+    with pytest.raises(UnreadableError, match=message):
+        opened(saved(value, tmp_path))
+
+
+def test_keys_that_are_no_text_become_text_and_are_remarked(tmp_path):
+    checkpoint = opened(saved({0: torch.ones(1), (1, "a"): torch.zeros(1)}, tmp_path))
+    assert checkpoint.keys() == ["0", "(1, 'a')"]
+    assert [remark.kind for remark in checkpoint.remarks] == ["non-string-key"] * 2
+
+
+def test_the_metadata_goes_with_its_state_dict(tmp_path):
+    net = torch.nn.Linear(1, 1).state_dict()
+    assert opened(saved({"a": OrderedDict(NET), "state_dict": net}, tmp_path)).metadata == {"": {"version": 1}}
+
+
+def test_device_tags_are_facts_and_nothing_is_put_there(tmp_path):
+    path = tmp_path / "cuda.pth"
+    from tests.attacks.crafted import PROTO, storage
+
+    path.write_bytes(torch_zip(PROTO + b"}" + text("w") + tensor(base=storage(device=text("cuda:3"))) + b"s."))
+    checkpoint = opened(path)
+    assert checkpoint.devices == ("cuda:3",)
+    assert checkpoint.read("w").device.type == "cpu"
+
+
+def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
+    from tests.attacks.crafted import PROTO
+
+    inner = b"}(" + text("module.w") + tensor() + b"u"
+    path = tmp_path / "object.pth"
+    path.write_bytes(torch_zip(PROTO + name("trainer.State") + b")\x81}" + text("weights") + inner + b"sb."))
+    assert opened(path).container == ("weights",)
+    import ckptfix
+
+    written = ckptfix.repair(path, output=tmp_path / "out.pth").report.output
+    assert written is not None
+    assert list(torch.load(written, weights_only=True)["weights"]) == ["w"]

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import HostileError
+from ckptfix.reading.weights.modules import is_module, module_state_dict
+from tests.reading.files import opened, saved
+from tests.reading.state_dicts import same
+
+
+class Net(torch.nn.Module):
+    """A module with all that a state_dict looks at, and with what it passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+        self.head = torch.nn.Linear(4, 2, bias=False)
+        self.tied = torch.nn.Linear(4, 2, bias=False)
+        self.tied.weight = self.head.weight
+        self.again = self.head
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("passing", torch.arange(4), persistent=False)
+        self.register_parameter("none", None)
+        self.plain = torch.ones(5)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_a_pickled_module_gives_its_state_dict_without_its_class(new, tmp_path):
+    net = Net()
+    built: Any = opened(saved(net, tmp_path, _use_new_zipfile_serialization=new)).state_dict()
+    expected: Any = net.state_dict()
+    same(dict(built), {key: tensor.requires_grad_(built[key].requires_grad) for key, tensor in expected.items()})
+    assert built["head.weight"].data_ptr() == built["tied.weight"].data_ptr() == built["again.weight"].data_ptr()
+    assert {path: row.get("version") for path, row in built._metadata.items()} == {
+        path: row.get("version") for path, row in expected._metadata.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_hook_of_spectral_norm_has_its_row(tmp_path):
+    net = torch.nn.Sequential(torch.nn.utils.spectral_norm(torch.nn.Linear(3, 4)))
+    expected: Any = net.state_dict()
+    built: Any = opened(saved(net, tmp_path)).state_dict()
+    assert list(built._metadata.items()) == list(expected._metadata.items())
+    kept: Any = opened(saved(expected, tmp_path)).state_dict()
+    assert list(kept._metadata.items()) == list(expected._metadata.items())
+    assert ckptfix.check(saved(expected, tmp_path)).findings == ()
+
+
+def test_a_compiled_module_gives_the_one_in_it(tmp_path):
+    net: Any = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
+    path = saved(net, tmp_path)
+    built: Any = opened(path).state_dict()
+    expected: Any = net.state_dict()
+    assert list(built) == list(expected)
+    assert list(built._metadata.items()) == list(expected._metadata.items())
+    assert [finding.code for finding in ckptfix.check(path, select=("FIL",)).findings] == ["FIL102"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "state_dict"])
+def test_lazy_parameters_that_never_ran_are_left_out_and_named(whole, tmp_path):
+    net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 2))
+    path = saved(net if whole else net.state_dict(), tmp_path)
+    report = ckptfix.repair(path, output=tmp_path / "out.pth").report
+    (left,) = report.remaining
+    assert (left.code, left.keys) == ("FIL102", ("0.weight", "0.bias"))
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["1.weight", "1.bias"]
+
+
+def test_a_module_that_packs_itself_in_a_way_of_its_own_is_kept_as_it_is():
+    packed = Opaque(Global("m", "Packed"), state=(TensorSpec("float32", ()), True))
+    entries = module_state_dict(module({"a": packed, "b": Opaque(Global("m", "Empty"), state=(1,))}), "f")
+    assert list(entries) == ["p", "a"]
+    assert entries["a"] is packed
+
+
+def module(children: dict[str, Any], **more: Any) -> Opaque:
+    state = {"_parameters": {"p": TensorSpec("float32", ())}, "_buffers": {}, "_modules": children, **more}
+    return Opaque(Global("m", "Net"), state=state)
+
+
+def test_an_object_with_half_of_it_is_no_module():
+    assert is_module(module({}))
+    assert not is_module(Opaque(Global("m", "Net"), state={"_parameters": {}, "_buffers": {}}))
+    assert not is_module({"_parameters": {}, "_buffers": {}, "_modules": {}})
+
+
+@pytest.mark.parametrize("odd", [5, "p", ["p"], None, {"p": 1}])
+def test_an_odd_set_of_passing_buffers_hides_nothing(odd):
+    assert list(module_state_dict(module({}, _non_persistent_buffers_set=odd), "f")) == ["p"]
+
+
+def test_children_that_are_no_modules_are_passed_over():
+    assert list(module_state_dict(module({"a": None, "b": 5, "c": module({})}), "f")) == ["p", "c.p"]
+
+
+def test_modules_that_never_end_are_refused():
+    endless = module({})
+    endless.state["_modules"]["me"] = endless
+    with pytest.raises(HostileError, match="do not use this file"):
+        module_state_dict(endless, "f")
+    wide = module({})
+    for _ in range(50):
+        wide = module({"a": wide, "b": wide})
+    with pytest.raises(HostileError, match="do not use this file"):
+        module_state_dict(wide, "f")

@@ -1,0 +1,142 @@
+"""Two sets of weights in one state_dict, each under a prefix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptfix
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.reading.weights.prefixed_sets import copied_under, is_follower, keys_of_set, narrowed, sets_of, with_pick
+
+NET = ("conv.weight", "bn.weight", "bn.bias", "fc.weight")
+
+
+def under(*prefixes, keys=NET):
+    return [prefix + key for prefix in prefixes for key in keys]
+
+
+def specs(keys, shapes=lambda key: (len(key.rpartition(".")[2]),)):
+    return open_state_dict({key: torch.ones(shapes(key)) for key in keys}).specs
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(under(""), id="one network"),
+        pytest.param(under("encoder.", "decoder."), id="of equal layers, and neither follows the other"),
+        pytest.param(under("block.", "block.block."), id="a module in one of the same name"),
+        pytest.param([*under("body.", keys=NET), "target.weight", "target.bias"], id="a head called target"),
+        pytest.param([*under("student."), "teacher.fc.weight"], id="the teacher is another network"),
+        pytest.param(under("a.", "b.", "c.", "m.student.", "m.teacher."), id="a part of a larger model"),
+        pytest.param(under("source_encoder.", "target_encoder."), id="two domains"),
+        pytest.param(under("query_proj.", "key_proj."), id="parts of attention"),
+        pytest.param(under("branch_s.", "branch_m.", "branch_l."), id="three sizes"),
+        pytest.param(under("average_branch.", "max_branch."), id="two ways of pooling"),
+        pytest.param(under("to_q.", "to_k.", keys=("weight", "bias")), id="single layers"),
+    ],
+)
+def test_one_set(keys):
+    assert sets_of(specs(dict.fromkeys(keys))) == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (under("teacher.", "student."), ("student", "teacher")),
+        ([*under("encoder_q.", "encoder_k."), "queue"], ("encoder_q", "encoder_k")),
+        (under("module.online_encoder.", "module.target_encoder."), ("module.online_encoder", "module.target_encoder")),
+        (under("", "ema_model."), ("plain", "ema_model")),
+        (under("model.", "model_ema."), ("model", "model_ema")),
+        (under("actor.", "critic.", "critic_target."), ("critic", "critic_target")),
+        (under("context_encoder.", "target_encoder."), ("context_encoder", "target_encoder")),
+        (under("visual_encoder.", "visual_encoder_m."), ("visual_encoder", "visual_encoder_m")),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_two_sets(keys, names):
+    assert sets_of(specs(keys)) == names
+    for name in names:
+        assert list(keys_of_set(keys, name).values()) == list(NET)
+
+
+def test_two_networks_of_other_shapes_are_not_sets_of_one():
+    keys = under("student.", "teacher.")
+    assert sets_of(specs(keys, lambda key: (2,) if key.startswith("student") else (3,))) == ()
+    keys = under("", "teacher.")
+    assert sets_of(specs(keys, lambda key: (2,) if key.startswith("teacher") else (3,))) == ()
+
+
+def test_what_stands_in_front_of_all_need_not_be_named():
+    keys = [*under("module.model.student.", "module.model.teacher."), "module.step"]
+    assert keys_of_set(keys, "teacher") == {f"module.model.teacher.{key}": key for key in NET}
+    assert keys_of_set(keys, "module.model.teacher") == keys_of_set(keys, "teacher.")
+
+
+SEGMENT = st.text("abc", min_size=1, max_size=2)
+PATH = st.lists(SEGMENT, min_size=1, max_size=3).map(".".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(PATH, min_size=1), st.sets(SEGMENT, min_size=2, max_size=3))
+def test_each_set_has_its_own_keys_and_no_other(names, prefixes):
+    """Whatever the names inside are, those of prefixes among them: the sets are a partition of the keys."""
+    keys = [f"{prefix}.{name}" for prefix in prefixes for name in names]
+    picked = {prefix: keys_of_set(keys, prefix) for prefix in prefixes}
+    assert all(sorted(of_set.values()) == sorted(names) for of_set in picked.values())
+    assert sorted(key for of_set in picked.values() for key in of_set) == sorted(keys)
+
+
+@pytest.mark.parametrize("name", ["eacher", "fc", "weight", "student.conv.weight", "plain", ""])
+def test_no_set_of_the_name(name):
+    assert keys_of_set(under("student.", "teacher."), name) == {}
+
+
+def test_copies():
+    assert copied_under(under("", "module.")) == ("module.",)
+    assert copied_under(under("block.", "block.block.")) == ()
+    assert copied_under([*under(""), "module.fc.weight"]) == ()
+
+
+@pytest.mark.parametrize(("name", "follows"), [("ema", 1), ("module.teacher", 1), ("encoder_k", 1), ("schema", 0)])
+def test_names_that_follow(name, follows):
+    assert is_follower(name) == bool(follows)
+
+
+def test_a_narrowed_checkpoint_keeps_bytes_and_versions():
+    models = torch.nn.ModuleDict({"student": torch.nn.BatchNorm1d(2), "teacher": torch.nn.BatchNorm1d(2)})
+    state = models.state_dict()
+    state["teacher.running_mean"].fill_(float("nan"))
+    taken = narrowed(with_pick(open_state_dict(state), "teacher"))
+    assert list(taken.entries) == list(torch.nn.BatchNorm1d(2).state_dict())
+    assert taken.read("running_mean").data_ptr() == state["teacher.running_mean"].data_ptr()
+    assert (taken.metadata or {})[""]["version"] == 2
+
+
+def test_a_file_is_opened_at_the_set(tmp_path):
+    torch.save(
+        {"net": {key: torch.tensor([float(i)]) for i, key in enumerate(under("q.", "k."))}, "n": 1}, tmp_path / "f"
+    )
+    for name in ("k", "net.k", "k."):
+        opened = ckptfix.open_checkpoint(tmp_path / "f", weights=name)
+        assert (opened.keys(), opened.container, opened.picked) == (list(NET), ("net",), None)
+        assert opened.read("conv.weight") == 4
+    with pytest.raises(ckptfix.UsageError, match="no weights under 'ema'"):
+        ckptfix.open_checkpoint(tmp_path / "f", weights="ema")
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map(".".join), min_size=1, unique=True))
+def test_copies_are_what_most_keys_have_a_twin_in(keys):
+    """By the definition, for every prefix of up to three segments."""
+    prefixes = {
+        ".".join(key.split(".")[:depth]) + "." for key in keys for depth in (1, 2, 3) if key.count(".") >= depth
+    }
+    copies = set()
+    for prefix in prefixes:
+        inside = [key for key in keys if key.startswith(prefix)]
+        twins = [key for key in inside if key.removeprefix(prefix) in keys]
+        if 2 * len(twins) > max(len(inside), len(keys) - len(inside)):
+            copies.add(prefix)
+    assert set(copied_under(keys)) == copies

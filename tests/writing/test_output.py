@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfix.bytes import copying
+from ckptfix.errors import WriteError
+from ckptfix.writing import output
+from ckptfix.writing import safetensors as safetensors_write
+from ckptfix.writing import torch_files as torch_write
+from ckptfix.writing.output import output_format, temporary_beside, writer_for
+from tests.reading.files import opened, saved, write
+
+
+@pytest.mark.parametrize(
+    ("form", "release", "writer"),
+    [
+        ("safetensors", None, safetensors_write.write),
+        ("pth", None, torch_write.write_zip),
+        ("pth", "1.6", torch_write.write_zip),
+        ("pth", "1.5.1", torch_write.write_legacy),
+        ("pth", "0.4", torch_write.write_legacy),
+    ],
+)
+def test_the_container_is_one_that_the_release_reads(form, release, writer):
+    assert writer_for(form, release) is writer
+
+
+def test_the_format_is_that_of_the_source_unless_asked(tmp_path):
+    checkpoint = opened(saved({"w": torch.ones(1)}, tmp_path))
+    assert output_format(checkpoint, None) == "pth"
+    assert output_format(checkpoint, "safetensors") == "safetensors"
+    assert output_format(opened(write(checkpoint, "safetensors", tmp_path)), None) == "safetensors"
+
+
+def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
+    like = tmp_path / "like"
+    like.touch(0o640)
+    like.chmod(0o640)
+
+    def fail() -> None:
+        with temporary_beside(tmp_path / "out.pth", like) as temporary:
+            assert stat.S_IMODE(temporary.stat().st_mode) == 0o640
+            assert temporary.parent == tmp_path
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["like"]
+
+
+def test_a_signal_while_the_system_makes_the_file_leaves_none(tmp_path, monkeypatch):
+    real = os.open
+
+    def interrupted(path, flags: int, *mode: int) -> int:
+        os.close(real(path, flags, *mode))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.open", interrupted)
+    with pytest.raises(KeyboardInterrupt), temporary_beside(tmp_path / "out.pth", None):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writing(tmp_path, monkeypatch):
+    like = tmp_path / "like"
+    like.touch()
+    like.chmod(0o440)
+    real, modes = os.open, []
+
+    def noted(path, flags: int, *mode: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            modes.append(stat.S_IMODE(Path(path).stat().st_mode))
+        return real(path, flags, *mode)
+
+    with temporary_beside(tmp_path / "out.pth", like) as temporary:
+        monkeypatch.setattr("os.open", noted)
+        output.write_to(temporary, opened(saved({"w": torch.ones(1)}, tmp_path)), torch_write.write_zip, temporary)
+        assert modes == [0o640]  # the superuser, as whom tests may run, is never refused
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o440
+
+
+def test_without_a_model_the_permissions_are_those_of_any_new_file(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    with temporary_beside(tmp_path / "out.pth", Path("/nowhere")) as temporary:
+        assert stat.S_IMODE(temporary.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    assert output.SAFETENSORS == "safetensors"
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_the_disk_began_to_take_up_is_waited_for_behind_the_reading(is_full, is_wanted, tmp_path, monkeypatch):
+    takes_up, done = threading.Event(), []
+
+    def flush(descriptor: int) -> None:
+        assert takes_up.wait(60)
+        done.append(os.fstat(descriptor).st_size)
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(copying, "FLUSHED", 1)
+    monkeypatch.setattr(copying, "_FLUSH", flush)
+    source = opened(saved({"w": torch.ones(100_000)}, tmp_path))
+    written = output.write_to(tmp_path / "new", source, torch_write.write_zip, tmp_path / "out")
+    refused = pytest.raises(
+        WriteError, match="out: cannot be written: No space left on device; nothing was left behind"
+    )
+    with refused if is_full else nullcontext(), output.flushing([written], tmp_path / "out", is_wanted):
+        assert not done
+        takes_up.set()
+    assert done == [(tmp_path / "new").stat().st_size]

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import types
+import uuid
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.writing.plain import plain_root
+from tests.attacks.crafted import around, get, name, put, text, torch_zip
+from tests.reading.files import opened, saved
+
+
+def plain(value: Any, folder: pathlib.Path) -> tuple[Any, list[tuple[str, str, str]]]:
+    """What becomes of a value beside the weights, and what is said of it."""
+    checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}, "x": value}, folder))
+    root, conversions = plain_root(checkpoint)
+    return root["x"], [(made.where, made.before, made.after) for made in conversions]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, 1.5, "a", b"a", [1, (2,)], {"a": 1}, {1: 2}, OrderedDict(a=1), {1, 2}, 1j, bytearray(b"a")],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_torch_accepts_stays_as_it_is(value, tmp_path):
+    got, said = plain(value, tmp_path)
+    assert (got, type(got), said) == (value, type(value), [])
+
+
+NAMESPACE = argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (NAMESPACE, {"lr": 0.1, "nested": {"a": 1}}),
+        (types.SimpleNamespace(a=1), {"a": 1}),
+        (pathlib.PurePosixPath("/a/b"), "/a/b"),
+        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.deque([1, 2]), [1, 2]),
+        (np.float64(0.5), 0.5),
+        (np.int32(-7), -7),
+        (np.bool_(True), True),
+        (np.dtype("float32"), "f4"),
+        (datetime.datetime(2024, 5, 6, 7, 8, 9, 10), "2024-05-06T07:08:09.000010"),
+        (datetime.date(2024, 5, 6), "2024-05-06"),
+        (uuid.UUID(int=255), f"{255:032x}"),
+        (fractions.Fraction(1, 3), "1/3"),
+        (decimal.Decimal("1.50"), "1.50"),
+        (range(2, 9), [2, 3, 4, 5, 6, 7, 8]),
+        (range(5, 1, -2), [5, 3]),
+        (range(10_000), list(range(10_000))),
+        (range(10_001), {"class": "range", "args": [0, 10_001, 1]}),
+        (range(2**70), {"class": "range", "args": [0, 2**70, 1]}),
+        (slice(1, 2, None), {"class": "slice", "args": [1, 2, None]}),
+        (frozenset({1}), {1}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_known_class_gets_its_natural_form_and_is_listed(value, expected, tmp_path):
+    got, said = plain(value, tmp_path)
+    assert got == expected
+    assert said
+    assert {place.split(".")[0] for place, _, _ in said} == {"x"}
+
+
+def test_an_array_becomes_a_tensor(tmp_path):
+    got, said = plain(np.arange(3.0), tmp_path)
+    assert got.shape == (3,)
+    assert said == [("x", "numpy.ndarray", "torch.Tensor")]
+
+
+def crafted(folder: pathlib.Path, **extras: bytes) -> Any:
+    path = folder / "crafted.pth"
+    path.write_bytes(torch_zip(around(**extras)))
+    return plain_root(opened(path))[0]
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+@pytest.mark.parametrize(
+    ("kind", "args", "expected"),
+    [
+        pytest.param("slice", b"K\x01K\x02N\x87", {"class": "slice", "args": [1, 2, None]}, id="slice"),
+        pytest.param("range", b"K\x01K\x05K\x02\x87", [1, 3], id="range"),
+        pytest.param("xrange", b"K\x01K\x05K\x02\x87", [1, 3], id="xrange"),
+        pytest.param("range", b"K\x01K\x05K\x00\x87", {"class": "range", "args": [1, 5, 0]}, id="a step of 0"),
+        pytest.param("range", b"N\x85", {"class": "range", "args": [None]}, id="no number"),
+        pytest.param("range", b")", {"class": "range", "args": []}, id="no argument"),
+        pytest.param("object", b")", {}, id="object"),
+    ],
+)
+def test_python_2_and_3_name_the_same_classes(module, kind, args, expected, tmp_path):
+    assert crafted(tmp_path, x=name(f"{module}.{kind}") + args + b"R")["x"] == expected
+
+
+def test_a_bare_name_becomes_text_and_says_so(tmp_path):
+    assert plain(..., tmp_path) == (
+        "builtins.Ellipsis",
+        [("x", "builtins.Ellipsis", "the text 'builtins.Ellipsis'")],
+    )
+
+
+def test_an_unknown_class_becomes_what_it_held(tmp_path):
+    state = b")\x81}" + text("a") + b"K\x01sb"
+    assert crafted(tmp_path, x=name("m.A") + state)["x"] == {"a": 1}
+    assert crafted(tmp_path, x=name("m.A") + text("b") + b"\x85R")["x"] == {"class": "m.A", "args": ("b",)}
+    assert crafted(tmp_path, x=name("m.A"))["x"] == "m.A"
+    assert crafted(tmp_path, x=name("m.A") + b")\x81")["x"] == "m.A"
+
+
+def test_a_layout_stays_one_and_a_storage_becomes_a_tensor(tmp_path):
+    path = saved(
+        {"state_dict": {"w": torch.ones(1)}, "x": torch.sparse_csr, "y": torch.arange(3.0).storage()}, tmp_path
+    )
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert loaded["x"] is torch.sparse_csr
+    assert torch.equal(loaded["y"], torch.arange(3.0))
+
+
+def test_a_key_of_a_known_class_is_listed_too(tmp_path):
+    assert plain({np.int64(3): 1}, tmp_path) == ({3: 1}, [("x", "key numpy._core.multiarray.scalar", "int")])
+
+
+def test_a_list_that_holds_itself_stays_one(tmp_path):
+    got = crafted(tmp_path, x=b"]" + put(9) + get(9) + b"a")["x"]
+    assert got[0] is got
+
+
+def test_an_object_that_holds_itself_is_cut_where_it_comes_again(tmp_path):
+    got = crafted(tmp_path, x=name("m.A") + b")\x81" + put(9) + b"}" + text("me") + get(9) + b"sb")["x"]
+    assert got == {"me": "<m.A>"}
+
+
+def test_two_keys_that_become_one_are_no_silent_loss(tmp_path):
+    path = name("pathlib.PosixPath") + text("a") + b"\x85R"
+    with pytest.raises(UnreadableError, match="two keys at x"):
+        crafted(tmp_path, x=b"}(" + text("pathlib.PosixPath('a',)") + b"N" + path + b"Nu")
+
+
+def test_data_that_is_nested_without_end_is_refused(tmp_path):
+    with pytest.raises(HostileError, match="nested deeper than"):
+        crafted(tmp_path, x=b"N" + b"\x85" * 5000)

@@ -1,0 +1,94 @@
+"""The tensors behind the header keep their place in a page, where that is possible."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptfix
+from ckptfix.bytes.copying import LARGE, PAGE
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.errors import WriteError
+from tests.reading.files import opened, write
+from tests.reading.state_dicts import same
+from tests.writing.test_torch_files import places
+
+
+def renamed(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    entries = {prefix + key: value for key, value in checkpoint.entries.items()}
+    return Checkpoint(checkpoint.path, checkpoint.format, entries, root=entries)
+
+
+LARGE_ONE = torch.arange(LARGE // 4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("length", range(0, 4200, 271))
+def test_renamed_tensors_in_their_order_keep_their_place_in_a_page(length, tmp_path):
+    state_dict = {"a": torch.ones(3), "b": LARGE_ONE, "c": torch.ones(5), "d": LARGE_ONE + 1}
+    save_file(state_dict, tmp_path / "source.safetensors")
+    checkpoint = renamed(opened(tmp_path / "source.safetensors"), "x" * length)
+    path = write(checkpoint, "safetensors", tmp_path)
+    before, after = places(checkpoint), places(opened(path))
+    assert {(after[key].offset - before[key].offset) % PAGE for key in before} == {0}
+    same(dict(load_file(path)), {"x" * length + key: value for key, value in state_dict.items()})
+
+
+def test_a_header_of_small_tensors_is_not_padded_to_a_page(tmp_path):
+    save_file({"a": torch.ones(3), "b": torch.ones(5)}, tmp_path / "source.safetensors")
+    path = write(renamed(opened(tmp_path / "source.safetensors"), "x" * 100), "safetensors", tmp_path)
+    assert path.stat().st_size < 1000
+
+
+def test_what_was_dropped_in_front_does_not_count(tmp_path):
+    save_file({"a": torch.ones(3), "b": LARGE_ONE}, tmp_path / "source.safetensors")
+    checkpoint = opened(tmp_path / "source.safetensors")
+    entries = {"b": checkpoint.entries["b"]}
+    path = write(Checkpoint(checkpoint.path, checkpoint.format, entries, root=entries), "safetensors", tmp_path)
+    shift = places(opened(path))["b"].offset - places(checkpoint)["b"].offset
+    # 8 is what the format asks of the header; the dropped 12 bytes are no multiple of it.
+    assert places(opened(path))["b"].offset % 8 == 0
+    assert shift % PAGE == 0 or places(checkpoint)["b"].offset % 8 != 0
+    same(dict(load_file(path)), {"b": LARGE_ONE})
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_whole_storage_with_views_of_it_is_proved_while_it_is_copied(damaged, tmp_path):
+    weight = torch.arange(100_000.0)
+    state_dict = {"view": weight[5:], "whole": weight, "other": weight[:7]}
+    torch.save(state_dict, tmp_path / "source.pth")
+    content = bytearray((tmp_path / "source.pth").read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 7] ^= damaged
+    (tmp_path / "source.pth").write_bytes(content)
+    checkpoint = opened(tmp_path / "source.pth")
+    if damaged:
+        with pytest.raises(WriteError, match="the storage of view and of 2 more fails its checksum"):
+            write(checkpoint, "safetensors", tmp_path)
+    else:
+        same(dict(load_file(write(checkpoint, "safetensors", tmp_path))), state_dict)
+
+
+def test_what_is_converted_is_read_once(tmp_path, monkeypatch):
+    """The proof of the checksum takes the bytes that are at hand for the copy."""
+    torch.save({"a": LARGE_ONE}, tmp_path / "source.pth")
+    checkpoint = opened(tmp_path / "source.pth")
+    read: list[int] = []
+    real = os.preadv
+
+    def noted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(buffers[0].nbytes)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr("os.preadv", noted)
+    write(checkpoint, "safetensors", tmp_path)
+    assert sum(read) == LARGE_ONE.nbytes
+
+
+def test_an_entry_with_tensors_in_it_is_never_lost_in_silence(tmp_path):
+    """Whatever rules were selected."""
+    torch.save({"weight": torch.ones(3), "packed": (torch.ones(2), None)}, tmp_path / "model.pth")
+    with pytest.raises(WriteError, match="cannot hold packed"):
+        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", select=("KEY",))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
