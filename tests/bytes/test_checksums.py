@@ -21,6 +21,7 @@ from ckptfix.bytes.mapping import map_file
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
+from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.values.casting import cast_spec
 from tests.checks import assert_same, bytes_of
 
@@ -102,7 +103,8 @@ def counted(tensor: torch.Tensor, crc32: int | None, parts: int) -> tuple[Checkp
     source = CountedBytes(bytes_of(tensor))
     size = tensor.numel() // parts
     spec = TensorSpec("float32", (size,), (1,), Storage("0", source, crc32=crc32))
-    return Checkpoint("model.pth", "torch-zip", {f"t{n}": replace(spec, offset=n * size) for n in range(parts)}), source
+    entries = {f"t{n}": replace(spec, offset=n * size) for n in range(parts)}
+    return Checkpoint("model.pth", "torch-zip", entries, reader=LazyTensors()), source
 
 
 def crc_of(tensor: torch.Tensor) -> int:

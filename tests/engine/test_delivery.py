@@ -249,7 +249,7 @@ def test_a_signal_while_writing_ends_in_one_line_and_leaves_nothing(number, sour
     script = (
         "import os, sys\n"
         "from ckptfix.cli import main\n"
-        "from ckptfix.reading.opening import output\n"
+        "from ckptfix.writing import output\n"
         "def hang(checkpoint, file):\n"
         f"    file.write(b'half'); file.flush(); os.kill(os.getpid(), {int(number)}); raise AssertionError\n"
         "output.torch_write.write_zip = hang\n"

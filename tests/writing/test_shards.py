@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import ckptfix
 from ckptfix.core.settings import Settings
+from ckptfix.engine import delivery
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.writing import shards as shard_write
@@ -103,12 +104,14 @@ def test_nothing_is_replaced(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_text() == "kept"
 
 
-@pytest.mark.parametrize("failing", ["write_to", "verify", "_write_index"])
-def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "failing"), [(shard_write, "write_to"), (delivery, "verify"), (shard_write, "_write_index")]
+)
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, failing: str) -> None:
     def fail(*_: Any) -> None:
         raise WriteError("the disk is full")
 
-    monkeypatch.setattr(shard_write, failing, fail)
+    monkeypatch.setattr(module, failing, fail)
     with pytest.raises(WriteError, match="the disk is full"):
         ckptfix.repair(state(), output=tmp_path / "model.safetensors", shard_size="90B")
     assert list(tmp_path.iterdir()) == []
