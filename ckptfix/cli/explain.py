@@ -77,7 +77,7 @@ def _explain(given: str, file: str | None, choices: dict[str, Any], console: Con
     # Here and not above: --help and --version need nothing of the library.
     from ckptfix.explain import Subject, nearest
     from ckptfix.explain import explain as explain_text
-    from ckptfix.explain.telling import concise_lines, full_lines, to_json, unknown_lines, verdict_lines
+    from ckptfix.explain.format import concise_lines, full_lines, to_json, unknown_lines, verdict_lines
 
     explanation = explain_text(given, Subject(file, _model_words(choices)))
     close = nearest(given) if explanation is None else None

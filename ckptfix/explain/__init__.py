@@ -1,11 +1,6 @@
-"""What an error message means, and what to do about it.
-
-``explain(text)`` finds the message in a text, the record that knows it, and fills in what the message says. The records
-lie in ``records``, one for each message.
-"""
+"""What an error message means, and what to do about it. What is known of messages is in ``messages.toml``."""
 
 from ckptfix.explain.case import Verdict, judge
-from ckptfix.explain.explanation import Explanation, Subject, explain
-from ckptfix.explain.nearest import nearest
+from ckptfix.explain.explanation import Explanation, Subject, explain, nearest
 
 __all__ = ["Explanation", "Subject", "Verdict", "explain", "judge", "nearest"]

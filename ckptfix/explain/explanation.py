@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 
 from ckptfix.core.shell import no_option, quoted, typed
 from ckptfix.errors import one_line
-from ckptfix.explain.record import Advice, Record
-from ckptfix.explain.records import RECORDS
+from ckptfix.explain.fit import read_fit
+from ckptfix.explain.records import RECORDS, Advice, Record
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
 
 FILE, MODEL = "FILE", "PKG.MOD:FACTORY"
@@ -118,7 +119,7 @@ def _explanation(
     subject: Subject,
 ) -> Explanation:
     (record, captured), *rest = found
-    reading = record.read(message) if record.read else None
+    reading = read_fit(message) if record.read == "keys" else None
     own_causes = reading.causes if reading else ()
     advice = (*(reading.advice if reading else ()), *record.advice)
     values = {
@@ -153,3 +154,29 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
 def _filled(text: str, values: Mapping[str, str]) -> str:
     """The text with the values that are known in the place of their names; other braces stay."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
+
+
+_FEWEST_WORDS, _SIMILAR = 5, 0.53
+"""Words that two messages have at least, and their similarity (0 to 1) from which one is offered for the other."""
+
+_VALUE = re.compile(r"'[^']{0,200}'|\"[^\"]{0,200}\"|[\w./\\-]*[/\\][\w./\\-]*|\[[\d, ]*\]|\b\w*Error\b")
+
+
+def nearest(text: str) -> tuple[Record, float] | None:
+    """Return the record whose example reads most like the text, with its similarity; None if none is close.
+
+    Names, numbers, paths and the exception's class do not count."""
+    best: tuple[Record, float] | None = None
+    for message in messages(text):
+        own = _words(message.readings[0][:2000])
+        for record in RECORDS:
+            example = _words(record.example)
+            if min(len(own), len(example)) >= _FEWEST_WORDS:
+                similarity = SequenceMatcher(None, " ".join(own), " ".join(example), autojunk=False).ratio()
+                if similarity >= _SIMILAR and (best is None or similarity > best[1]):
+                    best = (record, similarity)
+    return best
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z]{3,}", _VALUE.sub(" ", text).lower())

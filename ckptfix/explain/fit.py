@@ -7,6 +7,7 @@ no shapes for them, so what the rules find here is what the names say, and only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
@@ -16,9 +17,8 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.engine.diagnosis import diagnose
-from ckptfix.explain.mismatch import Mismatch, read_mismatch
-from ckptfix.explain.record import Advice, Reading
-from ckptfix.explain.shapes import shape_causes
+from ckptfix.explain.mismatch import Mismatch, Shape, read_mismatch
+from ckptfix.explain.records import Advice
 from ckptfix.explain.text import Message
 from ckptfix.rules.wrappers import MODULE, WRAPPER_SEGMENTS
 
@@ -37,6 +37,16 @@ _FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")
 """Keys that fit: most of a model does, and is not in the message."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the keys and shapes in a message say beyond the record: sentences, each with the keys that it is about, and
+    the advice that follows from them.
+    """
+
+    causes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    advice: tuple[Advice, ...] = ()
+
+
 def read_fit(message: Message) -> Reading:
     """What the keys and shapes in a message about a state_dict say."""
     mismatch = read_mismatch(message)
@@ -49,7 +59,7 @@ def read_fit(message: Message) -> Reading:
             ),
         )
     findings = _diagnose(mismatch)
-    causes = [*_named_causes(findings, mismatch), *shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
+    causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
         causes.append(("The list of keys is cut short in this text; with all of it the answer would be surer.", ()))
     if mismatch.running_statistics:
@@ -265,3 +275,44 @@ def _begin(finding: Finding) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the shapes of each key, in the file and in the model, say: a sentence and the keys that it is about."""
+    if not shapes:
+        return
+    empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))
+    if empty:
+        yield (
+            f"{counted(len(empty), 'key')} with nothing in the file (shape [0]): it is one part of a model that ZeRO"
+            " or FSDP had divided, and the weights are in the other files.",
+            empty,
+        )
+    others = {key: pair for key, pair in shapes.items() if key not in empty}
+    if not others:
+        return
+    heads = {key for key, (stored, wanted) in others.items() if stored[1:] == wanted[1:] and stored and wanted}
+    inputs = {key for key, pair in others.items() if _is_input(*pair)}
+    positions = {key for key in others if "pos" in key.lower()}
+    if positions:
+        reason = "position embeddings of another resolution or length"
+    elif heads == others.keys() and len(others) <= 4:
+        (stored, wanted), key = next(iter(others.values())), next(iter(others))
+        what = "entries of a vocabulary" if "emb" in key.lower() else "classes or output channels"
+        reason = f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
+    elif inputs == others.keys():
+        (stored, wanted) = next(iter(others.values()))
+        reason = f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
+    else:
+        reason = "a model of another size or configuration than the file's, so look for its variant first"
+    lines = tuple(f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in others.items())
+    yield f"{counted(len(others), 'key')} of another shape: {reason}. strict=False does not help here.", lines
+
+
+def _is_input(stored: Shape, wanted: Shape) -> bool:
+    """Whether two weights of a convolution differ in their input channels alone."""
+    return (
+        len(stored) == len(wanted) == 4
+        and stored[1] != wanted[1]
+        and stored[:1] + stored[2:] == wanted[:1] + wanted[2:]
+    )

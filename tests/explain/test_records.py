@@ -14,8 +14,7 @@ import typer.main
 from ckptfix.cli.app import app
 from ckptfix.explain import Explanation, Subject, explain
 from ckptfix.explain.explanation import recognise
-from ckptfix.explain.record import Record
-from ckptfix.explain.records import RECORDS
+from ckptfix.explain.records import RECORDS, Record
 from ckptfix.explain.text import messages
 from tests.explain.known import KNOWN
 

@@ -1,12 +1,15 @@
-"""The words of an explanation: what is known of a message, and what is said to one who met it."""
+"""What is known of each message: the entries of ``messages.toml``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+from ckptfix.core.config import parse_toml
 from ckptfix.explain.text import Message
 
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
@@ -26,26 +29,15 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the keys and shapes in a message say beyond the record: sentences, each with the keys that it is about, and
-    the advice that follows from them.
-    """
-
-    causes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    advice: tuple[Advice, ...] = ()
-
-
-@dataclass(frozen=True)
 class Record:
     """What is known of one message.
 
-    ``example`` is a genuine message. A message is this one where one of ``patterns`` is found in it, whatever its case;
-    each space stands for any white space. The named groups fill ``cause`` and ``advice``; ``unknown`` has what stands
-    there for a group that the message does not have. ``codes`` are the rules, or their beginnings, that find the cause
-    in a file. ``general`` marks messages that others come wrapped in: such a record counts where no other does.
-    ``read`` looks closer at a message and says more. ``frames`` are patterns for messages that say too little by
-    themselves: they count only in a whole traceback, of which no message is known but general ones.
-    """
+    ``example`` is a genuine message. A message is this one if one of ``patterns`` is found in it; case does not matter,
+    and a space matches any white space. The named groups fill ``cause`` and ``advice``; ``unknown`` stands in for
+    groups that the message lacks. ``codes`` are the rules, or the beginnings of their codes, that find the cause. A
+    ``general`` record, of a message that others come wrapped in, counts only if no other is found. ``frames`` are
+    patterns of traceback lines, for messages that say too little by themselves. ``read`` names the reader that looks at
+    the keys of the message."""
 
     name: str
     example: str
@@ -56,7 +48,7 @@ class Record:
     codes: tuple[str, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)
     general: bool = False
-    read: Callable[[Message], Reading] | None = None
+    read: str = ""
     frames: tuple[str, ...] = ()
 
     @cached_property
@@ -89,3 +81,19 @@ class Record:
         """What a whole traceback in one line says, for a message that is told by where it was raised."""
         found = any(re.search(pattern, text, re.IGNORECASE) for pattern in self.frames)
         return dict(self.unknown) if found else None
+
+
+def _load() -> tuple[Record, ...]:
+    data = parse_toml(Path(__file__).parent / "messages.toml")
+    shared = {name: Advice(**advice) for name, advice in data["advice"].items()}
+
+    def record(entry: dict[str, Any]) -> Record:
+        advice = tuple(shared[each] if isinstance(each, str) else Advice(**each) for each in entry.pop("advice"))
+        lists: dict[str, Any] = {name: tuple(entry.pop(name, ())) for name in ("patterns", "codes", "frames")}
+        return Record(**entry, **lists, advice=advice)
+
+    return tuple(record(entry) for entry in data["message"])
+
+
+RECORDS = _load()
+"""Every known message. A message matches exactly one of them, except for those that are general."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfix.explain.case import Verdict, finding_text
 from ckptfix.explain.explanation import MODEL, Explanation
-from ckptfix.explain.record import Advice, Record
+from ckptfix.explain.records import Advice, Record
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
 

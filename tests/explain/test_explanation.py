@@ -31,11 +31,6 @@ def test_nothing_is_near(text: str):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("RuntimeError: central directory could not be found, zip archive reading failed", "damaged-archive"),
-        (
-            "RuntimeError: Attempted deserializing an object onto CUDA device but is_available() returned False",
-            "device-tag",
-        ),
         ("ValueError: Expected more than 1 vlaue per chanel when trainig", "batchnorm-one-value"),
         ("Atempting to deserialise object on a CUDA devise but torch.cuda.is_availble() is False", "device-tag"),
         ("loaded optimizer state has parameter group with size that does not match the group", "optimizer-groups"),
@@ -50,7 +45,7 @@ def test_the_nearest(text: str, name: str):
     close = nearest(text)
     assert close is not None
     assert close[0].name == name
-    assert 0.45 <= close[1] <= 1
+    assert 0.5 <= close[1] <= 1
 
 
 @pytest.mark.parametrize(
