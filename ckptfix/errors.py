@@ -65,3 +65,7 @@ class WriteError(CkptfixError):
 
 class UsageError(CkptfixError):
     """A setting has no meaning, or two settings exclude each other."""
+
+
+class InternalError(CkptfixError):
+    """A bug of ckptfix that it has found itself, before anything was written."""

@@ -12,7 +12,8 @@ from ckptfix.core.report import Report
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.modules.assigning import left_empty, prepare
 from ckptfix.modules.transfer import Transfer, is_loaded_by_torch
-from ckptfix.repairing import Source, repair
+from ckptfix.reading.opening import Source
+from ckptfix.repairing import repair
 
 if TYPE_CHECKING:
     import torch

@@ -181,7 +181,7 @@ def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
 def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any]) -> Report:
     # Here and not above: --help and --version need nothing of the library.
     import ckptfix
-    from ckptfix.engine.delivery import refuse_inputs
+    from ckptfix.engine.destination import refuse_inputs
 
     if choices.get("plan") is not None:
         _check_plan_file(path, choices)
@@ -209,7 +209,7 @@ def _saved_plan(file: str) -> Plan:
 
 def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
     """A plan may replace an older plan and nothing else: one slip of a name must not cost a checkpoint."""
-    from ckptfix.engine.delivery import refuse_inputs
+    from ckptfix.engine.destination import refuse_inputs
 
     file = Path(choices["plan"])
     refuse_inputs(file, {"PATH": source, **_read_files(choices)})

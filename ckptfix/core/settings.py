@@ -33,6 +33,9 @@ _SHORT_DTYPES = {
     "fp8": "float8_e4m3fn",
 }
 
+SOURCE = "source"
+"""What ``--compare`` calls the file that is repaired."""
+
 _OF_TWINS = "VAL301"
 """The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
 
@@ -116,6 +119,12 @@ class Settings:
     def fill_file(self) -> str | None:
         """The donor file, None where ``fill`` names none."""
         return None if self.fill in ("target", "twin") else self.fill
+
+    @property
+    def compare_file(self) -> str | None:
+        """The other file whose outputs are compared, None without one."""
+        compare = self.smoke_settings.compare
+        return None if compare == SOURCE else compare
 
     @property
     def cast_dtype(self) -> str | None:

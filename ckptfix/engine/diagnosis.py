@@ -6,15 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.buffers import COUNTED_SINCE
+from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.edits import Disarm, Edit, Fill, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
+from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
+from ckptfix.errors import InternalError
+from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES, Listed
 from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
+    from ckptfix.core.coverage import Coverage
     from ckptfix.core.statistics import TensorStatistics
     from ckptfix.core.target import Target
     from ckptfix.engine.supplies import Measure
@@ -51,7 +56,7 @@ def diagnose(
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
-    Raises ``AssertionError`` where a second pass would still propose something: then a rule of ours is wrong (law 2 of
+    Raises ``InternalError`` if a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
@@ -81,9 +86,64 @@ def diagnose(
             fixed += cured
             context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
     if plan:  # without one, every rule has seen the result already
-        _assert_stable(context, settings, plan)
+        _refuse_unstable(context, settings, plan)
     figures = context.statistics.known if context.statistics is not None else {}
     return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
+
+
+def carry_out(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    target: Target | None,
+    settings: Settings,
+    donor: Checkpoint | None = None,
+    measure: Measure | None = None,
+) -> Diagnosis:
+    """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
+    from ckptfix.engine.applying import apply_plan
+    from ckptfix.engine.supplies import Supplies
+
+    result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
+    left = diagnose(result, target, replace(settings, unsafe_fixes=False), donor)
+    return Diagnosis(left.findings, (), plan, result, left.figures)
+
+
+def donor_of(target: Target | None, settings: Settings) -> Checkpoint | None:
+    """Open the checkpoint of ``--fill FILE``, under the names of the target."""
+    if settings.fill_file is None:
+        return None
+    donor = open_file(settings.fill_file)
+    if target is None and settings.salvage:
+        return donor
+    return diagnose(donor, target, Settings(select=("KEY", "FIL102"), values=False)).result
+
+
+def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
+    """Return the report of a diagnosis."""
+    coverage: Coverage | None = None
+    left: tuple[str, ...] = ()
+    if target is not None:
+        from ckptfix.core.coverage import measure_coverage, obstacles
+
+        coverage = measure_coverage(diagnosis.result, target, diagnosis.filled)
+        left = tuple(obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE)))
+    specs = diagnosis.result.specs
+    return Report(
+        source=checkpoint.path,
+        format=checkpoint.format,
+        container=path_name(checkpoint.container),
+        tensors=len(checkpoint.specs),
+        numel=sum(spec.numel for spec in checkpoint.specs.values()),
+        target=target.label if target is not None else None,
+        findings=diagnosis.findings,
+        fixed=diagnosis.fixed,
+        edits=diagnosis.plan.edits,
+        coverage=coverage,
+        obstacles=left,
+        remarks=target.remarks if target is not None else (),
+        figures=diagnosis.figures,
+        layout={key: (spec.dtype, tuple(spec.shape)) for key, spec in specs.items() if key in diagnosis.figures},
+    )
 
 
 def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:
@@ -119,7 +179,7 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
 
 
-def _assert_stable(context: Context, settings: Settings, plan: Plan) -> None:
+def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
     applied = {step.rule for step in plan.steps}
     for rule in RULES:
         # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
@@ -130,4 +190,9 @@ def _assert_stable(context: Context, settings: Settings, plan: Plan) -> None:
                 for finding in _propose(rule, context)
                 if finding.fix is not None and is_enabled(finding.fix, settings)
             ]
-            assert not again, f"{rule.code} proposes another fix on its own result: {again[0].message}"
+            if again:
+                raise InternalError(
+                    f"{context.checkpoint.path}: {rule.code} proposes another fix after all fixes were applied "
+                    f"({again[0].message}); this is a bug of ckptfix, please report it; --ignore {rule.code} goes on "
+                    "without this rule"
+                )

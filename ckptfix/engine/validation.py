@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckptfix.core.settings import Settings
 from ckptfix.errors import UsageError
+from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
 LONGEST_TIMEOUT = 10**6
 """Seconds, eleven days: what every clock of the system can wait for."""
 
 
-def checked_settings(given: Mapping[str, Any]) -> Settings:
-    """The settings of a repair. Raises ``UsageError`` where one is unknown, has no meaning, or needs another."""
+def checked_settings(given: Mapping[str, Any], model: object = None, like: object = None) -> Settings:
+    """Return the settings of a repair towards a model or a reference file.
+
+    Raises ``UsageError`` for one that is unknown, has no meaning, or needs another, a model or a reference."""
     try:
         settings = Settings(**given)
     except TypeError as error:
@@ -39,7 +43,32 @@ def checked_settings(given: Mapping[str, Any]) -> Settings:
         raise UsageError(f"a timeout of {timeout:g} s has no meaning; give seconds above 0 and up to {LONGEST_TIMEOUT}")
     settings.is_for_torch_before("0")  # says in one line that a version is none
     _ = settings.shard_bytes  # and that a size is none
+    _check_target(settings, model, like)
     return settings
+
+
+def _check_target(settings: Settings, model: object, like: object) -> None:
+    """Raise ``UsageError`` if the settings need a model or a reference file that is not given."""
+    has_factory, has_target = isinstance(model, str), model is not None or like is not None
+    if model is not None and like is not None:
+        raise UsageError("model and like exclude each other: both say what the checkpoint has to fit")
+    if settings.smoke and not has_factory:
+        raise UsageError("the forward test needs a factory: give --model pkg.mod:factory")
+    if settings.smoke_settings.compare is not None and (settings.smoke is False or not has_factory):
+        raise UsageError("--compare is about the outputs of the forward test, which needs --model and no --no-smoke")
+    if settings.compare_file is not None:
+        open_file(settings.compare_file)  # a slip of its name shows before anything runs
+    if settings.fill == "target" and not has_target:
+        raise UsageError("--fill target takes values from a model or a reference; add --model or --like")
+    if settings.fill_file is not None and not (has_target or settings.salvage or settings.replace):
+        raise UsageError(
+            f"--fill {settings.fill_file}: what is missing shows only against a target; add --model or --like, or say "
+            "with --replace which values it replaces"
+        )
+    if settings.recalibrate is not None and model is None:
+        raise UsageError("--recalibrate runs data through the model; add --model pkg.mod:factory")
+    if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
+        raise UsageError(f"--recalibrate {settings.recalibrate}: there is no such file; check the path")
 
 
 def _codes(given: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import os
 import sys
 import traceback
 import warnings
@@ -15,14 +16,30 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.target import Target, target_from_module
-from ckptfix.errors import CkptfixError, TargetError
+from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
+from ckptfix.errors import CkptfixError, TargetError, UsageError
+from ckptfix.reading.opening import open_file
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 Arguments = Mapping[str, Any] | Sequence[Any]
 """What ``--model-args`` gives: keyword arguments, or positional ones."""
+
+
+def target_of(
+    model: nn.Module | str | None, like: str | os.PathLike[str] | None, arguments: Arguments = (), seed: int = 0
+) -> Target:
+    """Return what a model, a factory (``pkg.mod:factory``) or else the reference file ``like`` wants."""
+    if isinstance(model, str):
+        return target_from_factory(model, arguments, seed)
+    if model is not None:
+        if not hasattr(model, "named_modules") or isinstance(model, type):
+            raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
+        return target_from_module(model)
+    assert like is not None, "nothing to fit"
+    return target_from_checkpoint(open_file(os.fspath(like)))
 
 
 def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> Target:

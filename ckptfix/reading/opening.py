@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint, Remark
+from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.tree import tensors_in
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.containers import open_document
@@ -43,6 +45,26 @@ FORMATS = (
     Format("torch-legacy", "ckptfix.reading.torch_files.torch_legacy", sniffing.is_pickle),
 )
 """Every format, in the order in which a file is asked."""
+
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+"""A checkpoint file, or a state_dict in memory."""
+
+
+def open_source(source: Source, settings: Settings) -> Checkpoint:
+    """Open a checkpoint file or a state_dict in memory, as the settings of a repair ask."""
+    if not isinstance(source, Mapping):
+        if not isinstance(source, (str, os.PathLike)):
+            raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
+        path, weights = os.fspath(source), settings.weights
+        return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
+    if settings.smoke_settings.compare == SOURCE:
+        raise UsageError("--compare source: a state_dict in memory is no file to compare with; name one")
+    from ckptfix.reading.memory import open_state_dict
+    from ckptfix.reading.weights.prefixed_sets import with_pick
+
+    checkpoint = open_state_dict(source)
+    return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
 def open_file(

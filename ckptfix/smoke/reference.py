@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
-from ckptfix.core.settings import Settings
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
-from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.errors import CkptfixError
 from ckptfix.smoke.agreement import compare_outputs
 from ckptfix.smoke.forward import Pass, forward
 from ckptfix.smoke.outcome import Outcome
@@ -25,9 +25,6 @@ from ckptfix.smoke.proof import NotLoadedError, load_strictly
 
 if TYPE_CHECKING:
     from torch import nn
-
-SOURCE = "source"
-"""What ``--compare`` calls the file that is repaired."""
 
 _NAMES = Settings(select=("KEY", "BUF", "FIT105", "FIL102"), values=False)
 
@@ -55,24 +52,6 @@ class Reference:
         from ckptfix.reading.opening import open_file
 
         return open_file(self.file, self.weights, salvage=self.salvage, member=self.member)
-
-
-def reference_file(settings: Settings, source: Checkpoint, has_factory: bool) -> str | None:
-    """The other file that is compared with, None without one; it is opened, so that a slip shows before anything runs.
-
-    Raises ``UsageError`` where nothing would be compared, and ``UnreadableError`` for what is no checkpoint.
-    """
-    reference = Reference.of(settings, source.path)
-    if reference is None:
-        return None
-    if settings.smoke is False or not has_factory:
-        raise UsageError("--compare is about the outputs of the forward test, which needs --model and no --no-smoke")
-    if reference.file == source.path and source.format == IN_MEMORY:
-        raise UsageError("--compare source: a state_dict in memory is no file to compare with; name one")
-    if settings.smoke_settings.compare == SOURCE:
-        return None
-    reference.open()
-    return reference.file
 
 
 def compare_with_reference(

@@ -27,7 +27,7 @@ from ckptfix.writing import torch_files as torch_write
 
 PTH, SAFETENSORS = "pth", "safetensors"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-FIRST_ZIP = Version("1.6")
+FIRST_ZIP = "1.6"
 """The first torch that writes and reads the zip container by default."""
 
 Write = Callable[[Checkpoint, BinaryIO], Copier]
@@ -45,7 +45,7 @@ def writer_for(form: str, for_torch: str | None) -> Write:
     """The function that writes a format; an old ``--for-torch`` gets the legacy container, the only one it reads."""
     if form == SAFETENSORS:
         return safetensors_write.write
-    if for_torch is not None and Version(for_torch) < FIRST_ZIP:
+    if for_torch is not None and Version(for_torch) < Version(FIRST_ZIP):
         return torch_write.write_legacy
     return torch_write.write_zip
 

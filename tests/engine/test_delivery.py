@@ -22,7 +22,7 @@ from ckptfix.errors import UnreadableError, UsageError, WriteError
 from ckptfix.writing import output
 from tests.reading.state_dicts import same
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WRAPPED = {"module.fc.weight": torch.arange(6.0).reshape(2, 3), "module.fc.bias": torch.zeros(2)}
 BARE = {key.removeprefix("module."): tensor for key, tensor in WRAPPED.items()}
 

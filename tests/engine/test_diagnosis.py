@@ -16,6 +16,7 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.settings import Settings
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import diagnose, is_enabled
+from ckptfix.errors import InternalError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.rule import Context, Rule
 
@@ -84,7 +85,7 @@ def test_a_rule_that_is_never_satisfied_is_a_bug_of_ours(monkeypatch):
         )
 
     monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", (Rule("TST101", "restless", "", propose),))
-    with pytest.raises(AssertionError, match="TST101 proposes another fix on its own result"):
+    with pytest.raises(InternalError, match="TST101 proposes another fix after all fixes"):
         diagnose(CHECKPOINT, None, Settings())
 
 
@@ -105,7 +106,7 @@ def test_a_rule_after_the_last_one_may_not_undo_it(monkeypatch):
 
     rules = (Rule("TST101", "take", "", take), Rule("TST102", "bring", "", bring))
     monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", rules)
-    with pytest.raises(AssertionError, match="TST101"):
+    with pytest.raises(InternalError, match="TST101"):
         diagnose(CHECKPOINT, None, Settings())
 
 

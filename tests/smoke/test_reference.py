@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ckptfix.core.finding import Level
 from ckptfix.core.settings import Settings, SmokeSettings
 from ckptfix.core.smoke_result import Comparison
+from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.reading.memory import open_state_dict
-from ckptfix.reading.opening import open_file
+from ckptfix.reading.opening import open_source
 from ckptfix.smoke.exam import Job, examine
 from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.outcome import Outcome
-from ckptfix.smoke.reference import Reference, reference_file
+from ckptfix.smoke.reference import Reference
 from tests.smoke import models
 from tests.smoke.conftest import Save
 from tests.smoke.second_tries import Mixed
@@ -214,14 +214,12 @@ def test_the_source_is_opened_as_it_was() -> None:
 
 def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) -> None:
     file = save(models.Net())
-    source = open_file(file)
     (tmp_path / "notes.txt").write_text("no checkpoint")
-    assert reference_file(Settings(), source, False) is None
-    assert reference_file(settings("source"), source, True) is None
-    assert reference_file(settings(file), source, True) == file
+    for given in (Settings(), settings("source"), settings(file)):
+        checked_settings(vars(given), "pkg:build")
     for name in ("absent.pth", "notes.txt"):
         with pytest.raises(CkptfixError, match=name):
-            reference_file(settings(str(tmp_path / name)), source, True)
+            checked_settings(vars(settings(str(tmp_path / name))), "pkg:build")
 
 
 @pytest.mark.parametrize(
@@ -234,4 +232,4 @@ def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) 
 )
 def test_a_comparison_without_meaning_is_refused(given: Settings, has_factory: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        reference_file(given, open_state_dict(net()), has_factory)
+        open_source(net(), checked_settings(vars(given), "pkg:build" if has_factory else None))

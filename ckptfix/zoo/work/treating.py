@@ -11,11 +11,10 @@ from typing import Any
 from ckptfix.bytes.copying import without_threads
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.report import Report
-from ckptfix.engine.delivery import SUFFIXES, refusal
+from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import checked_settings
-from ckptfix.repairing import Repair, repair
+from ckptfix.repairing import repair
 from ckptfix.report.weights import weights_to_json
-from ckptfix.writing.output import output_format
 from ckptfix.zoo.books.journal import line_of
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.items.renames import name_with_hash, wrong_hash
@@ -47,7 +46,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
         )
     sha256, written_sha256 = _digests(job, path, draft)
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
-    is_rewritten = _is_rewritten(job, done, draft)
+    is_rewritten = done.is_changed
     staged: tuple[Staged, ...] = ()
     facts: dict[str, Any] = {}
     if not is_refused(job, report):
@@ -104,15 +103,6 @@ def _threads(job: Job) -> AbstractContextManager[None]:
 def _waits(job: Job) -> bool:
     """Whether the output need not be flushed now: the driver does that for many, or it goes to another machine."""
     return job.fetches or (job.is_grouped and job.item.size <= GROUPED)
-
-
-def _is_rewritten(job: Job, done: Repair, draft: Path) -> bool:
-    """Whether the output is to be another file than the source: ``repair`` with ``only_changes`` decides the same."""
-    if _in_shards(job):
-        return True
-    asked = job.treatment.settings.get("format") or SUFFIXES.get(draft.suffix.lower())
-    is_converted = output_format(done.checkpoint, asked) != output_format(done.checkpoint, None)
-    return bool(done.plan) or is_converted or bool(done.checkpoint.member or done.checkpoint.damage)
 
 
 def _digests(job: Job, path: Path, draft: Path) -> tuple[str, str]:

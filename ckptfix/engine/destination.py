@@ -1,0 +1,142 @@
+"""Where the result of a repair goes, as what, and whether there is anything to write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.plan import Plan
+from ckptfix.core.settings import Settings
+from ckptfix.errors import UsageError, WriteError
+from ckptfix.reading.folders import sharded
+from ckptfix.reading.torch_files import torch_zip
+from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, output_format
+
+SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
+
+
+def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings) -> bool:
+    """Return whether a file with the result would be another one than the source; only this decides it.
+
+    ``settings.format`` is the format of the output, None for that of the source."""
+    if plan or checkpoint.member or checkpoint.damage or settings.shard_bytes is not None:
+        return True
+    if output_format(checkpoint, settings.format) != output_format(checkpoint, None):
+        return True
+    return checkpoint.format == torch_zip.NAME and settings.is_for_torch_before(FIRST_ZIP)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the result goes, and as what: ``form`` is ``pth`` or ``safetensors``.
+
+    ``like`` is the file whose permissions it gets, ``backup_of`` the source whose old content is kept. Without
+    ``flush`` the file is not on the disk yet when it is delivered: the caller flushes many in one go. ``before`` is the
+    state of the file to be replaced before it was read (``state_of``)."""
+
+    output: Path
+    form: str
+    like: Path | None = None
+    backup_of: Path | None = None
+    flush: bool = True
+    before: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        settings: Settings,
+        output: str | os.PathLike[str] | None,
+        beside: bool,
+        in_place: bool,
+        backup: bool,
+    ) -> Destination | None:
+        """Return the destination that was asked for, None if nothing is to be written.
+
+        Its format is that of the settings, else that of the output's suffix, else that of the source."""
+        if output is not None and (in_place or beside):
+            raise UsageError("an output and --in-place exclude each other: name another file, or replace the source")
+        if backup and not in_place:
+            raise UsageError("--backup goes with --in-place: without it the source stays as it is anyway")
+        source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
+        if output is not None:
+            return cls._named(Path(output), source, checkpoint, settings.format)
+        if not (beside or in_place):
+            return None
+        if source is None:
+            raise UsageError("a state_dict in memory has no place of its own; name an output")
+        form = output_format(checkpoint, settings.format)
+        is_conversion = form != output_format(checkpoint, None)
+        in_pieces = source.is_dir() or checkpoint.format.startswith(sharded.NAME)
+        if in_place:
+            if settings.shard_bytes is not None:
+                raise UsageError(
+                    f"{source}: --in-place replaces one file, and --shard-size writes several; name an output"
+                )
+            if checkpoint.member or in_pieces:
+                whole = "a folder" if source.is_dir() else "in several files"
+                inside = f"{checkpoint.member} in it" if checkpoint.member else whole
+                raise UsageError(f"{source}: --in-place replaces a file, but the checkpoint is {inside}; use -o OUT")
+            real = source.resolve()  # a link keeps pointing at its file: it is the file that is replaced
+            if is_conversion:
+                raise UsageError(
+                    f"{real}: --in-place keeps the name, and --format {form} needs another; name an output"
+                )
+            return cls(real, form, real, real if backup else None)
+        like = None if in_pieces else source
+        # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
+        named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
+        # The dot of a folder named v1.5 begins no suffix; that of model.pth, unpacked, does.
+        stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
+        suffix = named.suffix if like is not None and not is_conversion and named.suffix else f".{form}"
+        return cls(source.with_name(f"{stem}.fixed{suffix}"), form, like)
+
+    @classmethod
+    def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, asked: str | None) -> Destination:
+        if goal.is_dir():
+            raise UsageError(f"{goal}: is a folder; name the file to write")
+        if source is not None and goal.exists() and goal.samefile(source):
+            raise UsageError(f"{goal}: is the source itself; use --in-place to replace it")
+        return cls(goal, output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower())), source)
+
+    def refuse_inputs(self, inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
+        """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""
+        refuse_inputs(self.output, inputs)
+
+    def refuse_replaced(self) -> None:
+        """Raise ``WriteError`` if the file to be replaced is not the one that was read: a training run that saves anew
+        renames its file over the old one, and that one would be lost."""
+        if self.before is not None and state_of(self.output) != self.before:
+            raise WriteError(
+                f"{self.output}: is another file than the one that was read, or is gone; run the same command again"
+            )
+
+
+def refuse_inputs(output: str | os.PathLike[str], inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
+    """Raise ``UsageError`` if an output is one of the files that are read, or a part of one, by whatever name."""
+    for option, given in inputs.items():
+        if given is not None and _is_part(Path(output), Path(given)):
+            raise UsageError(f"{output}: is the file of {option}, which is only read; name another output")
+
+
+def _is_part(file: Path, given: Path) -> bool:
+    """Return whether a file is the given one or inside the given folder. One that does not exist counts by its name."""
+    if given.is_dir():
+        return file.exists() and given.resolve() in file.resolve().parents
+    if file.exists() and given.exists():
+        return file.samefile(given)
+    return file.resolve() == given.resolve()
+
+
+def state_of(file: object) -> tuple[int, ...] | None:
+    """Return what changes once anything writes to a file or renames another one over it; None if there is no file."""
+    if not isinstance(file, (str, os.PathLike)):
+        return None
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
