@@ -1,0 +1,83 @@
+"""The files of a folder that ranks wrote: which of them there are, what they hold, and which are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint import Remark
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.finding import counted
+from ckptfix.formats.raw.sources import Content
+from ckptfix.formats.weights.document import Document
+
+MOST_RANKS = 1 << 20
+"""Ranks that a file may claim: more than any training ever had."""
+
+_LISTED = 4
+
+
+def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+    """Return the files whose whole name matches, by the numbers in its groups, in numerical order."""
+    found = {
+        tuple(int(number or 0) for number in match.groups()): path
+        for path in folder.iterdir()
+        if (match := pattern.fullmatch(path.name)) and path.is_file()
+    }
+    return {numbers: found[numbers] for numbers in sorted(found)}
+
+
+def list_some(names: Sequence[object]) -> str:
+    """Return the first few names, and how many more there are."""
+    rest = len(names) - _LISTED
+    return ", ".join(map(str, names[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
+
+
+class RankFiles:
+    """One reading of the files of a folder: what is damaged, and what was noticed."""
+
+    def __init__(self, folder: Path, salvage: bool) -> None:
+        self.folder, self.salvage = folder, salvage
+        self.names: set[str] = set()
+        self.remarks: dict[Remark, None] = {}
+        self.damage: list[str] = []
+
+    def root(self, file: Path) -> Any:
+        """Return what a file holds; None if it cannot be read, which is damage."""
+        # The table of folders lists the modules that ask for this.
+        from ckptfix.formats import read_unwrapped
+
+        try:
+            document = read_unwrapped(Content.of_file(str(file)), self.salvage)
+        except HostileError:
+            raise
+        except UnreadableError as error:
+            self.damage.append(f"has a rank that cannot be read ({error})")
+            return None
+        self.names |= document.names
+        self.remarks.update(dict.fromkeys(document.remarks))
+        self.damage += [f"has a file {file.name} that {clause}" for clause in document.damage]
+        return document.root
+
+    def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
+        """Note as damage the ranks of ``world`` that have no file; ``pattern`` is what the files are called."""
+        if not 0 < world <= MOST_RANKS:
+            raise HostileError(f"{self.folder}: claims {world} ranks; do not use this checkpoint")
+        extra = [path.name for rank, path in present.items() if rank >= world]
+        if extra:
+            self.damage.append(f"has files of other ranks than the {world} that saved it: {list_some(extra)}")
+        if absent := world - sum(rank < world for rank in present):
+            names = (pattern.format(rank) for rank in range(world) if rank not in present)
+            first = [next(names) for _ in range(min(absent, _LISTED))]
+            more = f" and {absent - len(first)} more" if absent > len(first) else ""
+            self.damage.append(f"lacks {counted(absent, 'rank')} of {world}: {', '.join(first)}{more}")
+
+    def document(self, form: str, root: Any, producer: str) -> Document:
+        """Return the merged document. Raises ``UnreadableError`` where it holds nothing that is whole."""
+        remarks = [replace(mark, where=mark.where or ".") for mark in self.remarks]
+        return Document(
+            str(self.folder), form, root, names=self.names, remarks=remarks, damage=self.damage, producer=producer
+        )

@@ -1,0 +1,366 @@
+"""DeepSpeed's ZeRO 1, 2 and 3: model states with names and shapes, optimizer states with flat slices of the fp32 masters.
+
+``<folder>/latest`` names the tag, a folder with ``*_model_states.pt`` and ``*_optim_states.pt`` of every rank. In stages
+1 and 2 each optimizer group is one flat run that is cut into as many equal partitions as there are ranks; in stage 3
+each parameter is cut into equal shares, and a rank's shares lie one after another, in sub-groups of their own.
+``param_shapes`` has the names in the order of the run. What is trained comes from the masters, in fp32; buffers and
+frozen parameters, which have none, come from the model states. The moments of the optimizer lie as the masters do, and
+are given by name.
+
+Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``runtime/bf16_optimizer.py``,
+``utils/zero_to_fp32.py`` (0.9 to 0.19)."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint import TensorSpec
+from ckptfix.errors import UnreadableError
+from ckptfix.finding import counted
+from ckptfix.formats.pickles.claims import sizes
+from ckptfix.formats.pickles.objects import Opaque
+from ckptfix.formats.raw.bounds import shown
+from ckptfix.formats.shards.shard_index import file_inside
+from ckptfix.formats.weights.document import Document
+from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, list_some
+from ckptfix.reading.folders.ranks.merging import Flat, Spread, gone, of_flat
+
+NAME = "zero"
+LATEST = "latest"
+
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+_TAG_LIMIT = 1 << 10
+_PARTITION = frozenset(
+    "buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
+    " checkpoint_parallel_dimensions".split()
+)
+"""What the model states say only for those who merge the ranks."""
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def looks_like(folder: Path) -> bool:
+    """Return whether a folder, or the one that its ``latest`` names, has optimizer states of ZeRO."""
+    return bool(_tags(folder))
+
+
+def _tags(folder: Path) -> list[Path]:
+    """Return the folders with ZeRO's files: the folder itself, the one that is named as the latest, or all in it."""
+    if _has_states(folder):
+        return [folder]
+    latest = folder / LATEST
+    if latest.is_file() and latest.stat().st_size <= _TAG_LIMIT:
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+        named = file_inside(folder, tag, str(latest))
+        if named.is_dir() and _has_states(named):
+            return [named]
+    return sorted(child for child in folder.iterdir() if child.is_dir() and _has_states(child))
+
+
+def _has_states(folder: Path) -> bool:
+    return any(_OPTIM.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_folder(folder: Path, salvage: bool) -> Document:
+    """Return the document of a folder: the container of the first model states, with whole weights in it."""
+    tags = _tags(folder)
+    if len(tags) > 1:
+        names = list_some([tag.name for tag in tags])
+        raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
+    return _Reading(tags[0], salvage).document()
+
+
+@dataclass
+class _States:
+    """What the optimizer states of one rank say, as inert data."""
+
+    masters: list[TensorSpec]
+    stage: int
+    world: int
+    paddings: Any
+    optimizer: Mapping[str, Any]
+    """The state_dict of the inner optimizer: ``state`` by number of the flat group, and ``param_groups``."""
+    version: str = ""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The key in ``state`` of each flat group."""
+        groups = self.optimizer.get("param_groups", ())
+        return [number for group in groups for number in group.get("params", ()) if type(number) is int]
+
+
+class _Reading:
+    """One reading of the folder of a tag."""
+
+    def __init__(self, folder: Path, salvage: bool) -> None:
+        self.folder = folder
+        self.files = RankFiles(folder, salvage)
+        self.path = str(folder)
+
+    def document(self) -> Document:
+        """Return the merged document."""
+        optim, models = by_rank(self.folder, _OPTIM), by_rank(self.folder, _MODEL)
+        if any(parallel for _, parallel in optim):
+            raise UnreadableError(
+                f"{self.path}: ZeRO beside tensor or pipeline parallelism ({len(optim)} files of"
+                f" {len({parallel for _, parallel in optim})} model-parallel ranks) is not merged; make a universal"
+                " checkpoint with ds_to_universal.py"
+            )
+        states = {rank: made for (rank, _), file in optim.items() if (made := self._states(file)) is not None}
+        if not states:
+            raise UnreadableError(f"{self.path}: {'; '.join(self.files.damage)}; no rank can be read: fetch it again")
+        first = states[min(states)]
+        self._check_alike(states, {rank: file for (rank, _), file in optim.items()})
+        prefix = next(iter(optim.values())).name.partition("zero_pp_rank")[0]
+        present = {rank: file for (rank, _), file in optim.items() if rank in states}
+        self.files.note_missing(first.world, present, f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
+        # The last file of a rank wins: model states of stage 3 have a rank, those of stages 1 and 2 do not.
+        roots = {rank: root for (rank, _), file in models.items() if (root := self.files.root(file)) is not None}
+        root = roots.get(0)
+        if not isinstance(root, dict) or not isinstance(root.get("module"), dict):
+            raise UnreadableError(
+                f"{self.path}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
+            )
+        try:
+            return self._merged(first, states, roots)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UnreadableError(
+                f"{self.path}: its files are not as DeepSpeed writes them ({type(error).__name__}: {error}); they are"
+                " damaged or of an unknown release"
+            ) from error
+
+    def _states(self, file: Path) -> _States | None:
+        root = self.files.root(file)
+        if root is None:
+            return None
+        try:
+            return _states(root)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UnreadableError(
+                f"{file}: not optimizer states of ZeRO ({type(error).__name__}: {error}); fetch the file again"
+            ) from error
+
+    def _check_alike(self, states: Mapping[int, _States], files: Mapping[int, Path]) -> None:
+        """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
+        told = {rank: (made.stage, made.world, len(made.masters), *_steps(made)) for rank, made in states.items()}
+        usual = max(told.values(), key=list(told.values()).count)
+        odd = [files[rank].name for rank, facts in told.items() if facts != usual]
+        if odd:
+            raise UnreadableError(
+                f"{self.path}: its ranks are of different saves: {list_some(odd)} differ from the other"
+                f" {len(told) - len(odd)} in stage, number of ranks or step; put the files of one save together"
+            )
+
+    def _merged(self, first: _States, states: Mapping[int, _States], roots: Mapping[int, Any]) -> Document:
+        root = roots[0]
+        groups: list[_Shapes] = [
+            {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
+        ]
+        place = self._spread(first, states, groups) if first.stage == 3 else self._partitions(first, states, groups)
+        tensors = place(lambda made, index: made.masters[index])
+        if tensors is None:
+            raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
+        frozen = self._frozen(root, roots, first.world) if first.stage == 3 else {}
+        weights = self._weights(root, tensors, frozen)
+        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in _PARTITION}
+        if (optimizer := self._optimizer(first, place, groups)) is not None:
+            merged["optimizer"] = optimizer
+        trained = {spec.dtype for spec in root["module"].values() if isinstance(spec, TensorSpec) and spec.numel}
+        half = ", ".join(sorted(trained & {"bfloat16", "float16"}))
+        masters = f"fp32 masters of a training in {half}" if half else "fp32"
+        release = f"DeepSpeed {first.version}".strip()
+        producer = f"{release}, ZeRO stage {first.stage or '1 or 2'}, {counted(first.world, 'rank')}: {masters}"
+        return self.files.document(NAME, merged, producer)
+
+    def _partitions(
+        self, first: _States, states: Mapping[int, _States], groups: Sequence[_Shapes]
+    ) -> Callable[[_Take], dict[str, TensorSpec] | None]:
+        """Return what gives the tensors of stages 1 and 2: each group is one run, cut into equal partitions."""
+        if len(groups) != len(first.masters):
+            raise ValueError(f"{len(first.masters)} groups of weights and names of {len(groups)}")
+
+        def place(take: _Take) -> dict[str, TensorSpec] | None:
+            made: dict[str, TensorSpec] = {}
+            for index, shapes in enumerate(groups):
+                taken = {rank: take(state, index) for rank, state in states.items()}
+                if not all(map(_is_flat, taken.values())):
+                    return None
+                length = max(spec.numel for spec in taken.values())
+                flat = Flat([(rank * length, spec) for rank, spec in taken.items()])
+                paddings = first.paddings[index] if first.paddings else [0] * len(shapes)
+                start, dtype = 0, next(iter(taken.values())).dtype
+                for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+                    made[name] = of_flat(name, shape, flat, start, dtype, self.path)
+                    start += made[name].numel + padding
+                self._check_length(index, start, length, first.world)
+            return made
+
+        return place
+
+    def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
+        """Raise ``UnreadableError`` unless a group's partitions hold its parameters and no more than the padding."""
+        if not wanted <= length * world < wanted + 2 * world + 8 * world:
+            raise UnreadableError(
+                f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
+                f" {length} each; its files are of different saves or damaged"
+            )
+
+    def _spread(
+        self, first: _States, states: Mapping[int, _States], groups: Sequence[_Shapes]
+    ) -> Callable[[_Take], dict[str, TensorSpec] | None]:
+        """Return what gives the tensors of stage 3: each is cut into equal shares."""
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+
+        def place(take: _Take) -> dict[str, TensorSpec] | None:
+            flats = []
+            for state in states.values():
+                taken = [take(state, index) for index in range(len(first.masters))]
+                if not all(map(_is_flat, taken)):
+                    return None
+                flats.append(Flat.joined(taken))
+            if len(flats) < first.world:
+                return {name: self._lost(name, shape) for name, shape in shapes.items()}
+            spread, start, made = Spread(flats), 0, {}
+            for name, shape in shapes.items():
+                made[name] = spread.tensor(name, shape, start, "float32", self.path)
+                start += spread.share(made[name].numel)
+            if any(flat.stop != start for flat in flats):
+                raise UnreadableError(
+                    f"{self.path}: has names and shapes of {start} numbers for each rank, and the ranks hold"
+                    f" {list_some(sorted({flat.stop for flat in flats}))}; its files are of different saves or damaged"
+                )
+            return made
+
+        return place
+
+    def _lost(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
+        return gone(name, TensorSpec("float32", shape, _strides(shape)), self.path)
+
+    def _frozen(self, root: Any, roots: Mapping[int, Any], world: int) -> dict[str, TensorSpec]:
+        """Return the frozen parameters of stage 3, of which every rank's model states hold a share."""
+        made = {}
+        for name, size in (root.get("frozen_param_shapes") or {}).items():
+            shape = sizes(size)
+            parts = [(states.get("frozen_param_fragments") or {}).get(name) for states in roots.values()]
+            if not all(map(_is_flat, parts)) or len(parts) != world:
+                made[name] = self._lost(name, shape)
+                continue
+            spread = Spread([Flat.joined([part]) for part in parts])
+            made[name] = spread.tensor(name, shape, 0, parts[0].dtype, self.path)
+        return made
+
+    def _weights(
+        self, root: Any, trained: Mapping[str, TensorSpec], frozen: Mapping[str, TensorSpec]
+    ) -> OrderedDict[str, Any]:
+        """Return the state_dict in the order of the model, with its ties: a tied parameter has one master."""
+        module, shared = root["module"], root.get("shared_params") or {}
+        views = {entry.view: name for name in trained if isinstance(entry := module.get(name), TensorSpec)}
+        weights: OrderedDict[str, Any] = OrderedDict()
+        empty = []
+        for name, entry in module.items():
+            if (name in trained) or (name in frozen):
+                weights[name] = trained.get(name, frozen.get(name))
+            elif shared.get(name) in trained:
+                weights[name] = trained[shared[name]]
+            elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
+                weights[name] = trained[views[entry.view]]  # older releases do not list what is tied
+            else:
+                if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
+                    empty.append(name)
+                weights[name] = entry
+        weights.update({name: spec for name, spec in {**trained, **frozen}.items() if name not in weights})
+        weights.__dict__.update(getattr(module, "__dict__", {}))  # torch's _metadata
+        if empty:
+            raise UnreadableError(f"{self.path}: no rank holds the values of {list_some(empty)}; its files are damaged")
+        return weights
+
+    def _optimizer(
+        self, first: _States, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
+    ) -> dict[str, Any] | None:
+        """Return the optimizer's state by name; None where it is not there, or lies in another way than the masters."""
+        numbers, states = first.numbers, first.optimizer.get("state")
+        if not isinstance(states, dict) or len(numbers) != len(first.masters) or set(numbers) - states.keys():
+            return None
+        made: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
+        for field, value in states[numbers[0]].items():
+            if not isinstance(value, TensorSpec) or not value.shape:
+                for group, number in zip(groups, numbers, strict=True):
+                    made.update({name: {**made[name], field: states[number].get(field)} for name in group})
+                continue
+            tensors = place(lambda state, index, field=field: state.optimizer["state"][numbers[index]].get(field))
+            if tensors is None:
+                return None
+            for name, spec in tensors.items():
+                made[name][field] = spec
+        # Stage 3 has one dict of names for each of its sub-groups, as many as there are flat groups.
+        if len(groups) != len(numbers):
+            return None
+        names = dict(zip(numbers, map(list, groups), strict=True))
+        kept = [
+            {**group, "params": [name for number in group["params"] for name in names[number]]}
+            for group in first.optimizer["param_groups"]
+        ]
+        return {"state": made, "param_groups": kept}
+
+
+_Take = Callable[[_States, int], Any]
+"""What takes the slice of a flat group out of the states of a rank."""
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, TensorSpec) and len(value.shape) == 1 and value.is_contiguous and value.has_data
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    from ckptfix.checkpoint import contiguous_strides
+
+    return contiguous_strides(shape)
+
+
+def _states(root: Any) -> _States:
+    """Return the optimizer states in a file. Raises ``ValueError`` and the like if it is another file."""
+    held = root["optimizer_state_dict"]
+    spread = "fp32_flat_groups" in held
+    masters = held["fp32_flat_groups" if spread else "single_partition_of_fp32_groups"]
+    counts = held["partition_count"]
+    counts = counts if isinstance(counts, list) else [counts]
+    if len(set(counts)) != 1 or type(counts[0]) is not int:
+        raise ValueError(f"groups on {list_some(counts)} ranks: experts are not merged, ds_to_universal.py does it")
+    inner = held.get("optimizer_state_dict" if spread else "base_optimizer_state")
+    if isinstance(inner, list):  # elastic checkpoints: one dict for each group, without the padding
+        inner = {"state": dict(enumerate(inner)), "param_groups": [{"params": [at]} for at in range(len(inner))]}
+    if not isinstance(masters, list) or not all(map(_is_flat, masters)):
+        raise ValueError(f"{shown(masters)} in the place of flat groups")
+    stage = held.get("zero_stage")  # bf16_optimizer does not say it
+    stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
+    version = root.get("ds_version") or held.get("ds_version")
+    return _States(
+        masters,
+        3 if spread else stage if type(stage) is int else 0,
+        counts[0],
+        held.get("param_alignment_paddings"),
+        inner if isinstance(inner, dict) else {},
+        version if isinstance(version, str) else "",
+    )
+
+
+def _steps(states: _States) -> Iterator[float | None]:
+    """Yield the step of every flat group, as far as the optimizer counts them."""
+    found = states.optimizer.get("state")
+    for group in found.values() if isinstance(found, dict) else ():
+        yield _number(group.get("step")) if isinstance(group, dict) else None
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the value of a tensor of one float32; None for anything else."""
+    if isinstance(value, TensorSpec) and value.numel == 1 and value.dtype == "float32" and value.storage is not None:
+        start, stop = value.extent
+        return float(struct.unpack("<f", value.storage.source.read(start, stop))[0])
+    return value if isinstance(value, (int, float)) else None
