@@ -81,7 +81,7 @@ def open_file(
 
         file = weights_file(path)
         if file is None:
-            return open_document(read_folder(path, salvage), weights, salvage=salvage, narrow=narrow)
+            return open_document(read_folder(path, salvage, read_unwrapped), weights, salvage=salvage, narrow=narrow)
         path = file
     content = Content.of_file(path)
     if member is not None or sniffing.may_be_wrapped(content):

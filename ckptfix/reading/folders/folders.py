@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
+from ckptfix.reading.folders.ranks.files import ReadContent
+from ckptfix.reading.folders.ranks.frameworks import read_ranks
 from ckptfix.reading.foreign.bundles import FOREIGN, OF_RANKS, name_bundle
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
@@ -56,13 +58,15 @@ def weights_file(path: str) -> str | None:
     return str(folder / names[0])
 
 
-def read_folder(path: str, salvage: bool) -> Document:
-    """The document of a folder. Raises ``UnreadableError`` where it is no checkpoint."""
+def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
+    """The document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` where it is no checkpoint."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:
             if form.looks_like(folder):
                 return form.read(folder, salvage)
+        if (document := read_ranks(folder, salvage, read)) is not None:
+            return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(

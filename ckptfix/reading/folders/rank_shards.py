@@ -66,7 +66,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
         return RankShard(what, FSDP_REMEDY, flat)
     members = entries or _members(root)
-    parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and _is_sharded(value))
+    parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and is_sharded(value))
     if parts:
         return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", FSDP_REMEDY, parts)
     empty = _emptied(root, entries)
@@ -104,7 +104,7 @@ def local_part(cls: Any, size: Any, state: Any) -> Any:
     if not isinstance(cls, Global):
         return NotImplemented
     made = Opaque(cls, state=state)
-    if _is_sharded(made) and isinstance(state, tuple) and state and isinstance(state[0], list):
+    if is_sharded(made) and isinstance(state, tuple) and state and isinstance(state[0], list):
         # ShardedTensor: the shards of this rank come first, each with its tensor.
         shards = [shard.attributes.get("tensor") for shard in state[0] if isinstance(shard, Opaque)]
         return shards[0] if len(shards) == 1 and getattr(shards[0], "shape", None) == size else made
@@ -119,7 +119,7 @@ def local_part(cls: Any, size: Any, state: Any) -> Any:
     return local if whole and local.shape == size else made
 
 
-def _is_sharded(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     return isinstance(value, Opaque) and value.cls.name in _SHARDED and value.cls.module.startswith("torch.distributed")
 
 
@@ -142,7 +142,7 @@ def _is_weight(key: str) -> bool:
 
 def _members(value: Any) -> Mapping[Any, Any]:
     """The sharded tensors' mapping of a file: the first in it that has any."""
-    return next((found for found in _mappings(value, _SEARCH_DEPTH) if any(map(_is_sharded, found.values()))), {})
+    return next((found for found in _mappings(value, _SEARCH_DEPTH) if any(map(is_sharded, found.values()))), {})
 
 
 def _mappings(value: Any, depth: int) -> Iterator[Mapping[Any, Any]]:

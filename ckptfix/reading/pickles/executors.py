@@ -29,6 +29,8 @@ CONSTRUCTORS = frozenset(
     torch.nn.backends.thnn._get_thnn_function_backend torch.jit._pickle.build_intlist torch.jit._pickle.build_tensorlist
     torch.jit._pickle.build_doublelist torch.jit._pickle.build_boollist torch.jit._pickle.build_tensor_from_id
     torch.jit._pickle.restore_type_tag
+    torch.distributed.remote_device._remote_device
+    torch.fx.immutable_collections.immutable_list torch.fx.immutable_collections.immutable_dict
     numpy.dtype numpy.ndarray numpy.array numpy.matrix numpy.recarray numpy.record numpy.poly1d numpy.asarray
     numpy.core.multiarray.scalar numpy.core.multiarray.ndarray numpy.core.records.recarray numpy.core.records.record
     numpy.rec.recarray numpy.rec.record numpy.ma.core._mareconstruct numpy.core._ufunc_reconstruct
@@ -36,7 +38,9 @@ CONSTRUCTORS = frozenset(
 )
 """Functions and lower-case classes by which pickle itself, torch and numpy write plain objects."""
 
-NAMESPACES = ("collections.", "_collections.", "copyreg.", "datetime.", "decimal.", "fractions.", "enum.", "random.")
+NAMESPACES = tuple(
+    "collections. _collections. copyreg. datetime. decimal. fractions. enum. random. torch.return_types.".split()
+)
 """The beginnings of names that construct values and nothing else."""
 
 BUILTINS = frozenset(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import Remark
+from ckptfix.bytes.sources import Content
+from ckptfix.core.checkpoint import Remark
+from ckptfix.core.finding import counted
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.finding import counted
-from ckptfix.formats.raw.sources import Content
-from ckptfix.formats.weights.document import Document
+from ckptfix.reading.weights.document import Document
 
 MOST_RANKS = 1 << 20
 """Ranks that a file may claim: more than any training ever had."""
 
 _LISTED = 4
+
+ReadContent = Callable[[Content, bool], Document]
+"""Reads the content of one file; the second argument says whether damaged files are to be salvaged."""
 
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
@@ -39,19 +42,16 @@ def list_some(names: Sequence[object]) -> str:
 class RankFiles:
     """One reading of the files of a folder: what is damaged, and what was noticed."""
 
-    def __init__(self, folder: Path, salvage: bool) -> None:
-        self.folder, self.salvage = folder, salvage
+    def __init__(self, folder: Path, salvage: bool, read: ReadContent) -> None:
+        self.folder, self.salvage, self._read = folder, salvage, read
         self.names: set[str] = set()
         self.remarks: dict[Remark, None] = {}
         self.damage: list[str] = []
 
     def root(self, file: Path) -> Any:
         """Return what a file holds; None if it cannot be read, which is damage."""
-        # The table of folders lists the modules that ask for this.
-        from ckptfix.formats import read_unwrapped
-
         try:
-            document = read_unwrapped(Content.of_file(str(file)), self.salvage)
+            document = self._read(Content.of_file(str(file)), self.salvage)
         except HostileError:
             raise
         except UnreadableError as error:

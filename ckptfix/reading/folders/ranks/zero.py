@@ -1,14 +1,14 @@
-"""DeepSpeed's ZeRO 1, 2 and 3: model states with names and shapes, optimizer states with flat slices of the fp32 masters.
+"""DeepSpeed's ZeRO 1, 2 and 3: model states with names and shapes, optimizer states with slices of the fp32 masters.
 
-``<folder>/latest`` names the tag, a folder with ``*_model_states.pt`` and ``*_optim_states.pt`` of every rank. In stages
-1 and 2 each optimizer group is one flat run that is cut into as many equal partitions as there are ranks; in stage 3
-each parameter is cut into equal shares, and a rank's shares lie one after another, in sub-groups of their own.
+``<folder>/latest`` names the tag, a folder with ``*_model_states.pt`` and ``*_optim_states.pt`` of every rank. In
+stages 1 and 2 each optimizer group is one flat run that is cut into as many equal partitions as there are ranks; in
+stage 3 each parameter is cut into equal shares, and a rank's shares follow one another, in sub-groups of their own.
 ``param_shapes`` has the names in the order of the run. What is trained comes from the masters, in fp32; buffers and
 frozen parameters, which have none, come from the model states. The moments of the optimizer lie as the masters do, and
 are given by name.
 
-Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``runtime/bf16_optimizer.py``,
-``utils/zero_to_fp32.py`` (0.9 to 0.19)."""
+Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
+``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` (0.9 to 0.19)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint import TensorSpec
+from ckptfix.bytes.limits import shown
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.finding import counted
-from ckptfix.formats.pickles.claims import sizes
-from ckptfix.formats.pickles.objects import Opaque
-from ckptfix.formats.raw.bounds import shown
-from ckptfix.formats.shards.shard_index import file_inside
-from ckptfix.formats.weights.document import Document
-from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, list_some
-from ckptfix.reading.folders.ranks.merging import Flat, Spread, gone, of_flat
+from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, list_some
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.weights.document import Document
 
 NAME = "zero"
 LATEST = "latest"
@@ -37,6 +38,9 @@ LATEST = "latest"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 _TAG_LIMIT = 1 << 10
+_PADDING = 16
+"""Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
+
 _PARTITION = frozenset(
     "buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions".split()
@@ -44,11 +48,6 @@ _PARTITION = frozenset(
 """What the model states say only for those who merge the ranks."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
-
-
-def looks_like(folder: Path) -> bool:
-    """Return whether a folder, or the one that its ``latest`` names, has optimizer states of ZeRO."""
-    return bool(_tags(folder))
 
 
 def _tags(folder: Path) -> list[Path]:
@@ -68,13 +67,17 @@ def _has_states(folder: Path) -> bool:
     return any(_OPTIM.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_folder(folder: Path, salvage: bool) -> Document:
-    """Return the document of a folder: the container of the first model states, with whole weights in it."""
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder: the container of the first model states, with whole weights in it.
+
+    None if it has no optimizer states of ZeRO."""
     tags = _tags(folder)
+    if not tags:
+        return None
     if len(tags) > 1:
         names = list_some([tag.name for tag in tags])
         raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
-    return _Reading(tags[0], salvage).document()
+    return _Reading(RankFiles(tags[0], salvage, read)).document()
 
 
 @dataclass
@@ -99,10 +102,8 @@ class _States:
 class _Reading:
     """One reading of the folder of a tag."""
 
-    def __init__(self, folder: Path, salvage: bool) -> None:
-        self.folder = folder
-        self.files = RankFiles(folder, salvage)
-        self.path = str(folder)
+    def __init__(self, files: RankFiles) -> None:
+        self.files, self.folder, self.path = files, files.folder, str(files.folder)
 
     def document(self) -> Document:
         """Return the merged document."""
@@ -206,7 +207,7 @@ class _Reading:
 
     def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
         """Raise ``UnreadableError`` unless a group's partitions hold its parameters and no more than the padding."""
-        if not wanted <= length * world < wanted + 2 * world + 8 * world:
+        if not wanted <= length * world < wanted + _PADDING * world:
             raise UnreadableError(
                 f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
                 f" {length} each; its files are of different saves or damaged"
@@ -241,14 +242,14 @@ class _Reading:
         return place
 
     def _lost(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
-        return gone(name, TensorSpec("float32", shape, _strides(shape)), self.path)
+        return gone(name, TensorSpec("float32", shape, contiguous_strides(shape)), self.path)
 
     def _frozen(self, root: Any, roots: Mapping[int, Any], world: int) -> dict[str, TensorSpec]:
         """Return the frozen parameters of stage 3, of which every rank's model states hold a share."""
         made = {}
         for name, size in (root.get("frozen_param_shapes") or {}).items():
             shape = sizes(size)
-            parts = [(states.get("frozen_param_fragments") or {}).get(name) for states in roots.values()]
+            parts: list[Any] = [(states.get("frozen_param_fragments") or {}).get(name) for states in roots.values()]
             if not all(map(_is_flat, parts)) or len(parts) != world:
                 made[name] = self._lost(name, shape)
                 continue
@@ -294,7 +295,7 @@ class _Reading:
                 for group, number in zip(groups, numbers, strict=True):
                     made.update({name: {**made[name], field: states[number].get(field)} for name in group})
                 continue
-            tensors = place(lambda state, index, field=field: state.optimizer["state"][numbers[index]].get(field))
+            tensors = place(partial(_moment, numbers, field))
             if tensors is None:
                 return None
             for name, spec in tensors.items():
@@ -314,14 +315,12 @@ _Take = Callable[[_States, int], Any]
 """What takes the slice of a flat group out of the states of a rank."""
 
 
+def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> Any:
+    return states.optimizer["state"][numbers[index]].get(field)
+
+
 def _is_flat(value: Any) -> bool:
     return isinstance(value, TensorSpec) and len(value.shape) == 1 and value.is_contiguous and value.has_data
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    from ckptfix.checkpoint import contiguous_strides
-
-    return contiguous_strides(shape)
 
 
 def _states(root: Any) -> _States:

@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptfix.checkpoint import Storage, TensorSpec, contiguous_strides
+from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.formats.damage.torn import TornBytes, is_torn
-from ckptfix.formats.pickles.claims import checked
-from ckptfix.formats.shards.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling, tensor_of_chunks
+from ckptfix.reading.pickles.claims import checked
 
 
 def merged(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:

@@ -1,0 +1,308 @@
+"""FSDP 1 and 2, HSDP, tensor parallelism: ``torch.save`` of every rank's ``state_dict()``, in files numbered by rank.
+
+A ``ShardedTensor`` (FSDP 1) says the box of each of its shards. A ``DTensor`` (FSDP 2, HSDP, tensor parallelism, FSDP 1
+with a mesh) says how it is placed on a mesh of ranks and where in the mesh this rank is, from which its box follows. A
+replicated tensor is the same box several times. What is no such tensor is that of the first rank, as in torch's
+``full_state_dict``.
+
+Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
+``torch/distributed/device_mesh.py`` (2.0 to 2.13); names of files: verl, dinov2, fvcore, accelerate."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.checkpoint import PathPart, Remark, path_name
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import Box
+from ckptfix.reading.folders.merging import differ, gone, merged
+from ckptfix.reading.folders.rank_shards import is_sharded
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, list_some
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.weights.document import Document
+
+NAME = "fsdp"
+
+_FILE = re.compile(
+    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?rank[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
+)
+_DEPTH = 32
+_COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
+"""Keys of numbers that are the same in all ranks of one save."""
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """Files of one save: what their names have in common, and each under its rank; ``world`` is 0 if not named."""
+
+    stem: str
+    world: int
+    suffix: str
+    files: Mapping[int, Path] = field(compare=False)
+
+    @property
+    def pattern(self) -> str:
+        """The name of a file, with a place for the rank."""
+        first, path = next(iter(self.files.items()))
+        return re.sub(rf"(rank[._-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
+
+
+def rank_sets(folder: Path) -> list[RankSet]:
+    """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
+    found: dict[tuple[str, int, str], dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if (match := _FILE.fullmatch(path.name)) and path.is_file():
+            key = match["stem"], int(match["world"] or 0), match["suffix"]
+            found.setdefault(key, {})[int(match["rank"])] = path
+    return [RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()]
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder; None if its files hold no tensors of ranks.
+
+    Of several sets, the one of the model is read."""
+    sets = [found for found in rank_sets(folder) if len(found.files) > 1 or found.world > 1]
+    if len(sets) > 1:
+        models = [found for found in sets if found.stem.startswith("model")]
+        if len(models) != 1:
+            names = list_some([next(iter(found.files.values())).name for found in sets])
+            raise UnreadableError(
+                f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"
+            )
+        sets = models
+    return read_set(folder, sets[0], salvage, read) if sets else None
+
+
+def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of one set of files; None if they hold no tensors of ranks."""
+    return _Merge(RankFiles(folder, salvage, read), files).document()
+
+
+@dataclass
+class _Collected:
+    """What the ranks hold under one path: boxes of a whole tensor, or the same plain tensor."""
+
+    shape: tuple[int, ...] = ()
+    copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
+    plain: TensorSpec | None = None
+    differs: bool = False
+
+
+_Path = tuple[PathPart, ...]
+
+
+class _Merge:
+    """One merging of files: the tensors by their path in the container, collected rank by rank."""
+
+    def __init__(self, files: RankFiles, ranks: RankSet) -> None:
+        self.files, self.ranks, self.path = files, ranks, str(files.folder)
+        self.found: dict[_Path, _Collected] = {}
+        self.counters: dict[_Path, dict[int, Any]] = {}
+        self.kinds: set[str] = set()
+        self.world = ranks.world
+
+    def document(self) -> Document | None:
+        """Return the merged document; None if no tensor is a part of a larger one."""
+        first: Any = None
+        for rank, file in self.ranks.files.items():
+            if (root := self.files.root(file)) is None:
+                continue
+            first = root if first is None else first
+            self._collect(rank, file, root)
+            if not self.kinds:
+                return None  # the files of the other ranks are not read for it
+        if not self.kinds:
+            return None
+        self._check_counters()
+        if self.world:
+            self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
+        tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
+        root = _replaced(first, (), tensors)
+        producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
+        return self.files.document(NAME, root, producer)
+
+    def _collect(self, rank: int, file: Path, root: Any) -> None:
+        for path, leaf in _leaves(root, (), 0):
+            if isinstance(leaf, TensorSpec):
+                found = self.found.setdefault(path, _Collected())
+                if found.plain is None:
+                    found.plain = leaf
+                elif differ(found.plain, leaf):
+                    found.differs = True
+            elif isinstance(leaf, Opaque):
+                try:
+                    self._collect_parts(path, leaf)
+                except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                    raise UnreadableError(
+                        f"{file}: the tensor {path_name(path)} does not say which part of the whole it is"
+                        f" ({type(error).__name__}: {error}); the file is damaged or of an unknown release of torch"
+                    ) from error
+            if path[-1] in _COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
+                self.counters.setdefault(path, {})[rank] = leaf
+
+    def _collect_parts(self, path: _Path, leaf: Opaque) -> None:
+        self.kinds.add(leaf.cls.name)
+        shape, world, parts = _mesh_parts(leaf) if "_local_tensor" in leaf.attributes else _sharded_parts(leaf)
+        found = self.found.setdefault(path, _Collected())
+        if found.copies and found.shape != shape:
+            raise ValueError(f"it is {list(shape)}, and {list(found.shape)} in another rank")
+        found.shape = shape
+        self.world = max(self.world, world)
+        for box, part in parts:
+            found.copies.setdefault(box, []).append(part)
+
+    def _check_counters(self) -> None:
+        """Raise ``UnreadableError`` naming files that were saved at another step than most."""
+        for path, values in self.counters.items():
+            specs = [value for value in values.values() if isinstance(value, TensorSpec)]
+            if len(specs) not in (0, len(values)):
+                continue
+            if specs:
+                odd = [rank for rank, spec in values.items() if differ(specs[0], spec)]
+            else:
+                told = list(values.values())
+                odd = [rank for rank, value in values.items() if value != max(told, key=told.count)]
+            if odd:
+                names = list_some([self.ranks.files[rank].name for rank in odd])
+                raise UnreadableError(
+                    f"{self.path}: its ranks are of different saves: {names} have another {path_name(path)} than the"
+                    " others; put the files of one save together"
+                )
+
+    def _tensor(self, path: _Path, found: _Collected) -> TensorSpec:
+        name = path_name(path)
+        if not found.shape and not found.copies:
+            assert found.plain is not None
+            if found.differs:
+                self.files.remarks[Remark("rank-copies", name, "differs between ranks; that of the first is taken")] = (
+                    None
+                )
+            return found.plain
+        if found.plain is not None and found.plain.shape == found.shape:
+            # A tensor that one rank holds as a whole is read as a plain one there.
+            found.copies.setdefault(Box((0,) * len(found.shape), found.shape), []).append(found.plain)
+        if not any(found.copies.values()):
+            raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
+        if any(differ(same[0], other) for same in found.copies.values() for other in same[1:]):
+            self.files.damage.append(
+                f"holds different values of {name} from several ranks, and those of the first count"
+            )
+        spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
+        if self.files.damage and sum(box.numel for box in found.copies) < spec.numel:
+            return gone(name, spec, self.path)
+        return merged(name, spec, found.copies, self.path)
+
+
+def _leaves(value: Any, path: _Path, depth: int) -> Iterator[tuple[_Path, Any]]:
+    """Yield the tensors, the parts of tensors and the numbers in a container, with their paths."""
+    if depth > _DEPTH:
+        return
+    if isinstance(value, TensorSpec) or (isinstance(value, Opaque) and is_sharded(value)) or type(value) is int:
+        if path:
+            yield path, value
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            if isinstance(key, (str, int)):
+                yield from _leaves(child, (*path, key), depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _leaves(child, (*path, index), depth + 1)
+
+
+def _replaced(value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec]) -> Any:
+    """Return a container with other tensors in it; what holds none is the same object as before."""
+    if path in tensors:
+        return tensors[path]
+    if len(path) > _DEPTH:
+        return value
+    if isinstance(value, dict):
+        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, child in value.items():
+            made[key] = _replaced(child, (*path, key), tensors) if isinstance(key, (str, int)) else child
+        if isinstance(value, OrderedDict):
+            made.__dict__.update(value.__dict__)
+        return made
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(child, (*path, index), tensors) for index, child in enumerate(value)])
+    return value
+
+
+_Parts = tuple[tuple[int, ...], int, list[tuple[Box, TensorSpec]]]
+"""The shape of the whole, the number of ranks that have parts of it, and the parts in this file."""
+
+
+def _sharded_parts(tensor: Opaque) -> _Parts:
+    """Return the shards of a ``ShardedTensor``."""
+    shards, metadata, *rest = tensor.state
+    parts = []
+    for shard in shards:
+        local, place = shard.attributes["tensor"], shard.attributes["metadata"].attributes
+        parts.append((Box(sizes(place["shard_offsets"]), sizes(place["shard_sizes"])), local))
+    group = rest[0].attributes if rest and isinstance(rest[0], Opaque) else {}
+    world = group.get("global_world_size", 0)
+    return sizes(metadata.attributes["size"]), world if type(world) is int else 0, parts
+
+
+def _mesh_parts(tensor: Opaque) -> _Parts:
+    """Return the local part of a ``DTensor``."""
+    local, spec = tensor.attributes["_local_tensor"], tensor.attributes["_spec"].attributes
+    shape = sizes(_meta(spec["tensor_meta"]))
+    mesh = spec["mesh"].attributes
+    coordinates, counts = sizes(mesh["_coordinate_on_dim"]), _mesh_shape(mesh)
+    placements = spec["placements"]
+    if not len(coordinates) == len(counts) == len(placements) or math.prod(counts) > MOST_RANKS:
+        raise ValueError(f"{len(placements)} placements on a mesh of shape {list(counts)}")
+    offsets, lengths = [0] * len(shape), list(shape)
+    for axis in _order(placements, spec.get("shard_order")):
+        kind = placements[axis].cls.name
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise ValueError(f"it is placed as {kind}: each rank holds a term of a sum")
+        dim, count = placements[axis].attributes["dim"], counts[axis]
+        share = -(-lengths[dim] // count)
+        begin = min(share * coordinates[axis], lengths[dim])
+        offsets[dim], lengths[dim] = offsets[dim] + begin, min(share, lengths[dim] - begin)
+    return shape, math.prod(counts), [(Box(tuple(offsets), tuple(lengths)), local)]
+
+
+def _meta(meta: Any) -> Any:
+    """Return the shape in a ``TensorMeta``, a named tuple of shape, strides and dtype."""
+    return meta.args[0] if meta.args else meta.attributes["shape"]
+
+
+def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a mesh: that of its tensor of ranks, or of its layout since torch 2.9."""
+    if isinstance(mesh.get("mesh"), TensorSpec):
+        return tuple(mesh["mesh"].shape)
+    layout = mesh["_layout"]
+    fields = layout.attributes
+    if "axes" in fields:
+        return tuple(size for axis in fields["axes"] for size in sizes(axis.attributes["shape"]))
+    shape = fields["shape"] if "shape" in fields else layout.args[0]
+    return (shape,) if isinstance(shape, int) else sizes(shape)
+
+
+def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
+    """Return the dimensions of the mesh in the order in which they split the tensor.
+
+    A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
+    behind that of FSDP."""
+    if shard_order:
+        order = [axis for entry in shard_order for axis in sizes(_mesh_dims(entry))]
+        return [*order, *(axis for axis in range(len(placements)) if axis not in order)]
+    axes = list(range(len(placements)))
+    return axes[::-1] if any(place.cls.name == "_StridedShard" for place in placements) else axes
+
+
+def _mesh_dims(entry: Any) -> Any:
+    return entry.args[1] if entry.args else entry.attributes["mesh_dims"]
