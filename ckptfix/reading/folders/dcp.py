@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import Content
-from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.bytes.torn import is_torn
 from ckptfix.core.checkpoint import PathPart, Remark
 from ckptfix.core.finding import counted
-from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.windows import WindowContent
-from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.chunks import Box, check_tiling
 from ckptfix.reading.folders.dcp_metadata import (
     Location,
     StoredMetadata,
@@ -33,6 +32,7 @@ from ckptfix.reading.folders.dcp_metadata import (
     merged,
     parse_metadata,
 )
+from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
 from ckptfix.reading.sniffing import is_zip
@@ -132,37 +132,29 @@ class _Reading:
         except UnreadableError as error:
             self._blame(name, str(error))
             if isinstance(item, StoredTensor):
-                self.leaves[name] = self._gone(name, item)
+                self.leaves[name] = gone(name, item.spec, str(self.folder))
 
     def _blame(self, name: str, fault: str) -> None:
         self.faults.setdefault(fault, []).append(name)
-
-    def _gone(self, name: str, item: StoredTensor) -> TensorSpec:
-        return replace(item.spec, storage=Storage(name, TornBytes(str(self.folder), item.spec.nbytes)))
 
     def _tensor(self, name: str, item: StoredTensor) -> TensorSpec:
         """The spec of a tensor: that of its only chunk, or one over all of its chunks."""
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
             places.setdefault(box, []).append(location)
-        check_tiling(list(places), item.shape, name)
-        parts = {box: self._chunk(name, item.dtype, box, locations) for box, locations in places.items()}
-        if len(parts) == 1:
-            return next(iter(parts.values()))
-        if any(map(is_torn, parts.values())):
-            return self._gone(name, item)
-        return tensor_of_chunks(name, item.spec, parts, str(self.folder))
+        check_tiling(list(places), item.shape, name)  # before a chunk is opened
+        copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
+        return merge_parts(name, item.spec, copies, str(self.folder))
 
-    def _chunk(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> TensorSpec:
-        """The first of the copies of a chunk; that the others have other values is noted."""
+    def _copies(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> list[TensorSpec]:
+        """The copies of a chunk; that they have different values is noted."""
         copies = [self._load(name, location) for location in locations]
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
                 raise UnreadableError(f"the chunk of {name} at {list(box.offsets)} is not what {METADATA} says")
-        if any(_differ(copies[0], other) for other in copies[1:]):
+        if any(differ(copies[0], other) for other in copies[1:]):
             self.clashes.append(name)
-        whole: TensorSpec = next((part for part in copies if not is_torn(part)), copies[0])
-        return whole
+        return copies
 
     def _load(self, name: str, location: Location | None) -> Any:
         """The root of the torch.save file at a location. What that has lost is noted, and torn."""
@@ -233,16 +225,6 @@ class _Reading:
                 f"holds different values of {self.clashes[0]}{more} from several ranks, and those of the first count"
             )
         return said
-
-
-def _differ(one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether the checksums of two copies of a chunk say that they differ; no value is read."""
-    first, second = one.storage, other.storage
-    if first is None or second is None or None in (first.crc32, second.crc32):
-        return False
-    return (first.nbytes, one.strides, one.offset) == (second.nbytes, other.strides, other.offset) and (
-        first.crc32 != second.crc32
-    )
 
 
 class _Node(dict[PathPart, Any]):

@@ -18,7 +18,7 @@ from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes, che
 from ckptfix.reading.pickles.claims import checked
 
 
-def merged(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:
+def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:
     """Return the tensor ``spec`` with the bytes of its parts; a part that several ranks saved has several copies.
 
     Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
@@ -84,7 +84,15 @@ class Flat:
             if begin > start or (count <= 0 and part.numel):
                 return None
             if count > 0:
-                found.append(replace(part, shape=(count,), offset=part.offset + start - begin))
+                found.append(
+                    replace(
+                        part,
+                        shape=(count,),
+                        offset=part.offset + start - begin,
+                        requires_grad=False,
+                        is_parameter=False,
+                    )
+                )
                 start += count
             index += 1
         return found
@@ -102,7 +110,7 @@ def of_flat(name: str, shape: tuple[int, ...], flat: Flat, start: int, dtype: st
     for piece in pieces:
         boxes[Box((place,), piece.shape)] = [piece]
         place += piece.numel
-    line = merged(name, replace(spec, shape=(spec.numel,), strides=(1,)), boxes, path)
+    line = merge_parts(name, replace(spec, shape=(spec.numel,), strides=(1,)), boxes, path)
     return replace(line, shape=shape, strides=contiguous_strides(shape))
 
 

@@ -24,7 +24,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.merging import differ, gone, merged
+from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
 from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, list_some
 from ckptfix.reading.pickles.claims import sizes
@@ -127,6 +127,9 @@ class _Merge:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
         root = _replaced(first, (), tensors)
+        for mark in [mark for mark in self.files.remarks if mark.kind == "tensor-subclass"]:
+            if mark.detail.rpartition(".")[2] in self.kinds:
+                del self.files.remarks[mark]  # what is merged is a plain tensor
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
 
@@ -199,7 +202,7 @@ class _Merge:
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
         if self.files.damage and sum(box.numel for box in found.copies) < spec.numel:
             return gone(name, spec, self.path)
-        return merged(name, spec, found.copies, self.path)
+        return merge_parts(name, spec, found.copies, self.path)
 
 
 def _leaves(value: Any, path: _Path, depth: int) -> Iterator[tuple[_Path, Any]]:

@@ -1,0 +1,29 @@
+"""Folders that the frameworks themselves wrote, each with what their own consolidation makes of it (``samples``)."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+def unpacked(name: str, folder: Path) -> tuple[Path, Any]:
+    """Unpack a sample; return the folder that was saved, and what the framework merges it to."""
+    with tarfile.open(SAMPLES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "saved", torch.load(folder / "truth.pt", weights_only=True)
+
+
+def tensors_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield the tensors in a container, each with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    for key, child in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    ):
+        yield from tensors_of(child, (*path, key))

@@ -1,0 +1,175 @@
+"""Ranks of FSDP 1 and 2, HSDP and tensor parallelism that torch wrote, beside torch's own full state_dict."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import HostileError, UnreadableError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import tensors_of, unpacked
+
+NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4")
+
+
+def saved(tmp_path: Path, name: str = "fsdp2_w4") -> tuple[Path, Any]:
+    return unpacked(name, tmp_path)
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    (found,) = folder.glob(f"*rank_{rank}.pt")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_is_what_torch_makes_of_it(tmp_path: Path, name: str) -> None:
+    folder, truth = saved(tmp_path, name)
+    got, weights = ckptfix.open_checkpoint(folder).state_dict(), truth.get("model", truth)
+    assert list(got) == list(weights)
+    for key, value in weights.items():
+        assert (got[key].shape, got[key].dtype) == (value.shape, value.dtype), key
+        assert bytes_of(got[key]) == bytes_of(value), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_plain(tmp_path: Path, name: str) -> None:
+    folder, truth = saved(tmp_path, name)
+    repaired = ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    assert [finding.code for finding in repaired.report.findings if finding.level] == []
+    whole = dict(tensors_of(torch.load(tmp_path / "whole.pth")))
+    moments = [path for path in whole if "exp_avg_sq" in path]
+    assert len(moments) == (14 if name in ("fsdp1_sharded_w4", "fsdp2_w4") else 0)
+    wanted = dict(tensors_of(truth))
+    assert all(bytes_of(whole[path]) == bytes_of(wanted[path]) for path in moments if path in wanted)
+
+
+def test_moments_of_fsdp_2_are_whole(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path)
+    root: Any = ckptfix.open_checkpoint(folder).root
+    ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    states = torch.load(tmp_path / "whole.pth")["optim"]["state"]
+    wanted = list(truth["optim"]["state"].values())  # torch names them, in the same order
+    assert len(states) == len(wanted) == len(root["optim"]["state"])
+    for state, same in zip(states.values(), wanted, strict=True):
+        assert all(bytes_of(state[field]) == bytes_of(same[field]) for field in same)
+
+
+def test_a_folder_as_verl_leaves_it(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path)
+    for rank in range(4):
+        torch.save({"lr": 0.1}, folder / f"extra_state_world_size_4_rank_{rank}.pt")
+        shutil.copy(folder / f"model_world_size_4_rank_{rank}.pt", folder / f"optim_world_size_4_rank_{rank}.pt")
+    (folder / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 4}')
+    assert ckptfix.open_checkpoint(folder).keys() == list(truth["model"])
+
+
+def test_several_sets_are_named(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    for file in list(folder.iterdir()):
+        shutil.copy(file, folder / file.name.replace("model", "model_ema"))
+    with pytest.raises(UnreadableError, match=r"2 sets of files that ranks wrote \(model_ema_world.*; name one of"):
+        ckptfix.open_checkpoint(folder)
+
+
+def test_a_buffer_that_differs_is_that_of_the_first_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save(
+            {"w": _dtensor(rank, torch.arange(4.0)), "mean": torch.full((2,), rank)}, tmp_path / f"r.rank_{rank}.pth"
+        )
+    got = ckptfix.open_checkpoint(tmp_path)
+    assert torch.equal(got.read("mean"), torch.zeros(2))
+    assert [mark.where for mark in got.remarks if mark.kind == "rank-copies"] == ["mean"]
+
+
+def test_files_of_plain_tensors_are_not_ranks_of_one(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.full((2,), rank)}, tmp_path / f"seed_rank_{rank}.pth")
+    with pytest.raises(UnreadableError, match="name one of the files in it"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def _dtensor(rank: int, whole: torch.Tensor, world: int = 2, **changes: Any) -> Any:
+    """A ``DTensor`` as torch pickles it, without a group of processes."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    placement = {"shard": Shard(0), "replicate": Replicate(), "partial": Partial()}[changes.get("placed", "shard")]
+    mesh = DeviceMesh("cpu", torch.arange(world), _init_backend=False, _rank=rank)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    share = -(-len(whole) // world)
+    local = whole[rank * share : (rank + 1) * share].clone() if isinstance(placement, Shard) else whole.clone()
+    return DTensor(local, DTensorSpec(mesh, (placement,), tensor_meta=meta), requires_grad=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12])
+def test_rows_that_do_not_divide(tmp_path: Path, rows: int) -> None:
+    whole = torch.arange(rows * 3.0).reshape(rows, 3)
+    for rank in range(5):
+        torch.save({"w": _dtensor(rank, whole, 5), "v": _dtensor(rank, torch.ones(10), 5)}, tmp_path / f"rank{rank}.pt")
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
+
+
+def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save(
+            {
+                "w": _dtensor(rank, torch.arange(4.0)),
+                "x": _dtensor(rank, torch.full((4,), float(rank)), placed="replicate"),
+            },
+            tmp_path / f"rank_{rank}.pt",
+        )
+    # A replica is whole in each file, and is read as a plain tensor.
+    assert [mark.where for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind == "rank-copies"] == ["x"]
+
+
+def test_terms_of_a_sum_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": _dtensor(rank, torch.ones(4), placed="partial")}, tmp_path / f"rank_{rank}.pt")
+    with pytest.raises(UnreadableError, match="placed as Partial"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    rank_file(folder, 3).unlink()
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 4: model_world_size_4_rank_3\.pt"):
+        ckptfix.open_checkpoint(folder)
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    assert "blocks.0.scale" in got.specs
+    assert "emb.weight" in got.lost
+
+
+def test_a_rank_of_another_world_is_refused(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    torch.save({"w": _dtensor(0, whole, 2)}, tmp_path / "rank_0.pt")
+    torch.save({"w": _dtensor(1, whole, 3)}, tmp_path / "rank_1.pt")
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 3|lies outside|have 10 of the 12"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
+    for rank in range(3):
+        torch.save(
+            {"step": 10 + (rank == 1), "model": {"w": _dtensor(rank, torch.ones(6), 3)}}, tmp_path / f"rank_{rank}.pt"
+        )
+    with pytest.raises(UnreadableError, match=r"of different saves: rank_1\.pt have another step"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "fsdp1_local_w2", "fsdp1_local_names_w2"])
+def test_no_file_is_accused_of_running_code(tmp_path: Path, name: str) -> None:
+    folder, _ = saved(tmp_path, name)
+    for path in folder.iterdir():
+        try:
+            checkpoint = ckptfix.open_checkpoint(path)
+        except HostileError:
+            raise
+        except UnreadableError:
+            continue  # a rank without weights
+        assert [mark for mark in checkpoint.remarks if mark.kind == "payload"] == []

@@ -1,0 +1,256 @@
+"""ZeRO folders that DeepSpeed wrote, beside what its own ``zero_to_fp32`` makes of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
+
+TENSORS = {"a": torch.arange(35.0).reshape(5, 7), "b": torch.tensor(99.0), "c": torch.arange(100.0, 113.0)}
+NAMES = sorted(path.name.removesuffix(".tar.xz") for path in SAMPLES.glob("zero*"))
+TAG = "global_step2"
+
+
+def saved(tmp_path: Path, name: str = "zero2_w3_fp32_g1") -> tuple[Path, Any]:
+    return unpacked(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_stage_is_what_zero_to_fp32_makes_of_it(tmp_path: Path, name: str) -> None:
+    folder, truth = saved(tmp_path, name)
+    got = ckptfix.open_checkpoint(folder).state_dict()
+    # What ZeRO 1 does not write for frozen parameters is in the model states, and zero_to_fp32 loses it.
+    assert got.keys() - truth.keys() == ({"frozen.weight", "frozen.bias"} if name.startswith("zero1") else set())
+    for key, value in truth.items():
+        assert got[key].shape == value.shape, key
+        assert bytes_of(got[key].to(value.dtype)) == bytes_of(value), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_plain_and_has_the_optimizer_by_name(tmp_path: Path, name: str) -> None:
+    folder, truth = saved(tmp_path, name)
+    repaired = ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    assert [finding.code for finding in repaired.report.findings if finding.level] == []
+    whole = torch.load(tmp_path / "whole.pth")
+    assert not any(tensor.requires_grad for tensor in whole["module"].values())
+    assert whole["global_steps"] == 2
+    assert whole["module"]["head.weight"].data_ptr() == whole["module"]["emb.weight"].data_ptr()
+    state, groups = whole["optimizer"]["state"], whole["optimizer"]["param_groups"]
+    names = [key for group in groups for key in group["params"]]
+    assert sorted(names) == sorted(state) == sorted(truth.keys() - {"head.weight", "scale", "cnt"} - FROZEN)
+    assert {len(group["params"]) for group in groups} == ({3, 6} if name.endswith("g2") else {9})
+    for key, moments in state.items():
+        assert moments["step"] == 2
+        assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == truth[key].shape
+        assert bool((moments["exp_avg_sq"] >= 0).all())
+
+
+FROZEN = {"frozen.weight", "frozen.bias"}
+
+
+def test_the_masters_are_those_of_which_the_model_states_hold_a_copy(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
+    whole = ckptfix.open_checkpoint(folder).state_dict()
+    halves = torch.load(folder / TAG / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    assert list(whole) == list(halves)
+    for key, half in halves.items():
+        assert bytes_of(whole[key].to(half.dtype)) == bytes_of(half), key
+    assert {whole[key].dtype for key in FROZEN} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_are_cut_as_the_masters_are(tmp_path: Path, world: int, stage: int) -> None:
+    """Every element has one master and one moment; these differ by 1000, so that they still do by name."""
+    (write_zero if stage == 2 else write_zero3)(tmp_path / "saved", TENSORS, world)
+    ckptfix.repair(tmp_path / "saved", output=tmp_path / "whole.pth")
+    whole = torch.load(tmp_path / "whole.pth")
+    for key, value in TENSORS.items():
+        assert torch.equal(whole["module"][key], value), key
+        assert torch.equal(whole["optimizer"]["state"][key]["exp_avg"], value + 1000), key
+    assert whole["optimizer"]["param_groups"] == [{"lr": 0.1, "params": list(TENSORS)}]
+
+
+def test_the_folder_of_a_tag_is_the_same(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    one, other = ckptfix.open_checkpoint(folder), ckptfix.open_checkpoint(folder / TAG)
+    assert one.keys() == other.keys()
+    assert one.producer == "DeepSpeed 0.19.8, ZeRO stage 2, 3 ranks: fp32"
+
+
+def test_latest_names_one_of_several_tags(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    (folder / TAG).rename(folder / "later")
+    saved(tmp_path)
+    (folder / "latest").unlink()
+    with pytest.raises(UnreadableError, match=r"holds 2 checkpoints of DeepSpeed \(global_step2, later\); name one"):
+        ckptfix.open_checkpoint(folder)
+    (folder / "latest").write_text("later")
+    assert ckptfix.open_checkpoint(folder).path == str(folder / "later")
+
+
+def test_a_folder_of_a_trainer_keeps_its_own_weights(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
+    assert ckptfix.open_checkpoint(folder).keys() == ["w"]
+
+
+def test_ten_ranks_are_in_numerical_order(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(30.0).reshape(5, 6), "b": torch.arange(100.0, 115.0)}
+    write_zero(tmp_path, tensors, world=12)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(torch.equal(got[key], value) for key, value in tensors.items())
+
+
+def test_padding_after_each_parameter_is_passed_over(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(5.0), "b": torch.arange(100.0, 107.0), "c": torch.tensor([9.0])}
+    write_zero(tmp_path, tensors, world=2, paddings=[3, 1, 3])
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(torch.equal(got[key], value) for key, value in tensors.items())
+
+
+def write_zero(
+    folder: Path, tensors: dict[str, torch.Tensor], world: int, paddings: list[int] | None = None, **rest: Any
+) -> None:
+    """Write tensors as ZeRO 2 does: flattened, padded, and cut into partitions."""
+    pads = paddings or [0] * len(tensors)
+    rows = [
+        torch.nn.functional.pad(value.flatten(), (0, pad)) for value, pad in zip(tensors.values(), pads, strict=True)
+    ]
+    flat = torch.cat(rows)
+    length = -(-len(flat) // (2 * world)) * 2
+    padded = torch.nn.functional.pad(flat, (0, length * world - len(flat)))
+    for rank in range(world):
+        part = slice(rank * length, (rank + 1) * length)
+        held: dict[str, Any] = {
+            "single_partition_of_fp32_groups": [flat[part].clone()],
+            "base_optimizer_state": _optimizer([padded[part] + 1000]),
+            "partition_count": [world],
+            "zero_stage": 2,
+            **rest,
+        }
+        if paddings is not None:
+            held["param_alignment_paddings"] = [paddings]
+        write_rank(folder, rank, held)
+    write_names(folder, "mp_rank_00", tensors, OrderedDict(tensors))
+
+
+def write_zero3(folder: Path, tensors: dict[str, torch.Tensor], world: int) -> None:
+    """Write tensors as ZeRO 3 does: each cut into shares, which lie in sub-groups that cut through a tensor."""
+    shares = [[_share(value, rank, world) for value in tensors.values()] for rank in range(world)]
+    for rank in range(world):
+        flat = torch.cat(shares[rank])
+        groups = [part.clone() for part in flat.split(-(-len(flat) // 2))]
+        held = {
+            "fp32_flat_groups": groups,
+            "optimizer_state_dict": _optimizer([group + 1000 for group in groups]),
+            "partition_count": world,
+            "zero_stage": 3,
+        }
+        write_rank(folder, rank, held)
+        empty = OrderedDict((key, torch.empty(0)) for key in tensors)
+        write_names(folder, f"zero_pp_rank_{rank}_mp_rank_00", tensors, empty, groups=2)
+
+
+def _share(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    length = -(-value.numel() // world)
+    part = value.flatten()[rank * length : (rank + 1) * length]
+    return torch.nn.functional.pad(part, (0, length - len(part)))
+
+
+def _optimizer(moments: list[torch.Tensor]) -> dict[str, Any]:
+    state = {number: {"step": torch.tensor(3.0), "exp_avg": moment} for number, moment in enumerate(moments)}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}
+
+
+def write_rank(folder: Path, rank: int, held: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save({"optimizer_state_dict": held}, folder / _optim(rank))
+
+
+def write_names(folder: Path, name: str, tensors: dict[str, Any], module: Any, groups: int = 1) -> None:
+    """Write model states; those of stage 3 have names for each of the sub-groups."""
+    names = [(key, value.shape) for key, value in tensors.items()]
+    step = -(-len(names) // groups)
+    shapes = [OrderedDict(names[at * step : (at + 1) * step]) for at in range(groups)]
+    states = {"module": module, "buffer_names": [], "param_shapes": shapes, "shared_params": {}}
+    torch.save(states, folder / f"{name}_model_states.pt")
+
+
+def _optim(rank: int, prefix: str = "") -> str:
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _change(file: Path, change: Callable[[Any], None]) -> None:
+    states = torch.load(file, weights_only=False)
+    change(states)
+    torch.save(states, file)
+
+
+def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path)
+    (folder / TAG / _optim(1)).unlink()
+    with pytest.raises(UnreadableError, match=f"lacks 1 rank of 3: {_optim(1)}"):
+        ckptfix.open_checkpoint(folder)
+    ckptfix.repair(folder, output=tmp_path / "part.pth", salvage=True)
+    got = torch.load(tmp_path / "part.pth")["module"]
+    assert {"emb.weight", "ln.bias"} <= got.keys() < truth.keys()
+    assert all(bytes_of(got[key]) == bytes_of(truth[key]) for key in got)
+
+
+def test_a_missing_rank_of_stage_3_leaves_buffers(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero3_w2_fp32_g1")
+    (folder / TAG / _optim(1)).unlink()
+    with pytest.raises(UnreadableError, match="lacks 1 rank of 2"):
+        ckptfix.open_checkpoint(folder)
+    assert ckptfix.open_checkpoint(folder, salvage=True).keys() == ["scale", "cnt", "frozen.weight", "frozen.bias"]
+
+
+def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=3)
+
+    def train_on(states: Any) -> None:
+        states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+    _change(tmp_path / _optim(2), train_on)
+    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(2)} differ"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_rank_of_another_world_is_named(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=3)
+    _change(tmp_path / _optim(1), lambda states: states["optimizer_state_dict"].update(partition_count=[4]))
+    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(1)} differ"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_names_of_another_save_are_refused(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=3)
+    write_names(tmp_path, "mp_rank_00", {**TENSORS, "more": torch.ones(50, 50)}, OrderedDict(TENSORS))
+    with pytest.raises(UnreadableError, match="group 0 has names and shapes of 2549 numbers"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    file = folder / TAG / _optim(0)
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(UnreadableError, match=_optim(0)):
+        ckptfix.open_checkpoint(folder)
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    write_zero(tmp_path, {"a": torch.ones(4)}, world=2)
+    for rank in range(2):
+        _change(tmp_path / _optim(rank), lambda states: states["optimizer_state_dict"].update(partition_count=[2, 1]))
+    with pytest.raises(UnreadableError, match="experts are not merged"):
+        ckptfix.open_checkpoint(tmp_path)
