@@ -166,6 +166,6 @@ def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Set
 def _forward_test(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> ForwardTest | None:
     if not isinstance(model, str) or settings.smoke is False:
         return None
-    from ckptfix.smoke.delivery import forward_test
+    from ckptfix.smoke.run import forward_test
 
     return forward_test(settings, model, model_args)

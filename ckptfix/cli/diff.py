@@ -45,7 +45,7 @@ def diff(
     with console.guarding():  # an error names the file of the two that it is about
         # Here and not above: --help and --version need nothing of the library.
         from ckptfix.comparison import diff as compare_files
-        from ckptfix.comparison.json import difference_to_json
+        from ckptfix.comparison.difference import difference_to_json
         from ckptfix.comparison.lines import difference_lines
 
         form = choices.get("output_format", "full")

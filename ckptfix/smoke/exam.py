@@ -11,17 +11,15 @@ from typing import Any
 
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import UnreadableError
-from ckptfix.smoke.agreement import compare_with_cpu
 from ckptfix.smoke.control import Control, Guess, compare_non_finite, contrast, has_sound_weights, redraw
 from ckptfix.smoke.derive import derive_inputs
 from ckptfix.smoke.device import choose_device
 from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input, is_sticky
 from ckptfix.smoke.forward import Pass, Setting, Subject
-from ckptfix.smoke.input_health import ScaleCheck
-from ckptfix.smoke.inputs import parse_inputs
+from ckptfix.smoke.inputs import ScaleCheck, parse_inputs
 from ckptfix.smoke.outcome import AFTERTHOUGHTS, ENVIRONMENT, MODEL, Outcome
 from ckptfix.smoke.proof import load_strictly
-from ckptfix.smoke.reference import Reference, compare_with_reference
+from ckptfix.smoke.reference import Reference, compare_with_cpu, compare_with_reference
 from ckptfix.smoke.retries import attempt
 from ckptfix.smoke.training import train
 

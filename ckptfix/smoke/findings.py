@@ -12,8 +12,8 @@ from ckptfix.rules.forward_in_training import forward_in_training
 from ckptfix.rules.forward_incomparable import forward_incomparable
 from ckptfix.rules.forward_non_finite import forward_non_finite
 from ckptfix.rules.forward_odd_input import forward_odd_input
-from ckptfix.smoke.death import NO_ANSWER
 from ckptfix.smoke.diagnosis import is_out_of_memory
+from ckptfix.smoke.launch import NO_ANSWER
 from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, Failure, Figures, Gradients, Origin, Outcome
 
 _SAID = {

@@ -10,12 +10,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfix.errors import UsageError
+from ckptfix.smoke.outputs import dtype_name, values_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
 
 SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 _FORMS = (
@@ -85,3 +93,247 @@ def _parse(text: str) -> Input:
     if match[2] != "int" or len(bounds) != 2 or bounds[0] >= bounds[1]:
         raise UsageError(f"--input {text!r} has no range of integers: write SHAPE:int:LOW:HIGH with LOW < HIGH")
     return RandomInput(shape, (bounds[0], bounds[1]), name)
+
+
+_APART = 20.0
+"""Times as large or as small as what the layer saw: two inputs that are scaled alike differ by less, and 0 … 255
+against 0 … 1 or against ImageNet's normalisation by more than 50."""
+
+
+def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
+    """Raises ``UsageError`` where the input holds NaN, or infinities that no mask would hold."""
+    values = values_of(tensor)
+    if values.numel() == 0 or bool(values.isfinite().all()):
+        return
+    if bool(values.isnan().any()):
+        channels = _whole_channels(tensor)
+        cause = f" in all of {channels}, as scaling by 0/0 makes it" if channels else ""
+        raise UsageError(f"{path}: the input itself holds NaN{cause}; give one that is finite")
+    is_mask = bool((values.isneginf() | (values == 0)).all())
+    if not is_mask:
+        raise UsageError(f"{path}: the input itself holds infinite values; give one that is finite")
+
+
+def _whole_channels(tensor: torch.Tensor) -> str:
+    """The channels (dimension 1) that are NaN throughout, while others are not; empty where there are none."""
+    if tensor.ndim < 3:
+        return ""
+    bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
+    return _named(bad) if bool(bad.any()) and not bool(bad.all()) else ""
+
+
+def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
+    """What to say of an image or a signal of which a channel is constant while others vary: its scaling went wrong."""
+    if tensor.ndim < 3 or not tensor.is_floating_point() or not tensor.numel() or tensor[0, 0].numel() < 2:
+        return []
+    flat = tensor.transpose(0, 1).flatten(1)
+    constant = flat.amax(dim=1) == flat.amin(dim=1)
+    if not bool(constant.any()) or bool(constant.all()):
+        return []
+    return [f"{path}: {_named(constant)} holds one and the same value throughout, while others vary"]
+
+
+def _named(chosen: torch.Tensor) -> str:
+    indices = chosen.nonzero().flatten().tolist()
+    return f"channel {indices[0]}" if len(indices) == 1 else f"channels {', '.join(map(str, indices))}"
+
+
+class ScaleCheck:
+    """A context in which the first BatchNorm that runs compares what it gets with its running statistics.
+
+    ``warning`` is empty where they agree, or where no such layer was ever trained.
+    """
+
+    def __init__(self, model: nn.Module, given: torch.Tensor | None) -> None:
+        self.warning = ""
+        self._model = model
+        self._given = given
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> ScaleCheck:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        values = None if self._given is None else values_of(self._given)
+        if values is None or values.numel() == 0:
+            return self
+        self._low, self._high = (float(bound) for bound in values.aminmax())
+        for path, module in self._model.named_modules():
+            if isinstance(module, _BatchNorm) and module.running_var is not None and _is_trained(module):
+                self._handles.append(module.register_forward_pre_hook(self._meet(path)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _meet(self, path: str) -> Any:
+        def meet(module: Any, args: Any) -> None:
+            self._leave()  # the first that runs is the one that is nearest to the input
+            seen = (module.running_var.double() + module.running_mean.double() ** 2).mean().sqrt()
+            met = values_of(args[0]).double().square().mean().sqrt() if args else seen
+            if bool(seen.isfinite() and met.isfinite()) and float(seen) > 0:
+                self.warning = self._said(path, type(module).__name__, float(met / seen))
+
+        return meet
+
+    def _said(self, path: str, kind: str, ratio: float) -> str:
+        if 1 / _APART < ratio < _APART:
+            return ""
+        span = f"the values of the input are {self._low:.4g} … {self._high:.4g}"
+        times = f"{ratio:.2g} times as large as" if ratio > 1 else f"{1 / ratio:.2g} times smaller than"
+        hint = ""
+        if ratio > 1 and self._low >= 0 and 16 < self._high <= 255:
+            hint = "; an image of 0 … 255 has to be divided by 255, and normalised as in training"
+        elif ratio < 1 and self._low >= 0 and self._high <= 1:
+            hint = "; an image of 0 … 1 has to be multiplied by 255"
+        return f"{span}: what reaches {path} ({kind}) is {times} what it saw in training{hint}"
+
+
+def _is_trained(norm: Any) -> bool:
+    """Whether the statistics ever moved: they start as mean 0 and variance 1."""
+    return not (bool((norm.running_mean == 0).all()) and bool((norm.running_var == 1).all()))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What ``forward`` is called with; ``notes`` is what was done to it, ``warnings`` what is odd about it."""
+
+    args: tuple[torch.Tensor, ...] = ()
+    kwargs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def batch(self) -> int:
+        """The size of the first dimension; 1 where there is none."""
+        return next((tensor.shape[0] for tensor in self._tensors() if tensor.ndim), 1)
+
+    def first(self, size: int) -> Arguments:
+        """The first ``size`` of the batch; tensors of another first dimension have no part in it and stay whole."""
+        batch = self.batch
+        return self._with(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
+
+    def doubled(self) -> Arguments:
+        """The batch twice, the second time with the last dimension reversed, so that no two samples are the same."""
+        import torch
+
+        batch = self.batch
+        return self._with(
+            lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if tensor.ndim and tensor.shape[0] == batch else tensor
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Arguments:
+        """The same on another device, the floating ones in another dtype."""
+        return self._with(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.args
+        yield from self.kwargs.values()
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+        kwargs = {name: change(tensor) for name, tensor in self.kwargs.items()}
+        return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
+
+
+def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Arguments:
+    """The tensors of the inputs, on the device; floating ones have this dtype, whatever their file says, and so have
+    images of bytes, which no layer takes.
+
+    Random numbers are drawn on the CPU, so that a seed means the same input everywhere. Raises ``UsageError`` for a
+    file that holds no tensors, or values that are not finite.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    args: list[torch.Tensor] = []
+    kwargs: dict[str, torch.Tensor] = {}
+    notes: list[str] = []
+    warnings: list[str] = []
+    for given in inputs:
+        for name, tensor in _tensors(given, generator):
+            is_float = tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.ndim >= 3)
+            placed = tensor.to(device, dtype if is_float else tensor.dtype)
+            if isinstance(given, FileInput):
+                if is_float and tensor.dtype != dtype:
+                    notes.append(
+                        f"{given.path}: {dtype_name(tensor.dtype)} was converted to {dtype_name(dtype)} for the model"
+                    )
+                warnings += odd_channels(given.path, tensor)
+            if name is None:
+                args.append(placed)
+            elif name in kwargs:
+                raise UsageError(f"--input gives {name!r} twice: give each argument of forward once")
+            else:
+                kwargs[name] = placed
+    return Arguments(tuple(args), kwargs, tuple(notes), tuple(warnings))
+
+
+def _tensors(given: Input, generator: torch.Generator) -> Iterator[tuple[str | None, torch.Tensor]]:
+    if isinstance(given, FileInput):
+        yield from tensors_of_file(given)
+    else:
+        yield given.name, _draw(given, generator)
+
+
+def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    low, high = given.bounds or (0, 2)
+    dtype = torch.float32 if given.bounds is None else torch.int64
+    if given.draw in ("ones", "zeros"):
+        return torch.full(given.shape, high - 1 if given.draw == "ones" else low, dtype=dtype)
+    if given.bounds is not None:
+        return torch.randint(low, high, given.shape, generator=generator)
+    make = torch.rand if given.draw == "uniform" else torch.randn
+    return make(given.shape, generator=generator)
+
+
+def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """The tensors of a file, by name where there are several. Raises ``UsageError`` for one that holds anything else,
+    or values that are not finite."""
+    import torch
+
+    found = list(_named_tensors(_read(given.path)))
+    if not found or not all(isinstance(tensor, torch.Tensor) for _, tensor in found):
+        raise UsageError(f"{given.path}: holds no tensor, or more than tensors; save the inputs alone")
+    if given.name is not None and len(found) > 1:
+        raise UsageError(f"{given.name}={given.path}: holds {len(found)} tensors, a name takes one; leave the name out")
+    if not any(tensor.numel() for _, tensor in found):
+        raise UsageError(f"{given.path}: holds no sample, its shape is {list(found[0][1].shape)}; give one at least")
+    for name, tensor in found:
+        refuse_non_finite(given.path, tensor)
+        yield given.name or (name if len(found) > 1 else None), tensor
+
+
+def _named_tensors(value: Any) -> Iterator[tuple[str | None, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(name), tensor) for name, tensor in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((None, tensor) for tensor in value)
+    else:
+        yield None, value
+
+
+def _read(path: str) -> Any:
+    """What the file holds; it runs no code of the file."""
+    import pickle
+
+    import numpy as np
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.endswith(".npy"):
+            return torch.from_numpy(np.load(path, allow_pickle=False).copy())
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, ValueError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path}: cannot be read ({reason}); save it again as .npy or .safetensors") from error

@@ -14,8 +14,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.errors import TargetError
 from ckptfix.modules.factory import Arguments, build_module, user_code
 from ckptfix.modules.recalibration import norms_of, recalibrate
-from ckptfix.smoke.arguments import tensors_of_file
-from ckptfix.smoke.inputs import FileInput
+from ckptfix.smoke.inputs import FileInput, tensors_of_file
 
 if TYPE_CHECKING:
     import torch

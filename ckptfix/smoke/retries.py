@@ -9,10 +9,10 @@ import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.device import reduced_dtype
 from ckptfix.smoke.diagnosis import is_cudnn_failure, is_dtype_mismatch, is_out_of_memory
 from ckptfix.smoke.forward import Pass, Subject, forward
+from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import MODEL, Outcome
 from ckptfix.smoke.outputs import dtype_name
 

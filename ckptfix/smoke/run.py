@@ -7,17 +7,20 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.finding import Finding
-from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.settings import Settings, SmokeSettings
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.smoke.death import death
+from ckptfix.engine.delivery import ForwardTest
 from ckptfix.smoke.device import check_device_name
 from ckptfix.smoke.diagnosis import blame_of_assert, is_sticky
 from ckptfix.smoke.exam import Job
 from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.inputs import parse_inputs
-from ckptfix.smoke.launch import Ending, launch
+from ckptfix.smoke.launch import Ending, death, launch
 from ckptfix.smoke.outcome import AFTERTHOUGHTS, INPUT, Outcome
 from ckptfix.smoke.reference import Reference
 
@@ -148,3 +151,27 @@ def _checks(outcome: Outcome) -> tuple[str, ...]:
     if outcome.compared is not None:
         checks.append(f"outputs {outcome.compared}")
     return tuple(checks)
+
+
+def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
+    """Return what runs the model of a factory on a file, as the settings ask."""
+
+    def test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
+        if settings.is_for_torch_before(COUNTED_SINCE) and _lacks_counters(result):
+            note = f"the result is for torch {settings.for_torch}, which is not this one"
+            return SmokeResult(passed=None, device="", note=note), []
+        reference = Reference.of(settings, result.path)
+        return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container), reference)
+
+    return test
+
+
+def _lacks_counters(result: Checkpoint) -> bool:
+    """Whether this torch refuses it: a BatchNorm of ``_metadata`` version 2 has to have its counter."""
+    for key in result.specs:
+        path, name = split_key(key)
+        version = (result.metadata or {}).get(path.removesuffix("."), {}).get("version")
+        is_counted = isinstance(version, int) and version >= 2
+        if is_counted and name == "running_var" and path + NUM_BATCHES_TRACKED not in result.specs:
+            return True
+    return False

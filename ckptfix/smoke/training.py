@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.diagnosis import diagnose, is_user_file
 from ckptfix.smoke.forward import Pass, Subject, forward, synchronize
+from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import Gradients, Outcome
 from ckptfix.smoke.outputs import figures_of, values_of
 from ckptfix.smoke.retries import attempt

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.control import CONTRAST
 from ckptfix.smoke.exam import NO_FIT, NO_GUESS, Job, examine, recheck_in_float32
 from ckptfix.smoke.forward import Subject
+from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, Outcome
 from ckptfix.smoke.retries import attempt
 from tests.smoke import models

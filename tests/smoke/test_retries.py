@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ckptfix.explain import explain
-from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.exam import Job, examine
 from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.forward import Subject
+from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import ENVIRONMENT, MODEL, Outcome
 from ckptfix.smoke.retries import attempt
 from tests.smoke import models, second_tries

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptfix.smoke.arguments import Arguments
 from ckptfix.smoke.device import compute_dtype
 from ckptfix.smoke.exam import Job, examine
 from ckptfix.smoke.forward import Subject
+from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.training import train
 from tests.smoke import models
