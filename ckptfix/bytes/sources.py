@@ -11,6 +11,7 @@ from ckptfix.bytes.buffers import Buffer, FileBuffer
 from ckptfix.bytes.decoders import FAULTS, Decoder, deflate
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.limits import Bounds
+from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import UnreadableError
 
@@ -178,7 +179,7 @@ class Content:
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
     ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
-    what is wrong with the files that it was inside of, in clauses that follow the file's name. ``account`` is what
+    what is wrong with the files that it was inside of. ``account`` is what
     reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
 
     path: str
@@ -186,7 +187,7 @@ class Content:
     file: OpenFile | None = None
     member: str = ""
     salvage: bool = False
-    damage: list[str] = field(default_factory=list)
+    damage: list[Fact] = field(default_factory=list)
     account: Bounds | None = None
     size: int = field(init=False)
 

@@ -57,11 +57,10 @@ def is_torn(value: Any) -> bool:
     return False
 
 
-def missing_bytes(root: Any) -> str:
-    """How many bytes the storages of a tree lack, as the end of a sentence."""
+def missing_bytes(root: Any) -> int:
+    """Return how many bytes the storages of a tree lack."""
     sources = {id(spec.storage): spec.storage.source for spec in tensors_in(root) if spec.storage is not None}
-    missing = sum(source.nbytes - whole_bytes(source) for source in sources.values())
-    return f", and its tensors need at least {missing} more" if missing else ""
+    return sum(source.nbytes - whole_bytes(source) for source in sources.values())
 
 
 def zero_tail(content: Content) -> int:

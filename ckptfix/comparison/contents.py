@@ -11,6 +11,7 @@ from itertools import islice
 from ckptfix.comparison.difference import Texts
 from ckptfix.comparison.gap import Tolerance, measure_gap
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
@@ -33,7 +34,7 @@ def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: T
     if a.path == b.path:
         return {}  # two sets of weights of one file: beside each lies the other
     beside = [_without(side.root, side.container) for side in (a, b)]
-    notes = [{mark.where: mark.detail for mark in side.remarks if mark.kind == "note"} for side in (a, b)]
+    notes = [{mark.place: mark.data["text"] for mark in side.remarks if mark.kind is Kind.NOTE} for side in (a, b)]
     for texts in notes:
         texts.pop("format", None)  # says "pt", and is the form's and not the weights'
     return {

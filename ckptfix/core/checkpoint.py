@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptfix.core.facts import Fact
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnknownKeyError
 
@@ -19,18 +20,6 @@ IN_MEMORY = "memory"
 
 PathPart = str | int
 """One step into a container: a key of a dict, an attribute of an object, or an index of a list."""
-
-
-@dataclass(frozen=True)
-class Remark:
-    """Something that was noticed while reading and that a rule of the family FIL turns into a finding.
-
-    ``kind`` is a word such as ``foreign-class``, ``non-string-key``, ``protocol``; ``where`` names the place in the
-    container (``args``, ``optimizer.state``); ``detail`` says what it is (``argparse.Namespace``)."""
-
-    kind: str
-    where: str
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -74,8 +63,9 @@ class Checkpoint:
     where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
     state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
     storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
-    file inside of the archive or compressed file that ``path`` names. ``damage`` says what is wrong with the file,
-    where it was opened to be salvaged, and ``lost`` has the keys whose bytes are gone: with their specs, or None where
+    file inside of the archive or compressed file that ``path`` names. ``remarks`` are facts that the rules of the
+    family FIL turn into findings. ``damage`` says what is wrong with the file, where it was opened to be salvaged,
+    and ``lost`` has the keys whose bytes are gone: with their specs, or None where
     a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
     the state_dict, with their names without it; None where the whole state_dict is meant.
     """
@@ -89,8 +79,8 @@ class Checkpoint:
     devices: tuple[str, ...] = ()
     producer: str = ""
     candidates: tuple[Candidate, ...] = ()
-    remarks: tuple[Remark, ...] = ()
-    damage: tuple[str, ...] = ()
+    remarks: tuple[Fact, ...] = ()
+    damage: tuple[Fact, ...] = ()
     lost: Mapping[str, TensorSpec | None] = field(default_factory=dict)
     member: str = ""
     picked: Mapping[str, str] | None = None

@@ -25,6 +25,7 @@ from ckptfix.core.edits import (
     Tie,
     Zero,
 )
+from ckptfix.core.facts import Kind
 from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec, contiguous_strides
@@ -35,8 +36,20 @@ from ckptfix.values.zeroing import WHICH, can_be_zeroed, zeroed_spec
 from ckptfix.writing.plain import plain_root
 
 CONVERTED_REMARKS = frozenset(
-    "protocol numpy-weights tensor-subclass non-string-key plain-pickle torchscript torch-package torch-tar odd-layout "
-    "odd-metadata python2-text uninitialized".split()
+    {
+        Kind.PROTOCOL,
+        Kind.NUMPY_WEIGHTS,
+        Kind.TENSOR_SUBCLASS,
+        Kind.NON_STRING_KEY,
+        Kind.PLAIN_PICKLE,
+        Kind.TORCHSCRIPT,
+        Kind.TORCH_PACKAGE,
+        Kind.TORCH_TAR,
+        Kind.ODD_LAYOUT,
+        Kind.ODD_METADATA,
+        Kind.PYTHON2_TEXT,
+        Kind.UNINITIALIZED,
+    }
 )
 """What was noticed while reading and is cured by writing plain data."""
 
@@ -99,7 +112,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     conversions = [edit for edit in step.edits if isinstance(edit, Plain)]
     if conversions and all(edit.before == GRAPH_CODE for edit in conversions):
         # What is written never holds code: only the word for it goes.
-        remarks = tuple(remark for remark in result.remarks if remark.kind != "stored-code")
+        remarks = tuple(remark for remark in result.remarks if remark.kind is not Kind.STORED_CODE)
         result = replace(result, remarks=remarks)
     elif conversions:
         root, _ = plain_root(result)

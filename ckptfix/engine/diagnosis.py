@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptfix.core.buffers import COUNTED_SINCE
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.edits import Disarm, Edit, Fill, Plain, Rename, RenameModule, Replace, Retag, Rewrite
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report
@@ -168,7 +169,7 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
 
 
 def _is_doubtful(fix: Fix, checkpoint: Checkpoint) -> bool:
-    has_damaged_list = any(remark.kind == "doubtful-names" for remark in checkpoint.remarks)
+    has_damaged_list = any(remark.kind is Kind.DOUBTFUL_NAMES for remark in checkpoint.remarks)
     return has_damaged_list and not all(isinstance(edit, KEEPING) for edit in fix.edits)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint, Remark
+from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import UnreadableError, UsageError
 from ckptfix.reading.lazy_tensors import LazyTensors
@@ -52,9 +53,9 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
         raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
     _check_level(entries, name)
     metadata = getattr(state_dict, "_metadata", None)
-    remarks = [Remark("non-string-key", ".", str(key)) for key in state_dict if not isinstance(key, str)]
+    remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]
     if any(_is_array(value) for value in state_dict.values()):
-        remarks.append(Remark("numpy-weights", ".", "numpy arrays"))
+        remarks.append(Fact(Kind.NUMPY_WEIGHTS))
     specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
     return Checkpoint(
         path=name,

@@ -9,9 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Checkpoint, Remark
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.tree import tensors_in
+from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -112,21 +114,15 @@ def read_unwrapped(content: Content, salvage: bool) -> Document:
         if not content.damage:
             raise
         inner = str(error).removeprefix(f"{content.path}: ")
-        raise UnreadableError(f"{content.path}: {'; '.join(content.damage)}; what is in it {inner}") from error
+        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it {inner}") from error
     document.damage[:0] = content.damage
     document.remarks += _doubts(content)
     return document
 
 
-def _doubts(content: Content) -> list[Remark]:
+def _doubts(content: Content) -> list[Fact]:
     """That tensors without a checksum of their own may be wrong, where what they were packed in fails its own."""
-    if not content.damage:
-        return []
-    from ckptfix.reading.archives.expanding import WrongBytes
-
-    return [
-        Remark("doubtful-values", ".", f"the file {clause}") for clause in content.damage if type(clause) is WrongBytes
-    ]
+    return [Fact.of(Kind.DOUBTFUL_VALUES, cause=fact) for fact in content.damage if fact.kind in WRONG_BYTES]
 
 
 def read_content(content: Content, salvage: bool) -> Document:
@@ -192,7 +188,7 @@ def _read_mended(content: Content) -> Document | None:
         if as_text(bytes(content.buffer[:READ])) is not None:
             return None  # the lines of a text end in CR LF by right
         raise UnreadableError(
-            f"{content.path}: {mended.cause} only where no byte is missing; transfer it again in binary mode"
+            f"{content.path}: {clause(mended.cause)} only where no byte is missing; transfer it again in binary mode"
         )
     if document is not None:
         document.damage.insert(0, mended.cause)

@@ -17,8 +17,8 @@ from typing import Any
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import TornBytes
-from ckptfix.core.checkpoint import Remark
 from ckptfix.core.dtypes import BY_SAFETENSORS
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
@@ -28,9 +28,6 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "safetensors"
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
-_IN_HEADER = "bytes too many or too few that may lie in its header"
-_MISSING_BEFORE = "the bytes that the file lacks may be missing before them, and not at its end"
-_TOO_MANY_BEFORE = "the bytes that the file has too many may lie before them, and not at its end"
 
 
 def read(content: Content, nesting: int = 0) -> Document:
@@ -49,7 +46,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     nbytes = check_layout(content, header)
     if padding_behind(content, start, len(content) - start - nbytes):
         start = len(content) - nbytes
-        damage.append("is damaged: its header declares itself shorter than it is, without the padding behind it")
+        damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
     specs = {key: _spec(record) for key, record in header.items()}
     placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
@@ -60,14 +57,11 @@ def read(content: Content, nesting: int = 0) -> Document:
 
         slip = find_slip(content, sorted(placed, key=lambda place: (place[0], place[0] + place[1].nbytes)), end)
         if zeros is not None:
-            slip = replace(slip, cause="", doubtful=min(slip.first, slip.doubtful))
+            slip = replace(slip, cause=None, doubtful=min(slip.first, slip.doubtful))
         damage.append(slip.cause or _misfit(nbytes, len(content) - start))
     if zeros is not None:
         size = len(content)
-        damage.append(
-            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and never "
-            "filled"
-        )
+        damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
     state_dict: OrderedDict[str, Any] = OrderedDict()
     for (begin, spec), key in zip(placed, specs, strict=True):
         if slip is not None and zeros is None:
@@ -79,22 +73,19 @@ def read(content: Content, nesting: int = 0) -> Document:
     document.damage += damage
     if slip is not None:
         if slip.cause and slip.first == start:
-            document.remarks.append(Remark("doubtful-names", ".", f"has {_IN_HEADER}"))
-        why = _MISSING_BEFORE if slip.surplus < 0 else _TOO_MANY_BEFORE
+            document.remarks.append(Fact.of(Kind.DOUBTFUL_NAMES, cause=Fact(Kind.HEADER_SHIFTED)))
+        why = Fact.of(Kind.BYTES_BEFORE, surplus=slip.surplus)
         for (begin, spec), key in zip(placed, specs, strict=True):
             if slip.is_doubtful(content, begin, spec.nbytes):
-                document.remarks.append(Remark("doubtful-values", key, why))
+                document.remarks.append(Fact.of(Kind.DOUBTFUL_VALUES, key, cause=why))
     return document
 
 
-def _misfit(needed: int, there: int) -> str:
-    """That a file does not end where its tensors do."""
+def _misfit(needed: int, there: int) -> Fact:
+    """Return that a file does not end where its tensors do."""
     if needed > there:
-        return (
-            f"is cut short: its header describes {needed} bytes of tensors and {there} are there "
-            "(MetadataIncompleteBuffer)"
-        )
-    return f"has {there - needed} bytes behind its last tensor (incomplete metadata, file not fully covered)"
+        return Fact.of(Kind.DATA_CUT, needed=needed, there=there)
+    return Fact.of(Kind.DATA_SURPLUS, surplus=there - needed)
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
@@ -113,7 +104,7 @@ def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
 
 def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
     """Put ties, ``_metadata`` and the container back, where ckptfix wrote the file."""
-    remarks = [Remark("note", name, value) for name, value in notes.items() if not name.startswith("ckptfix.")]
+    remarks = [Fact.of(Kind.NOTE, name, text=value) for name, value in notes.items() if not name.startswith("ckptfix.")]
 
     def note(name: str) -> dict[str, Any]:
         """A note of ours. One that somebody else damaged is no reason to refuse the weights."""
@@ -124,7 +115,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
             value, fault = None, f"is no valid JSON ({error})"
         if isinstance(value, dict):
             return value
-        remarks.append(Remark("damaged-note", name, fault))
+        remarks.append(Fact.of(Kind.DAMAGED_NOTE, name, fault=fault))
         return {}
 
     loose = []
@@ -134,6 +125,6 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
         else:
             loose.append(alias)
     if loose:
-        remarks.append(Remark("damaged-note", TIES, f"does not fit the tensors (as {loose[0]!r:.60})"))
+        remarks.append(Fact.of(Kind.DAMAGED_NOTE, TIES, fault=f"does not fit the tensors (as {loose[0]!r:.60})"))
     root = restore_container(state_dict, note(CONTAINER))
     return Document(path, NAME, root, note(METADATA) or None, set(), remarks)

@@ -13,7 +13,9 @@ from typing import Any
 from ckptfix.bytes.limits import shown
 from ckptfix.bytes.sources import Content
 from ckptfix.core.dtypes import BY_SAFETENSORS, DType
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 
@@ -23,19 +25,19 @@ ALIGNMENT = 8
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 
 
-def read_header(content: Content) -> tuple[dict[str, Any], int, list[str]]:
+def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
     """The parsed header, the offset of the first tensor byte, and what is wrong with the length that it declares."""
     size = len(content)
     length = int.from_bytes(content.buffer[:8], "little")
     if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-        return _header_by_its_end(content, f"the header declares {length} bytes and the file has {size}", True)
+        return _header_by_its_end(content, length)
     try:
         return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length, []
     except HostileError:
         raise
     except UnreadableError as error:
         try:
-            return _header_by_its_end(content, f"the header declares {length} bytes, and it is not so long", False)
+            return _header_by_its_end(content, length)
         except HostileError:
             raise
         except UnreadableError:
@@ -63,10 +65,10 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _header_by_its_end(content: Content, fault: str, is_too_large: bool) -> tuple[dict[str, Any], int, list[str]]:
+def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[Fact]]:
     """The header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind it."""
     path, size = content.path, len(content)
-    fault += " (HeaderTooLarge)" if is_too_large else ""
+    damage = Fact.of(Kind.HEADER_SIZE, declared=length, nbytes=size)
     raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
     try:
         content.bounds.expect_json(raw)
@@ -76,7 +78,7 @@ def _header_by_its_end(content: Content, fault: str, is_too_large: bool) -> tupl
         header = _parsed_header(content, raw[: behind - 8])
     except (ValueError, RecursionError, UnreadableError) as error:
         raise UnreadableError(
-            f"{path}: {fault}: a file that is cut short in its header, or no safetensors; fetch it again"
+            f"{path}: {clause(damage)}: a file that is cut short in its header, or no safetensors; fetch it again"
         ) from error
     start = size - check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})
     # A space that could be padding or data leaves it open where the tensors begin, and with it whether the file is cut.
@@ -84,8 +86,10 @@ def _header_by_its_end(content: Content, fault: str, is_too_large: bool) -> tupl
     is_padded = behind <= start < behind + ALIGNMENT and start % ALIGNMENT == 0
     is_padded = is_padded and not padding[: start - behind].strip(b" ")
     if not is_padded and not (start == behind and padding != b" "):
-        raise UnreadableError(f"{path}: {fault}, and where its tensors begin cannot be told; fetch the file again")
-    return header, start, [f"is damaged: {fault}"]
+        raise UnreadableError(
+            f"{path}: {clause(damage)}, and where its tensors begin cannot be told; fetch the file again"
+        )
+    return header, start, [damage]
 
 
 def _no_constant(name: str) -> Any:

@@ -13,6 +13,7 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.tree import tensors_in
+from ckptfix.core.wording import clause
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.figures import elements, size, tensor_text
@@ -63,10 +64,10 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "extras": extras(checkpoint),
         "classes": classes(checkpoint.root),
         "unknown_classes": classes(checkpoint.root, unknown_only=True),
-        "damage": list(checkpoint.damage),
+        "damage": [clause(fact) for fact in checkpoint.damage],
         "lost": list(checkpoint.lost),
         "remarks": [
-            {"kind": remark.kind, "where": remark.where, "detail": remark.detail} for remark in checkpoint.remarks
+            {"kind": fact.kind.value, "where": fact.place, "detail": clause(fact)} for fact in checkpoint.remarks
         ],
         "keys": {
             key: plain(

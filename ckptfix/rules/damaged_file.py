@@ -35,10 +35,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptfix.core.checkpoint import Checkpoint, Remark
+from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rewrite
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clause, clauses
 from ckptfix.rules.donor import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -48,10 +50,11 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint
     if checkpoint.damage:
-        cause = "; ".join(checkpoint.damage)
+        cause = clauses(checkpoint.damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)
-        yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence={"damage": list(checkpoint.damage)})
-    doubts = [remark.detail for remark in checkpoint.remarks if remark.kind == "doubtful-names"]
+        evidence = {"damage": [clause(fact) for fact in checkpoint.damage]}
+        yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
+    doubts = [clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_NAMES]
     if doubts:
         yield rule.finding(
             Level.WARNING,
@@ -61,13 +64,13 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     yield from _doubtful_values(rule, checkpoint)
     yield from _unnamed(rule, context)
-    trailing = [remark.detail for remark in checkpoint.remarks if remark.kind == "trailing-bytes"]
+    trailing = [fact.data["nbytes"] for fact in checkpoint.remarks if fact.kind is Kind.TRAILING_BYTES]
     if trailing:
         keys = _of_last_storage(checkpoint)
         doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
-        said = f"{trailing[0]} bytes behind the checkpoint belong to nothing{doubt if keys else ''}"
+        said = f"{trailing[0]} bytes after the checkpoint belong to nothing{doubt if keys else ''}"
         yield rule.finding(Level.NOTE, said, keys=keys)
-    strays = [remark.where for remark in checkpoint.remarks if remark.kind == "stray-file"]
+    strays = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.STRAY_FILE]
     if strays:
         files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
         yield rule.finding(
@@ -97,9 +100,9 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """The tensors whose bytes may be others than were saved, by the reason; ``.`` stands for all without a checksum."""
     reasons: dict[str, list[str]] = {}
-    for remark in checkpoint.remarks:
-        if remark.kind == "doubtful-values":
-            reasons.setdefault(remark.detail, []).append(remark.where)
+    for fact in checkpoint.remarks:
+        if fact.kind is Kind.DOUBTFUL_VALUES:
+            reasons.setdefault(clause(fact), []).append(fact.place)
     for reason, places in reasons.items():
         named = set(places)
         keys = tuple(
@@ -116,33 +119,33 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
     """What is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
-    of_kind: dict[str, list[Remark]] = {}
-    for remark in context.checkpoint.remarks:
-        of_kind.setdefault(remark.kind, []).append(remark)
-    for remark in of_kind.get("unnamed-loss", ()):
+    of_kind: dict[Kind, list[Fact]] = {}
+    for fact in context.checkpoint.remarks:
+        of_kind.setdefault(fact.kind, []).append(fact)
+    for fact in of_kind.get(Kind.UNNAMED_LOSS, ()):
         yield rule.finding(
             # With a target, what is missing of it is the finding of another rule.
             Level.ERROR if context.target is None else Level.NOTE,
-            f"tensors are lost whose names are not known: those of {remark.detail}",
+            f"tensors are lost whose names are not known: those of {clause(fact)}",
             remedy="fetch the missing files, or compare what is there with the model by --model or --like",
         )
-    for remark in of_kind.get("damaged-note", ()):
+    for fact in of_kind.get(Kind.DAMAGED_NOTE, ()):
         yield rule.finding(
             Level.WARNING,
-            f"the note {remark.where} in __metadata__ {remark.detail}: names that share a tensor may be missing",
+            f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing",
             remedy="write the file anew from the one that it was made of, or compare it with the model by --model",
         )
-    for remark in of_kind.get("index-size", ()):
-        if remark.where == ".":
-            yield rule.finding(Level.NOTE, f"{remark.detail}: one of them may be that of another save")
+    for fact in of_kind.get(Kind.INDEX_SIZE, ()):
+        if fact.place == ".":
+            yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may be that of another save")
         else:
             yield rule.finding(
                 Level.WARNING,
-                f"{remark.detail}, and {remark.where} has other dtypes than the rest: shards of two saves are mixed",
+                f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
                 remedy="fetch all shards of one save again",
             )
-    if packed := of_kind.get("packed-shard"):
-        files = packed[0].where if len(packed) == 1 else f"{packed[0].where} and {len(packed) - 1} more"
+    if packed := of_kind.get(Kind.PACKED_SHARD):
+        files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
         yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
 
 
@@ -152,7 +155,7 @@ def _has_checksum(spec: TensorSpec) -> bool:
 
 def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The tensors in the storage that ends where bytes follow which belong to nothing."""
-    last = {remark.where for remark in checkpoint.remarks if remark.kind == "last-storage"}
+    last = {fact.place for fact in checkpoint.remarks if fact.kind is Kind.LAST_STORAGE}
     return tuple(
         key
         for key, spec in checkpoint.specs.items()

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptfix.core.edits import Disarm, Plain
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.rules.rule import Context, Rule, rule
@@ -46,11 +47,11 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what the file would run."""
     fix = None
     if context.settings.disarm and context.checkpoint.specs:
-        armed = [remark for remark in context.checkpoint.remarks if remark.kind in ("payload", "hidden-pickle")]
-        names = ", ".join(remark.detail if remark.kind == "payload" else remark.where for remark in armed)
+        armed = [remark for remark in context.checkpoint.remarks if remark.kind in (Kind.PAYLOAD, Kind.HIDDEN_PICKLE)]
+        names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
         fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
     remedy = REMEDY if not context.checkpoint.specs else f"{REMEDY}; --disarm writes its tensors alone"
-    payload = [remark.detail for remark in context.checkpoint.remarks if remark.kind == "payload"]
+    payload = [fact.data["name"] for fact in context.checkpoint.remarks if fact.kind is Kind.PAYLOAD]
     if payload:
         yield rule.finding(
             Level.ERROR,
@@ -59,17 +60,17 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=fix,
             remedy=remedy,
         )
-    if stored := [remark for remark in context.checkpoint.remarks if remark.kind == "stored-code"]:
-        edits = tuple(Plain(remark.where, GRAPH_CODE, "nothing") for remark in stored)
+    if stored := [remark for remark in context.checkpoint.remarks if remark.kind is Kind.STORED_CODE]:
+        edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
         yield rule.finding(
             Level.WARNING,
             "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
             "whose code calls operations on tensors and nothing else",
-            evidence={"globals": [remark.detail for remark in stored]},
+            evidence={"globals": [remark.data["name"] for remark in stored]},
             fix=Fix(edits, Applicability.SAFE) if fix is None else replace(fix, edits=() if payload else fix.edits),
             remedy="load the state_dict that ckptfix repair writes into the model's own class",
         )
-    hidden = [remark.where for remark in context.checkpoint.remarks if remark.kind == "hidden-pickle"]
+    hidden = [fact.place for fact in context.checkpoint.remarks if fact.kind is Kind.HIDDEN_PICKLE]
     if hidden:
         yield rule.finding(
             Level.WARNING,

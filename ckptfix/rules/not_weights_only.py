@@ -40,8 +40,10 @@ from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Plain
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clause
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
@@ -56,17 +58,17 @@ TAKEN_APART = "parts"
 """In the evidence where writing the file would take tensors apart that its reader puts together."""
 
 _BEFORE = {
-    "protocol": ("pickle protocol {}", "protocol 2"),
-    "plain-pickle": ("{}", "torch.save"),
-    "torchscript": ("{}", "state_dict"),
-    "torch-package": ("{}", "torch.save"),
-    "torch-tar": ("{}", "torch.save"),
-    "numpy-weights": ("{}", "torch tensors"),
-    "tensor-subclass": ("{}", "torch.Tensor"),
-    "odd-metadata": ("{} in _metadata", "text"),
-    "odd-layout": ("{}", "the layout of torch.save"),
-    "python2-text": ("{} that is not UTF-8", "text, read as Latin-1"),
-    "non-string-key": ("the key {} as a number", "text"),
+    Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
+    Kind.PLAIN_PICKLE: ("{}", "torch.save"),
+    Kind.TORCHSCRIPT: ("{}", "state_dict"),
+    Kind.TORCH_PACKAGE: ("{}", "torch.save"),
+    Kind.TORCH_TAR: ("{}", "torch.save"),
+    Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),
+    Kind.TENSOR_SUBCLASS: ("{}", "torch.Tensor"),
+    Kind.ODD_METADATA: ("{} in _metadata", "text"),
+    Kind.ODD_LAYOUT: ("{}", "the layout of torch.save"),
+    Kind.PYTHON2_TEXT: ("{} that is not UTF-8", "text, read as Latin-1"),
+    Kind.NON_STRING_KEY: ("the key {} as a number", "text"),
 }
 
 
@@ -112,7 +114,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             remedy="if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
             "tensors of torch.Tensor",
         )
-    empty = tuple(remark.where for remark in checkpoint.remarks if remark.kind == "uninitialized")
+    empty = tuple(fact.place for fact in checkpoint.remarks if fact.kind is Kind.UNINITIALIZED)
     if empty:
         yield rule.finding(
             Level.WARNING,
@@ -131,7 +133,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     for remark in checkpoint.remarks:
         if remark.kind in _BEFORE:
             before, after = _BEFORE[remark.kind]
-            conversions.append(Plain(remark.where, before.format(remark.detail), after))
+            conversions.append(Plain(remark.place, before.format(clause(remark)), after))
     if not conversions:
         return
     classes = list(dict.fromkeys(edit.before for edit in conversions))

@@ -31,7 +31,9 @@ from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import path_name
 from ckptfix.core.edits import Drop
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.wording import clause
 from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.choosing import choice
 from ckptfix.rules.rule import Context, Rule, rule
@@ -95,7 +97,7 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     """What may be weights too and is no set of its own: torch reads it as it is, and a strict load does not see it."""
     checkpoint = context.checkpoint
-    others = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "weights-beside"}
+    others = {fact.place: clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE}
     if others:
         listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         yield rule.finding(

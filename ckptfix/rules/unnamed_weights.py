@@ -30,7 +30,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.wording import clause
 from ckptfix.rules.rule import Context, Rule, rule
 
 _FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"
@@ -41,16 +43,16 @@ _CONSTANTS = "constants of the code have no names, and the state_dict does not h
 def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what of a module its state_dict leaves out."""
     remarks = context.checkpoint.remarks
-    for kind, level in (("frozen", Level.WARNING), ("constants", Level.NOTE)):
+    for kind, level in ((Kind.FROZEN, Level.WARNING), (Kind.CONSTANTS, Level.NOTE)):
         for remark in remarks:
-            if remark.kind == kind:
+            if remark.kind is kind:
                 remedy = "use the file that was frozen" if level is Level.WARNING else ""
                 said = _FROZEN if level is Level.WARNING else _CONSTANTS
-                yield rule.finding(level, f"{said}: {remark.detail}", remedy=remedy)
-    attributes = tuple(remark.where for remark in remarks if remark.kind == "tensor-attribute")
+                yield rule.finding(level, f"{said}: {clause(remark)}", remedy=remedy)
+    attributes = tuple(remark.place for remark in remarks if remark.kind is Kind.TENSOR_ATTRIBUTE)
     if attributes:
         said = f"{counted(len(attributes), 'attribute')} with tensors, neither parameter nor buffer, left out"
-        outweighing = [remark.detail for remark in remarks if remark.kind == "most-in-attributes"]
+        outweighing = [clause(remark) for remark in remarks if remark.kind is Kind.MOST_IN_ATTRIBUTES]
         yield rule.finding(
             Level.WARNING if outweighing else Level.NOTE,
             ": ".join([said, *outweighing]),

@@ -10,6 +10,7 @@ from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import Storage, TensorSpec
@@ -111,7 +112,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
         order.append(spec)
     root, _ = plain_root(checkpoint)
     container, _ = encode_container(checkpoint, root)
-    notes = {remark.where: remark.detail for remark in checkpoint.remarks if remark.kind == "note"} | {"format": "pt"}
+    notes = {fact.place: fact.data["text"] for fact in checkpoint.remarks if fact.kind is Kind.NOTE} | {"format": "pt"}
     for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, container)):
         if value:
             try:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ckptfix.engine.diagnosis
-from ckptfix.core.checkpoint import Remark
 from ckptfix.core.edits import Drop, Rename
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.settings import Settings
 from ckptfix.core.target import target_from_module
@@ -124,7 +124,7 @@ def test_a_fix_that_is_not_allowed_stays_a_finding(monkeypatch):
 
 def doubtful(state: dict[str, torch.Tensor]):
     checkpoint = open_state_dict(state)
-    return replace(checkpoint, remarks=(Remark("doubtful-names", ".", "has a data.pkl that fails its checksum"),))
+    return replace(checkpoint, remarks=(Fact.of(Kind.DOUBTFUL_NAMES, cause=Fact(Kind.MEMBER_CHECKSUM, "data.pkl")),))
 
 
 NORM = {key: value for key, value in nn.BatchNorm1d(2).state_dict().items() if key != "num_batches_tracked"}

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.wording import clause
 from ckptfix.errors import UnreadableError, WriteError
 from tests.attacks.crafted import STORAGE, safetensors
 from tests.attacks.test_hostile_files import GOOD
@@ -30,13 +31,13 @@ def test_what_the_official_library_writes_is_read(name, tmp_path):
     assert set(got) == set(tensors)
     for key, tensor in tensors.items():
         same(got[key], tensor, key)
-    assert ("note", "by", "me") in {(remark.kind, remark.where, remark.detail) for remark in checkpoint.remarks}
+    assert ("note", "by", "me") in {(remark.kind.value, remark.place, clause(remark)) for remark in checkpoint.remarks}
 
 
 def test_notes_of_others_come_along(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "official.safetensors", metadata={"by": "me"})
     again = opened(write(opened(tmp_path / "official.safetensors"), "safetensors", tmp_path))
-    assert ("by", "me") in {(remark.where, remark.detail) for remark in again.remarks}
+    assert ("by", "me") in {(remark.place, clause(remark)) for remark in again.remarks}
 
 
 def record(**fields: object) -> dict[str, object]:
@@ -74,7 +75,7 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
     "half a surrogate pair": (text(f'{{"\\ud800":{RECORD}}}'), "surrogates not allowed"),
     "UTF-16": (safetensors(json.dumps(GOOD).encode("utf-16-le"), STORAGE), "no valid JSON"),
     "NaN": (text(f'{{"w":{RECORD[:-1]},"x":NaN}}}}'), "NaN is no number"),
-    "trailing bytes": (safetensors(GOOD, STORAGE + b"x"), "1 bytes behind its last tensor"),
+    "trailing bytes": (safetensors(GOOD, STORAGE + b"x"), "1 bytes after its last tensor"),
     "text behind the header": (text(json.dumps(GOOD) + "x"), "Extra data"),
     "zeros behind the header": (text(json.dumps(GOOD) + "\0"), "Extra data"),
     "a negative offset": (

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from tests.checks import bytes_of
 
 STATE_DICT = {"a": torch.arange(1.0, 40.0), "b": torch.arange(5.0, 30.0)}
@@ -54,4 +55,4 @@ def test_another_file_behind_is_not_taken_for_this_one(tmp_path: Path) -> None:
     path.write_bytes(padded(2) + save({"other": torch.ones(400)}))
     checkpoint = ckptfix.open_checkpoint(path, salvage=True)
     assert list(checkpoint.specs) == ["a", "b"]
-    assert "bytes behind its last tensor" in checkpoint.damage[0]
+    assert checkpoint.damage[0].kind is Kind.DATA_SURPLUS

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckptfix.core.checkpoint import Candidate, Checkpoint, Remark
+from ckptfix.core.checkpoint import Candidate, Checkpoint
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.reading.opening import open_file
@@ -29,7 +30,7 @@ def training_checkpoint() -> Checkpoint:
         root={"epoch": 3, "args": namespace, "model": {"ema": {}, "weights": dict(checkpoint.entries)}},
         metadata={"": {"version": 1}},
         candidates=(Candidate(("model", "weights"), 4, 341), Candidate(("model", "ema"), 4, 341)),
-        remarks=(Remark("protocol", "data.pkl", "4"),),
+        remarks=(Fact.of(Kind.PROTOCOL, "data.pkl", protocol="4"),),
     )
 
 

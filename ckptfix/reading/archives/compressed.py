@@ -15,8 +15,8 @@ from typing import Any
 from ckptfix.bytes import decoders
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import filled_end
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.expanding import WrongBytes
 from ckptfix.reading.archives.streams import Stream
 
 _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
@@ -44,11 +44,11 @@ class Compression:
             return f"{path.stem}.tar"
         return path.stem if path.suffix.lower() in self.suffixes else path.name
 
-    def blocks(self, content: Content, damage: list[str]) -> Iterator[tuple[bytes, int]]:
+    def blocks(self, content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
         """The expanded bytes in blocks, each with the count of compressed bytes taken so far.
 
         Several streams behind each other are one file, and what is behind them is padding, as for gzip(1). Where a
-        stream is damaged or ends early, ``damage`` is told, in clauses that follow the file's name. Zeros at the end
+        stream is damaged or ends early, ``damage`` is told. Zeros at the end
         of the content are padding, or space that was never filled: a decoder would make something of them."""
         position, before, streams = 0, 0, 0
         end = filled_end(content)
@@ -78,17 +78,9 @@ class Compression:
                 fault, is_whole = _trailer_fault(trailer, crc, stream.expanded), len(trailer) == 8
                 position += 8
             if fault:
-                damage.append(
-                    WrongBytes(
-                        f"is damaged: its {self.name} stream fails after {expanded} bytes were expanded ({fault}), and "
-                        "the checkpoint in it may have wrong bytes"
-                    )
-                )
+                damage.append(Fact.of(Kind.STREAM_DAMAGED, self.name, there=expanded, fault=fault))
             elif not is_whole:
-                damage.append(
-                    f"is cut short: its {self.name} stream ends early, {expanded} bytes of an unknown size were "
-                    "expanded"
-                )
+                damage.append(Fact.of(Kind.STREAM_CUT, self.name, there=expanded))
             if fault or not is_whole:
                 return
             before = expanded

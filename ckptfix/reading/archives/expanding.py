@@ -13,7 +13,9 @@ from typing import BinaryIO
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Fact
 from ckptfix.core.progress import tell_slower
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 
 MEMORY_LIMIT = 8 << 20
@@ -80,26 +82,20 @@ class Expansion:
         return Content.of_open_file(OpenFile(self.path, descriptor), member)
 
 
-Blocks = Callable[[list[str]], Iterator[tuple[bytes, int]]]
+Blocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
 """Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
 
-The list is told what is wrong with the file, in clauses that follow its name; the blocks then end early."""
-
-
-class WrongBytes(str):
-    """A clause on damage that may have left wrong bytes, and has not only cut the file short."""
-
-    __slots__ = ()
+What is wrong with the file is added to the list; the blocks then end early."""
 
 
 def expand(path: str, member: str, blocks: Blocks) -> Content:
     """The content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
     expansion = Expansion(path)
-    damage: list[str] = []
+    damage: list[Fact] = []
     for block, packed in blocks(damage):
         expansion.write(block, packed)
     if damage and not expansion.nbytes:
-        raise UnreadableError(f"{path}: {'; '.join(damage)}: nothing of it is left; fetch it again")
+        raise UnreadableError(f"{path}: {clauses(damage)}: nothing of it is left; fetch it again")
     tell_slower("unpacked first", expansion.nbytes)
     content = expansion.content(member)
     content.damage = damage

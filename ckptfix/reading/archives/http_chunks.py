@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.core.facts import Fact, Kind
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,200})?\r\n")
 _LINE, _HEADERS = 256, 1 << 16
@@ -38,9 +39,9 @@ def _chunk(content: Content, start: int) -> tuple[int, int] | None:
     return (start + line.end(), int(line[1], 16)) if line else None
 
 
-def blocks(content: Content, damage: list[str]) -> Iterator[tuple[bytes, int]]:
+def blocks(content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
     """What is in the chunks, in blocks, each with the count of bytes taken so far."""
-    damage.append("is the answer of a web server as it was sent, with the sizes of its chunks in between")
+    damage.append(Fact(Kind.HTTP_CHUNKS))
     chunk, total, end = first_chunk(content), 0, len(content)
     while chunk is not None and chunk[1]:
         start, size = chunk
@@ -52,4 +53,4 @@ def blocks(content: Content, damage: list[str]) -> Iterator[tuple[bytes, int]]:
         is_closed = bytes(content.buffer[stop : stop + 2]) == b"\r\n"
         chunk = _chunk(content, stop + 2) if is_closed else None
     if chunk is None:
-        damage.append(f"is cut short: its chunks end early, after {total} bytes")
+        damage.append(Fact.of(Kind.HTTP_CUT, there=total))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
 from ckptfix.reading.archives.expanding import Blocks
 
@@ -54,12 +55,12 @@ def _broken_header(record: bytes) -> tarfile.TarInfo | None:
 
 @dataclass
 class TarFiles:
-    """The files of an archive. After the walk, ``damage`` says what is wrong with it, in clauses that follow its name.
+    """The files of an archive. After the walk, ``damage`` says what is wrong with it.
 
     An archive that is cut short still gives its last file, with the size that it ought to have."""
 
     content: Content
-    damage: list[str] = field(default_factory=list)
+    damage: list[Fact] = field(default_factory=list)
 
     def walk(self) -> Iterator[tuple[str, int, int]]:
         """The name, offset and size of every file. Raises ``HostileError`` where there is no end of them."""
@@ -92,25 +93,22 @@ class TarFiles:
             if header is None:
                 header = _broken_header(record)
                 self._note(
-                    f"is damaged: the tar archive has no sound header at offset {position}"
+                    Fact.of(Kind.TAR_HEADER, offset=position)
                     if len(record) == RECORD
-                    else f"is cut short: the tar archive ends inside of a header, at byte {len(content)}"
+                    else Fact.of(Kind.TAR_HEADER_CUT, nbytes=len(content))
                 )
                 if header is None or not self._follows(_end(position, header.size)):
                     position = self._next_header(position + RECORD)
                     continue
             end = position + RECORD + header.size
             if end > len(content):
-                self._note(
-                    f"is cut short: the tar archive has {len(content)} bytes and its file {_shown(header.name)} ends at"
-                    f" byte {end}"
-                )
+                self._note(Fact.of(Kind.TAR_CUT, _shown(header.name), nbytes=len(content), end=end))
             yield header, position + RECORD
             position = _end(position, header.size)
 
-    def _note(self, clause: str) -> None:
+    def _note(self, fact: Fact) -> None:
         if len(self.damage) < _NAMED_LIMIT:
-            self.damage.append(clause)
+            self.damage.append(fact)
 
     def _follows(self, position: int) -> bool:
         """Whether a header lies here, or the end of the archive."""
@@ -133,7 +131,7 @@ def _end(position: int, size: int) -> int:
     return position + RECORD + size + -size % RECORD
 
 
-def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[str]]:
+def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[Fact]]:
     """The name, first bytes and blocks of every file, and what is wrong with the archive."""
     files = TarFiles(content)
     found: list[tuple[str, bytes, Blocks]] = []
@@ -143,13 +141,13 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[str
     return found, files.damage
 
 
-def _blocks(content: Content, start: int, size: int, damage: list[str]) -> Iterator[tuple[bytes, int]]:
+def _blocks(content: Content, start: int, size: int, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
     stop = min(start + size, len(content))
     for position in range(start, stop, BLOCK):
         end = min(position + BLOCK, stop)
         yield bytes(content.buffer[position:end]), end - start
     if stop < start + size:
-        damage.append(f"has {max(0, stop - start)} of its {size} bytes")
+        damage.append(Fact.of(Kind.TAR_MEMBER_CUT, there=max(0, stop - start), size=size))
 
 
 def _shown(name: str) -> str:

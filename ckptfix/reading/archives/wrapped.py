@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import PurePath
 
 from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Fact
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.archives import compressed, http_chunks, tar_members, zip_members
 from ckptfix.reading.archives.expanding import Blocks, expand
@@ -62,7 +64,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
     for bombs, and ``UsageError`` where several files could be meant.
     """
     wanted, outer = member, content.path
-    damage: list[str] = []
+    damage: list[Fact] = []
     for _ in range(DEPTH_LIMIT + 1):
         archive = _archive(content, damage)
         if archive is not None:
@@ -104,7 +106,7 @@ def _foreign(content: Content) -> str | None:
     return next((packer for magic, packer in FOREIGN.items() if head.startswith(magic)), None)
 
 
-def _archive(content: Content, damage: list[str]) -> list[Member] | None:
+def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
     """The files of a tar or of an ordinary zip archive, None where the content is none; ``damage`` is told its own."""
     if zip_members.sniff(content):
         found, causes = zip_members.members(content)
@@ -124,7 +126,7 @@ def _replaced(old: Content, new: Content) -> Content:
     return new
 
 
-def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[str]) -> tuple[Member, str | None]:
+def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[Fact]) -> tuple[Member, str | None]:
     """The member to read, and what is still wanted of the archives inside of it."""
     named = [member for member in archive if member.name == wanted] or [
         member for member in archive if wanted is not None and member.name.endswith(f"/{wanted}")
@@ -152,7 +154,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[s
         raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
     some = ", ".join(_printable(member.name[-200:]) for member in archive[:3]) or "nothing"
     if damage:
-        causes = "; ".join(damage)
+        causes = clauses(damage)
         raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")
     raise UnreadableError(f"{path}: an archive without a checkpoint in it: it holds {some}; is it the right file?")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptfix.bytes.buffers import RangeBuffer
 from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.zip_directory import (
     END,
     END64,
@@ -43,8 +44,7 @@ def list_members(content: Content) -> Listing:
     for info in found.infos:
         # Where bytes are lost, a header may have the data of another member behind it.
         info.CRC = left.get(info.filename) or info.CRC
-    cause = fault or "it points at places where no members are"
-    damage = [f"is damaged: the directory of the zip archive ({cause}); its members were found without it"]
+    damage = [Fact.of(Kind.ZIP_DIRECTORY, fault=fault)]
     return Listing(found.infos, found=found, damage=damage)
 
 

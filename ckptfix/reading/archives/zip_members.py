@@ -11,8 +11,10 @@ from functools import partial
 from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import filled_end
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.expanding import Blocks, WrongBytes
+from ckptfix.reading.archives.expanding import Blocks
 from ckptfix.reading.archives.streams import Stream
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_headers import Member
@@ -48,7 +50,7 @@ def sniff(content: Content) -> bool:
     return bool(first) and not any(map(_OF_TORCH.fullmatch, first))
 
 
-def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], list[str]]:
+def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], list[Fact]]:
     """The name, first bytes and blocks of every file, with the reason where it is closed; and what is wrong with the
     archive."""
     listing = list_members(content)
@@ -60,7 +62,7 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], lis
         )
     damage = list(listing.damage)
     if listing.found is not None and not damage:
-        damage = [f"is cut short: the zip archive has no directory at its end, it has {len(content)} bytes"]
+        damage = [Fact.of(Kind.ZIP_CUT, nbytes=len(content))]
     found: list[tuple[str, bytes, Blocks, str]] = []
     costly = 0
     for info in listing.infos:
@@ -77,11 +79,11 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], lis
     return found, damage
 
 
-def _stream(content: Content, listing: Listing, info: Member) -> Stream | str:
-    """The packed bytes of a member, as far as they are there; where there are none, why, as the end of a sentence."""
+def _stream(content: Content, listing: Listing, info: Member) -> Stream | Fact:
+    """Return the packed bytes of a member, as far as they are there; where there are none, why."""
     start = listing.data_start(content, info)
     if start is None:
-        return "is not where the directory of the archive says"
+        return Fact(Kind.MEMBER_LOST)
     is_open = listing.found is not None and info.filename in listing.found.open_at
     packed = max(info.compress_size, len(content) - start) if is_open else info.compress_size
     # A decoder makes something of zeros that were never filled; what is stored tells for itself.
@@ -91,15 +93,15 @@ def _stream(content: Content, listing: Listing, info: Member) -> Stream | str:
         head = bytes(content.buffer[start : min(start + 9, stop)])
         decoder, skipped = zip_decoder(info.compress_type, packed, max(info.file_size, packed), head)
     except FAULTS as error:
-        return f"is damaged ({error})"
+        return Fact.of(Kind.MEMBER_DAMAGED, fault=str(error))
     return Stream(content, start + skipped, stop, decoder)
 
 
 def _head(content: Content, listing: Listing, info: Member) -> tuple[bytes, str]:
     """The first bytes of a member; where there are none that should be, why, as the end of a sentence."""
     stream = _stream(content, listing, info)
-    if isinstance(stream, str):
-        return b"", f"{stream}; fetch the archive again"
+    if isinstance(stream, Fact):
+        return b"", f"{clause(stream)}; fetch the archive again"
     head = b""
     for block, _ in stream.blocks(_HEAD):
         head += block
@@ -109,12 +111,12 @@ def _head(content: Content, listing: Listing, info: Member) -> tuple[bytes, str]
     return head, "" if head else why
 
 
-def _blocks(content: Content, listing: Listing, info: Member, damage: list[str]) -> Iterator[tuple[bytes, int]]:
+def _blocks(content: Content, listing: Listing, info: Member, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
     closed = why_closed(info.flag_bits, info.compress_type)
     if closed:
         raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
     stream = _stream(content, listing, info)
-    if isinstance(stream, str):
+    if isinstance(stream, Fact):
         damage.append(stream)
         return
     crc = 0
@@ -123,17 +125,11 @@ def _blocks(content: Content, listing: Listing, info: Member, damage: list[str])
         yield block, packed
     is_known = listing.found is None or info.filename not in listing.found.open_at
     if stream.fault:
-        damage.append(
-            WrongBytes(
-                f"is damaged: its packed bytes fail after {stream.expanded} bytes were expanded ({stream.fault}), and "
-                "the last of these may be wrong"
-            )
-        )
+        damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
     elif not is_known or not _is_whole(stream, info):
-        whole = f"of its {info.file_size} bytes" if info.file_size else "bytes of an unknown size"
-        damage.append(f"is cut short: the zip archive has {stream.expanded} {whole}")
+        damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.file_size))
     elif crc != info.CRC:
-        damage.append(WrongBytes("fails the checksum of the zip archive: some of its bytes are wrong"))
+        damage.append(Fact(Kind.ZIP_CHECKSUM))
 
 
 def _is_whole(stream: Stream, info: Member) -> bool:

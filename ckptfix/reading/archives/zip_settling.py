@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.zip_headers import (
     DESCRIPTORS,
     Header,
@@ -29,6 +30,9 @@ from ckptfix.reading.archives.zip_proof import Claim, Proof
 from ckptfix.reading.archives.zip_walk import FoundMembers, walk
 
 NAMED_LIMIT = 3
+HEADER_RECORD, ENTRY_RECORD = "header", "entry"
+"""Which record of a member is damaged."""
+
 CANDIDATES = 8
 """Headers of one name that are looked at."""
 
@@ -50,7 +54,7 @@ _PLACE_DIGITS = 10
 class Listing:
     """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, where
     that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
-    no directory to go by. ``damage`` says what is wrong, in clauses that follow the file's name; an archive that merely
+    no directory to go by. ``damage`` says what is wrong; an archive that merely
     ends early has none here. ``doubts`` are those of it after which a member may be another than its name says.
     ``displaced`` are the bytes by which the directory lies further on than it says, as behind another file, and
     negative where bytes in front of it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
@@ -59,8 +63,8 @@ class Listing:
     infos: list[Member]
     starts: dict[int, int] = field(default_factory=dict)
     found: FoundMembers | None = None
-    damage: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
+    damage: list[Fact] = field(default_factory=list)
+    doubts: list[Fact] = field(default_factory=list)
     displaced: int = 0
     refusal: str = ""
     directory: int = 0
@@ -85,7 +89,7 @@ class Settling:
         self.names = Counter([info.orig_filename for info in infos])
         self.places = Counter([info.header_offset for info in infos])
         self.bounds = sorted(self.places)
-        self.faults: list[str] = []
+        self.faults: list[Fact] = []
         self.proof = Proof(content)
         self.in_place = 0
         """How many members begin where the directory says."""
@@ -118,8 +122,8 @@ class Settling:
         for place in self.odd:
             self.listing.infos[place] = self._settled(self.listing.infos[place])
         more = len(self.faults) - NAMED_LIMIT
-        self.listing.damage = [f"is damaged: {fault}" for fault in self.faults[:NAMED_LIMIT]]
-        self.listing.damage += [f"has {more} more damaged members"] if more > 0 else []
+        self.listing.damage = self.faults[:NAMED_LIMIT]
+        self.listing.damage += [Fact.of(Kind.ZIP_RECORDS, more=more)] if more > 0 else []
         self.listing.damage += self.listing.doubts
         return self.listing
 
@@ -140,7 +144,7 @@ class Settling:
             return self._named(info, header)
         proved = next(filter(self.proof.holds, self._claims(info, header)), None)
         if proved is not None and (proved.culprit or not header.is_signed):
-            self.faults.append(f"{proved.culprit or 'the header of'} member {_shown(info.filename)}")
+            self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=proved.culprit or HEADER_RECORD))
             self.listing.starts[info.header_offset] = proved.start
             info = copy.copy(info)
             info.compress_type, info.CRC = proved.method, proved.crc
@@ -149,7 +153,7 @@ class Settling:
         elif not header.is_signed:
             return self._last_resort(info)
         elif not info.CRC and (start := self._start_by_descriptor(info)) not in (None, header.start):
-            self.faults.append(f"the header of member {_shown(info.filename)}")
+            self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=HEADER_RECORD))
             self.listing.starts[info.header_offset] = start
         return self._named(info, header)
 
@@ -183,8 +187,7 @@ class Settling:
         if info.CRC and self._elsewhere(info) is not None:
             return False
         if other in self._misfits:
-            name = _shown(info.filename)
-            self.listing.doubts.append(f"calls a member {name} in its directory and {_shown(other)} in front of it")
+            self.listing.doubts.append(Fact.of(Kind.ZIP_NAMES, _shown(info.filename), header=_shown(other)))
         return True
 
     def _is_behind(self, info: Member, header: Header) -> bool:
@@ -211,7 +214,7 @@ class Settling:
         return self._misplaced(info, moved)
 
     def _misplaced(self, info: Member, found: Member) -> Member:
-        self.faults.append(f"the directory's entry of member {_shown(info.filename)}")
+        self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=ENTRY_RECORD))
         return found
 
     @cached_property
@@ -246,18 +249,18 @@ class Settling:
         """What a member can be, by its directory, by its header, and by the place of the next member."""
         says = (info.CRC, info.compress_size, info.file_size)
         is_called_locked = info.flag_bits & ~header.flags & 1
-        yield Claim(header.start, info.compress_type, *says, "the directory's entry of" if is_called_locked else "")
-        yield Claim(header.start, header.method, *says, "the directory's entry of")
+        yield Claim(header.start, info.compress_type, *says, ENTRY_RECORD if is_called_locked else "")
+        yield Claim(header.start, header.method, *says, ENTRY_RECORD)
         stop = self._stop(info)
         is_misplaced = not header.is_signed and header.name != info.orig_filename.encode("utf-8", "replace")
-        culprit = "the directory's entry of" if is_misplaced else "the header of"
+        culprit = ENTRY_RECORD if is_misplaced else HEADER_RECORD
         for width in (0, *(form.size for form in DESCRIPTORS)):
             yield Claim(stop - width - info.compress_size, info.compress_type, *says, culprit)
         others = [(header.crc, header.packed, header.size)]
         for form in DESCRIPTORS:
             others.extend(descriptors(self.content, stop - form.size))
         for crc, packed, size in others:
-            yield Claim(header.start, header.method, crc, packed, size, "the directory's entry of")
+            yield Claim(header.start, header.method, crc, packed, size, ENTRY_RECORD)
 
     def _named(self, info: Member, header: Header) -> Member:
         """The member under the name of its header, where only that is one of a torch file.
@@ -268,7 +271,7 @@ class Settling:
             return info
         if self._is_likely(info.filename) and self.names[info.orig_filename] == 1:
             return info
-        self.faults.append(f"the directory's entry of member {_shown(other)}, which it calls {_shown(info.filename)}")
+        self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(other), record=ENTRY_RECORD, called=_shown(info.filename)))
         self.names[info.orig_filename] -= 1
         self.names[other] += 1
         info = copy.copy(info)

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import is_torn
-from ckptfix.core.checkpoint import PathPart, Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.folders.chunks import Box, check_tiling
@@ -85,9 +88,9 @@ class _Reading:
         self.bounds = Bounds(str(folder), size)
         self.contents: dict[str, Content] = {}
         self.metadata = StoredMetadata({}, {}, frozenset())
-        self.remarks: dict[Remark, None] = {}
+        self.remarks: dict[Fact, None] = {}
         self.leaves: dict[str, Any] = {}
-        self.faults: dict[str, list[str]] = {}
+        self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[str] = []
 
     def _described(self, files: list[Path]) -> StoredMetadata:
@@ -108,7 +111,7 @@ class _Reading:
             self._read(name, item)
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
-            raise UnreadableError(f"{self.folder}: {'; '.join(self._damage())}; no tensor is whole: fetch it again")
+            raise UnreadableError(f"{self.folder}: {clauses(self._damage())}; no tensor is whole: fetch it again")
         return Document(
             str(self.folder),
             NAME,
@@ -116,8 +119,8 @@ class _Reading:
             names=self.bounds.names,
             remarks=[
                 *payload_remarks(self.bounds.names),
-                *(mark for mark in self.remarks if mark.kind != "payload"),
-                *(Remark("stray-file", name, "holds nothing of this checkpoint") for name in self._strays()),
+                *(mark for mark in self.remarks if mark.kind is not Kind.PAYLOAD),
+                *(Fact(Kind.STRAY_FILE, name) for name in self._strays()),
             ],
             damage=self._damage(),
         )
@@ -130,12 +133,12 @@ class _Reading:
         except HostileError:
             raise
         except UnreadableError as error:
-            self._blame(name, str(error))
+            self._blame(name, str(error), [])
             if isinstance(item, StoredTensor):
                 self.leaves[name] = gone(name, item.spec, str(self.folder))
 
-    def _blame(self, name: str, fault: str) -> None:
-        self.faults.setdefault(fault, []).append(name)
+    def _blame(self, name: str, place: str, causes: Sequence[Fact]) -> None:
+        self.faults.setdefault(Fact.of(Kind.ITEM_DAMAGED, place, causes=tuple(causes)), []).append(name)
 
     def _tensor(self, name: str, item: StoredTensor) -> TensorSpec:
         """The spec of a tensor: that of its only chunk, or one over all of its chunks."""
@@ -180,7 +183,7 @@ class _Reading:
                 raise UnreadableError(f"{location.file} is cut short") from error
             raise
         if is_cut or document.damage:
-            self._blame(name, f"{location.file} {'is cut short' if is_cut else '; '.join(document.damage)}")
+            self._blame(name, location.file, [Fact(Kind.CUT_SHORT)] if is_cut else document.damage)
         self.remarks.update(dict.fromkeys(document.remarks))
         return document.root
 
@@ -216,15 +219,10 @@ class _Reading:
             node[last] = leaf
         return _plain(root)
 
-    def _damage(self) -> list[str]:
-        """What is wrong, each as a clause behind the folder's name, with the number of items that it costs."""
-        said = [f"has damage: {fault} ({counted(len(names), 'item')})" for fault, names in self.faults.items()]
-        if self.clashes:
-            more = f" and {len(self.clashes) - 1} more" if len(self.clashes) > 1 else ""
-            said.append(
-                f"holds different values of {self.clashes[0]}{more} from several ranks, and those of the first count"
-            )
-        return said
+    def _damage(self) -> list[Fact]:
+        """Return what is wrong, with the number of items that each fault costs."""
+        facts = [replace(fact, data={**fact.data, "items": len(names)}) for fact, names in self.faults.items()]
+        return [*facts, *([Fact.of(Kind.RANKS_DIFFER, keys=tuple(self.clashes))] if self.clashes else ())]
 
 
 class _Node(dict[PathPart, Any]):

@@ -17,9 +17,9 @@ from typing import Any
 
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import TornBytes, is_torn
-from ckptfix.core.checkpoint import Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
@@ -45,9 +45,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     names = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
     ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
-    damage = (
-        [f"lacks the shards of {counted(len(missing), 'rank')}, the first shard-{missing[0]:05}"] if missing else []
-    )
+    damage = [Fact.of(Kind.RANKS_MISSING, ranks=len(missing), first=missing[0])] if missing else []
     chunks: dict[str, dict[Box, TensorSpec]] = {}
     read: list[str] = []
     for name in names:
@@ -56,22 +54,22 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         except HostileError:
             raise
         except UnreadableError as error:
-            damage.append(f"has a shard that cannot be read ({error})")
+            damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             continue
         read.append(name)
-        damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+        damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
         for key, spec in shard.root.items():
             box = Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape)
             known = chunks.setdefault(key, {})
             if box not in known or is_torn(known[box]):
                 known[box] = spec
-    faults: list[str] = []
+    faults: list[Fact] = []
     entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
-    damage += faults[:1] + ([f"lacks chunks of {counted(len(faults) - 1, 'more tensor')}"] if len(faults) > 1 else [])
+    damage += faults[:1] + ([Fact.of(Kind.TENSORS_LACKING, more=len(faults) - 1)] if len(faults) > 1 else [])
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
-        raise UnreadableError(f"{folder}: {'; '.join(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
+        raise UnreadableError(f"{folder}: {clauses(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
     lacking = bool(missing) or len(read) < len(names)
-    remarks = [Remark("unnamed-loss", ".", "shards that are not there")] if lacking else []
+    remarks = [Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")] if lacking else []
     return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
 
 
@@ -84,7 +82,7 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
     document = safetensors.read(content)
     if not isinstance(document.root, dict) or not all(isinstance(spec, TensorSpec) for spec in document.root.values()):
         raise UnreadableError(f"{name} holds more than tensors")
-    note = next((mark.detail for mark in document.remarks if (mark.kind, mark.where) == ("note", NOTE)), "{}")
+    note = next((m.data["text"] for m in document.remarks if (m.kind, m.place) == (Kind.NOTE, NOTE)), "{}")
     try:
         info = json.loads(note)
         offsets = {key: sizes(value["saved_offsets"]) for key, value in info.items()}
@@ -95,7 +93,7 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
     return document, offsets
 
 
-def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[str]) -> Any:
+def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[Fact]) -> Any:
     """The tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
     first = next(iter(parts.values()))
     if len(parts) == 1 and not any(next(iter(parts)).offsets):
@@ -108,7 +106,7 @@ def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[str]
             raise UnreadableError(f"the chunks of {key} differ in their dtypes")
         check_tiling(list(parts), shape, key)
     except UnreadableError as error:
-        faults.append(f"is not complete: {error}")
+        faults.append(Fact.of(Kind.CHUNKS_LACKING, key, error=str(error)))
     else:
         if not any(map(is_torn, parts.values())):
             return tensor_of_chunks(key, spec, parts, path)

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, Remark
+from ckptfix.core.checkpoint import Checkpoint, PathPart
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 
 
-def remarks_of(shard: Checkpoint) -> Iterator[Remark]:
+def remarks_of(shard: Checkpoint) -> Iterator[Fact]:
     """The remarks on a shard; what is said of all its tensors is said of each, as the others are not meant."""
     for remark in shard.remarks:
-        if remark.kind == "doubtful-values" and remark.where == ".":
-            yield from (replace(remark, where=key) for key in shard.specs)
+        if remark.kind is Kind.DOUBTFUL_VALUES and remark.place == ".":
+            yield from (replace(remark, place=key) for key in shard.specs)
         else:
             yield remark
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 from codecs import BOM_UTF8
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Checkpoint, Remark, path_name
-from ckptfix.core.finding import counted
+from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.shard_contents import is_same, odd_shard, remarks_of, surroundings
@@ -38,8 +39,6 @@ from ckptfix.reading.weights.document import Document
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """Where a folder has several indexes, the one that transformers takes."""
-
-_LISTED = 4
 
 
 def sniff(content: Content) -> bool:
@@ -67,10 +66,10 @@ def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
         if len(_sets(folder)) != 1:
             raise
         merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
-        merge.damage.append(f"has an index that cannot be read ({error})")
+        merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
         if bytes(content.buffer[:3]) == BOM_UTF8:
-            merge.damage.append("has an index with a byte order mark in front, which json.loads refuses")
+            merge.damage.append(Fact(Kind.INDEX_BOM))
     return merge.document()
 
 
@@ -107,9 +106,9 @@ class _Merge:
         self.opened: dict[str, Checkpoint] = {}
         self.entries: OrderedDict[str, Any] = OrderedDict()
         self.lost: dict[str, TensorSpec | None] = {}
-        self.damage: list[str] = []
+        self.damage: list[Fact] = []
         self.absent: list[str] = []
-        self.remarks: list[Remark] = []
+        self.remarks: list[Fact] = []
 
     def document(self) -> Document:
         """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
@@ -120,7 +119,7 @@ class _Merge:
         self._note_absent()
         self._place()
         if not self.entries:
-            raise UnreadableError(f"{self.path}: {'; '.join(self.damage)}; no tensor is whole: fetch it again")
+            raise UnreadableError(f"{self.path}: {clauses(self.damage)}; no tensor is whole: fetch it again")
         metadata: dict[str, Mapping[str, Any]] = {}
         for shard in reversed(self.opened.values()):
             metadata.update(shard.metadata or {})
@@ -158,39 +157,38 @@ class _Merge:
         except HostileError:
             raise
         except UnreadableError as error:
-            self.damage.append(f"has a shard that cannot be read ({error})")
+            self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             return
         if shard.member:
-            self.remarks.append(Remark("packed-shard", stored, "compressed by itself"))
-        self.damage += [f"has a shard {name} that {clause}" for clause in shard.damage]
+            self.remarks.append(Fact(Kind.PACKED_SHARD, stored))
+        self.damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
 
     def _note_absent(self) -> None:
         """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
         if not self.absent:
             return
         keys = sum(home in set(self.absent) for home in self.weight_map.values())
-        shards = "the shard" if len(self.absent) == 1 else f"{len(self.absent)} shards:"
-        clause = f"lacks {shards} {_listed(self.absent)}" + (f" with {counted(keys, 'key')}" if keys else "")
         total = self.index.total_size if self.index is not None else None
         specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
         gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
-        if total is not None and gone > 0 and len(self.opened) + len(self.absent) == len(self._files()):
-            clause += f", {gone} of {total} bytes ({100 * gone / total:.3g} %)"
-        self.damage.insert(0, clause)
+        if len(self.opened) + len(self.absent) != len(self._files()):
+            gone = 0  # another shard may have lost some of it
+        names = tuple(self.absent)
+        self.damage.insert(0, Fact.of(Kind.SHARDS_MISSING, names=names, keys=keys, nbytes=max(gone, 0), total=total))
 
     def _note_unnamed(self) -> None:
         """Say what cannot be said by name: tensors that no index knows, and a sum that is not that of the index."""
         whole = len(self.opened) == len(self._files())
         if self.index is None:
             if not whole:
-                self.remarks.append(Remark("unnamed-loss", ".", "shards that are not there, and no index names"))
+                self.remarks.append(Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there, and no index names"))
             return
         specs = [spec for shard in self.opened.values() for spec in shard.specs.values()]
         sums = {sum(spec.nbytes for spec in kept) for kept in (specs, {spec.view: spec for spec in specs}.values())}
         total = self.index.total_size
         if whole and not self.lost and total is not None and total not in sums:
-            detail = f"the index counts {total} bytes of tensors and its shards hold {min(sums)}"
-            self.remarks.append(Remark("index-size", odd_shard(self.opened, total) or ".", detail))
+            place = odd_shard(self.opened, total) or "."
+            self.remarks.append(Fact.of(Kind.INDEX_SIZE, place, total=total, held=min(sums)))
 
     def _root(self) -> Any:
         """The merged state_dict, in the container that every shard has around its part, where it is the same.
@@ -235,14 +233,14 @@ class _Merge:
         for shard in self.opened.values():
             self.lost.update({key: spec for key, spec in shard.lost.items() if key not in holders})
         unlisted = [key for key in self.entries if key not in self.weight_map] if self.index is not None else []
-        for keys, clause in (
-            (absent, "has an index that promises {}, which no shard holds"),
-            (moved, "has a stale index: {} are in another shard than it says"),
-            (unlisted, "has a stale index: it does not know {} in the shards"),
-            (doubled, "holds {} in two shards with different values"),
+        for keys, kind in (
+            (absent, Kind.INDEX_PROMISES),
+            (moved, Kind.INDEX_MOVED),
+            (unlisted, Kind.INDEX_UNLISTED),
+            (doubled, Kind.KEYS_DIFFER),
         ):
             if keys:
-                self.damage.append(clause.format(_listed(keys)))
+                self.damage.append(Fact.of(kind, keys=tuple(keys)))
 
     def _contradict(self, key: str, names: list[str]) -> bool:
         """Whether shards hold different values for a key. Then the one of the index is meant, and without one, none."""
@@ -282,9 +280,3 @@ def _indexes(folder: Path) -> list[Path]:
 def _sets(folder: Path) -> list[Numbering]:
     found = (Numbering.of(name_unpacked(name)) for name in _file_names(folder))
     return list(dict.fromkeys(numbering for numbering in found if numbering is not None))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.pickles.executors import runs_code
 
@@ -93,16 +93,16 @@ def name_calls(called: Iterable[str]) -> set[str]:
     return {f"{name.removesuffix('()')}()" for name in called if runs_code(name)}
 
 
-def payload_remarks(names: Iterable[str]) -> list[Remark]:
+def payload_remarks(names: Iterable[str]) -> list[Fact]:
     """One remark for each global that is there only to run code. A name that ends in ``()`` was called to do so.
 
     A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``.
     """
     names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
-    remarks = [Remark("payload", "pickle", name) for name in sorted(found)]
+    remarks = [Fact.of(Kind.PAYLOAD, "pickle", name=name) for name in sorted(found)]
     if STORED_CODE in names - found:
-        remarks.append(Remark("stored-code", "pickle", STORED_CODE))
+        remarks.append(Fact.of(Kind.STORED_CODE, "pickle", name=STORED_CODE))
     return remarks
 
 
@@ -116,7 +116,7 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
     except HostileError:
         raise
     except UnreadableError as error:
-        payload = [remark.detail for remark in payload_remarks(names) if remark.kind == "payload"]
+        payload = [fact.data["name"] for fact in payload_remarks(names) if fact.kind is Kind.PAYLOAD]
         if not payload:
             raise
         cause = str(error).removeprefix(f"{path}: ")

@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptfix.bytes.limits import STORAGE, Bounds, shown
 from ckptfix.bytes.sources import SwappedBytes
-from ckptfix.core.checkpoint import Remark
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage
 from ckptfix.errors import HostileError
@@ -93,12 +93,12 @@ class StoragePickle:
         self._bounds.names |= self.names
         self.protocol = max(self.protocol, machine.protocol)
 
-    def protocol_remarks(self, where: str) -> list[Remark]:
+    def protocol_remarks(self, where: str) -> list[Fact]:
         """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
         # Protocol 2 itself has some: a tuple that holds itself is written with POP.
         protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
-        remarks = [] if self.is_plain else [Remark("protocol", where, protocol)]
-        return remarks if self.is_unicode else [*remarks, Remark("python2-text", where, "text of Python 2")]
+        remarks = [] if self.is_plain else [Fact.of(Kind.PROTOCOL, where, protocol=protocol)]
+        return remarks if self.is_unicode else [*remarks, Fact(Kind.PYTHON2_TEXT, where)]
 
     def _persistent(self, pid: Any) -> Any:
         """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""

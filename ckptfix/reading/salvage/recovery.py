@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.foreign.transcoded import undo_base64, undo_encoding
 
@@ -26,13 +27,13 @@ _MANGLED_LINES = 4
 
 @dataclass(frozen=True)
 class Mended:
-    """The content without the damage, and what the damage is, as a clause that follows the file's name.
+    """The content without the damage, and what the damage is.
 
     Where it is ``exact``, the undoing is right only if the file is whole then: there is no telling which tensors are.
     """
 
     content: Content
-    cause: str
+    cause: Fact
     exact: bool = False
 
 
@@ -42,15 +43,15 @@ def mend(content: Content) -> Mended | None:
         whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
         return Mended(
             Content(content.path, whole, None, content.member),
-            "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone",
+            Fact(Kind.CRLF),
             exact=True,
         )
-    for undo, cause in (
-        (undo_base64, "is written as base64 text, which can be undone"),
-        (undo_encoding, "was saved as text: bytes from 0x80 on became letters of UTF-8, which can be undone"),
+    for undo, kind in (
+        (undo_base64, Kind.BASE64),
+        (undo_encoding, Kind.TEXT_ENCODING),
     ):
         if (undone := undo(content)) is not None:
-            return Mended(Content(content.path, undone, None, content.member), cause)
+            return Mended(Content(content.path, undone, None, content.member), Fact(kind))
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
     if _has_header(content):
@@ -60,7 +61,7 @@ def mend(content: Content) -> Mended | None:
         return None
     return Mended(
         WindowContent(content, start, len(content)),
-        f"begins with {start} bytes that are none of the checkpoint ({bytes(content.buffer[: min(start, 20)])!r})",
+        Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)])),
     )
 
 

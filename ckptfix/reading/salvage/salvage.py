@@ -11,6 +11,7 @@ from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
+from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.weights.document import Document
 
@@ -30,7 +31,7 @@ def split_entries(
         return whole, lost
     tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
     if not (salvage and tensors):
-        causes = "; ".join(document.damage) or "is damaged"
+        causes = clauses(document.damage) or "is damaged"
         raise UnreadableError(f"{document.path}: {causes}: {_remedy(whole, lost, tensors)}")
     return whole, lost
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.bytes.torn import TornBytes
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes
 from ckptfix.reading.salvage.descriptions import saved_bits
@@ -58,7 +59,7 @@ class Slip:
     first: int
     last: int
     doubtful: int
-    cause: str = ""
+    cause: Fact | None = None
 
     def source(self, content: Content, begin: int, nbytes: int) -> ByteSource:
         """The bytes of a tensor that begins at a byte of the layout, as far as they can be told."""
@@ -91,7 +92,7 @@ def find_slip(content: Content, placed: Sequence[tuple[int, TensorSpec]], end: i
     ``placed`` gives the tensors in their order and the byte of the layout at which each begins, without gaps."""
     surplus = len(content) - end
     if surplus > 0 and (twice := _doubled(content, surplus, {begin for begin, _ in placed})) is not None:
-        cause = f"has {surplus} bytes twice, from byte {twice} on, which can be undone"
+        cause = Fact.of(Kind.BYTES_TWICE, surplus=surplus, start=twice)
         return Slip(surplus, twice, twice + surplus, end, cause)
     at_end = Slip(surplus, min(end, len(content)), len(content), end)
     if surplus > 0 and _ANOTHER_FILE.match(bytes(content.buffer[end : end + 16])):
@@ -191,8 +192,7 @@ def _by_values(content: Content, placed: Sequence[tuple[int, TensorSpec]], end: 
     # The slip lies near the likely places, in a tensor that one of them touches.
     first = before.edge_below(possible[0], start)
     last = behind.edge_above(possible[-1] + gap, size)
-    amount = f"{surplus} bytes too many" if surplus > 0 else f"lost {-surplus} bytes"
-    cause = f"has {amount} between byte {first} and byte {last}, by the values before and behind"
+    cause = Fact.of(Kind.BYTES_SHIFTED, surplus=surplus, first=first, last=last)
     return Slip(surplus, first, last, end, cause)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.resuming import Salvaged, first_break, resume
@@ -47,23 +47,21 @@ def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableErro
 
 def _salvaged(content: Content, pickles: StoragePickle, salvaged: Salvaged, end: int | None = None) -> Document:
     damage = [
-        f"is damaged in its pickle at byte {start}, and what lies before byte {stop} is lost"
-        for start, stop in salvaged.places
-        if stop < len(content)
+        Fact.of(Kind.PICKLE_GAP, start=start, stop=stop) for start, stop in salvaged.places if stop < len(content)
     ]
     if len(damage) < len(salvaged.places):
         start = salvaged.places[-1][0]
         damage.append(
-            f"is cut short: its pickle ends at byte {end}, and what came behind that has no name"
-            if end is not None
-            else f"is damaged in its pickle at byte {start}, and nothing behind that can be had"
+            Fact.of(Kind.PICKLE_CUT, end=end) if end is not None else Fact.of(Kind.PICKLE_DAMAGED, start=start)
         )
     document = _document(content, pickles, salvaged.root, damage)
     document.lost = dict.fromkeys(salvaged.keys)
-    document.remarks += [Remark("unnamed-loss", ".", f"bytes {start} to {stop}") for start, stop in salvaged.unnamed]
+    document.remarks += [
+        Fact.of(Kind.UNNAMED_LOSS, lost=f"bytes {start} to {stop}") for start, stop in salvaged.unnamed
+    ]
     return document
 
 
-def _document(content: Content, pickles: StoragePickle, root: Any, damage: list[str] | None = None) -> Document:
-    remarks = [*payload_remarks(pickles.names), Remark("plain-pickle", ".", "pickle.dump")]
+def _document(content: Content, pickles: StoragePickle, root: Any, damage: list[Fact] | None = None) -> Document:
+    remarks = [*payload_remarks(pickles.names), Fact(Kind.PLAIN_PICKLE)]
     return Document(content.path, NAME, root, None, pickles.names, remarks, damage or [])

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import DeflatedBytes
 from ckptfix.bytes.torn import TornBytes
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource, Storage
+from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
@@ -78,15 +79,15 @@ class Reading:
 
     archive: TorchArchive
     left_of: LeftOf | None = None
-    faults: list[str] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)
+    faults: list[Fact] = field(default_factory=list)
+    torn: list[Fact] = field(default_factory=list)
 
     def member(self, name: str, limit: int | None = None) -> bytes:
         """The whole of a member that says what the tensors are. That it fails its checksum is damage."""
         data = read_member(self.archive, name, limit)
         crc32 = self.archive.crc32(name)
         if crc32 is not None and zlib.crc32(data) != crc32:
-            self.faults.append(f"has a {name} that fails its checksum")
+            self.faults.append(Fact(Kind.MEMBER_CHECKSUM, name))
         return data
 
     @property
@@ -118,10 +119,10 @@ class Reading:
         except HostileError:
             raise
         except UnreadableError:
-            self.faults.append("has lost its byteorder, which was taken for little")
+            self.faults.append(Fact(Kind.BYTEORDER_LOST))
             return False
         if word not in (b"little", b"big") and not self.faults:
-            self.faults.append("has a byteorder that is neither little nor big")
+            self.faults.append(Fact(Kind.BYTEORDER_ODD))
         return len(word) == len(b"big")
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
@@ -131,33 +132,33 @@ class Reading:
         if left is not None:
             return Storage(key, left, device)
         if name is None:
-            return self._torn(key, f"lacks its storage {called}", nbytes, device, None)
+            return self._torn(key, Fact(Kind.STORAGE_LACKING, called), nbytes, device, None)
         source = archive.source(name)
         if source.nbytes < nbytes:
-            cause = f"has {source.nbytes} of the {nbytes} bytes of its storage {name}"
+            cause = Fact.of(Kind.STORAGE_CUT, name, there=source.nbytes, size=nbytes)
             return self._torn(key, cause, nbytes, device, source)
         return Storage(key, source, device, archive.crc32(name))
 
-    def _torn(self, key: str, cause: str, nbytes: int, device: str, source: ByteSource | None) -> Storage:
+    def _torn(self, key: str, cause: Fact, nbytes: int, device: str, source: ByteSource | None) -> Storage:
         if self.left_of is None:
-            raise UnreadableError(f"{self.archive.path}: {cause}; fetch it again")
+            raise UnreadableError(f"{self.archive.path}: {clause(cause)}; fetch it again")
         self.torn.append(cause)
         return Storage(key, TornBytes(self.archive.path, nbytes, source.nbytes if source else 0, source), device)
 
     @property
-    def doubts(self) -> list[Remark]:
-        """A remark where a member is damaged that says what the tensors are: a name or a place may be another one."""
-        return [Remark("doubtful-names", ".", fault) for fault in self.faults]
+    def doubts(self) -> list[Fact]:
+        """Return a fact for each damaged member that says what the tensors are: a name or a place may be another."""
+        return [Fact.of(Kind.DOUBTFUL_NAMES, cause=fault) for fault in self.faults]
 
     @property
-    def damage(self) -> list[str]:
+    def damage(self) -> list[Fact]:
         """What is damaged, the first few of each kind by name."""
-        return [*_some(self.faults, "has {} more damaged members"), *_some(self.torn, "lacks {} more")]
+        return [*_some(self.faults, Kind.MEMBERS_DAMAGED), *_some(self.torn, Kind.STORAGES_LACKING)]
 
 
-def _some(causes: list[str], rest: str) -> list[str]:
+def _some(causes: list[Fact], rest: Kind) -> list[Fact]:
     more = len(causes) - NAMED_LIMIT
-    return causes[:NAMED_LIMIT] + ([rest.format(more)] if more > 0 else [])
+    return causes[:NAMED_LIMIT] + ([Fact.of(rest, more=more)] if more > 0 else [])
 
 
 def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: LeftOf | None = None) -> Document:
@@ -168,14 +169,14 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     data = reading.member("data.pkl")
     root, end = _run(reading, pickles, data)
     remarks = payload_remarks(pickles.names)
-    remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
+    remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
     remarks += [
-        Remark("hidden-pickle", name, "a pickle that torch.load never reads")
+        Fact(Kind.HIDDEN_PICKLE, name)
         for name in archive.members
         if name.lower().endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
     ]
     if data[end:].strip(b"\0"):
-        remarks.append(Remark("hidden-pickle", "what stands behind the end of data.pkl", "torch.load never reads it"))
+        remarks.append(Fact(Kind.HIDDEN_PICKLE, "the bytes after the end of data.pkl"))
     remarks += pickles.protocol_remarks("data.pkl")
     remarks += reading.doubts
     producer = _producer(archive.members)
@@ -194,7 +195,7 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
         path = reading.archive.path
         cause = str(error).removeprefix(f"{path}: ").partition(";")[0]
         raise UnreadableError(
-            f"{path}: {'; '.join(reading.faults)}, and cannot be read ({cause}); fetch it again"
+            f"{path}: {clauses(reading.faults)}, and cannot be read ({cause}); fetch it again"
         ) from error
 
 

@@ -12,9 +12,8 @@ from typing import Any
 from ckptfix.bytes.limits import shown
 from ckptfix.bytes.sources import Content, LateBytes
 from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, zero_tail
-from ckptfix.core.checkpoint import Remark
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import counted
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.tree import tensors_in
@@ -30,7 +29,7 @@ from ckptfix.reading.weights.modules import is_module, module_state_dict
 
 NAME = "torch-legacy"
 PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
-_DOUBT = "the file is shorter than it should be, and bytes may be missing in front of them instead of behind"
+_DOUBT = Fact.of(Kind.BYTES_BEFORE, surplus=-1)
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
@@ -52,7 +51,7 @@ def read(content: Content, nesting: int = 0) -> Document:
         zeros = filled_end(content)
         if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
             document = read(WindowContent(content, 0, zeros))  # zeros inside of a value would pass for its bytes
-            document.damage.insert(0, f"is zeros from byte {zeros} of {len(content)} on, which were never filled")
+            document.damage.insert(0, Fact.of(Kind.ZEROS, start=zeros, nbytes=len(content)))
             return document
         if nesting or (damaged := read_damaged(content, pickles, error)) is None:
             raise
@@ -77,12 +76,12 @@ def read(content: Content, nesting: int = 0) -> Document:
     located.place(keys)
     located.doubt_end(root)
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
-    remarks += [Remark("tensor-subclass", "state_dict", name) for name in pickles.table.foreign]
-    remarks += [Remark("doubtful-values", key, _DOUBT) for key in located.doubted(root)]
+    remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
+    remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=_DOUBT) for key in located.doubted(root)]
     if located.position < len(content) and not located.damage:
-        remarks.append(Remark("trailing-bytes", "end of the file", str(len(content) - located.position)))
+        remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=len(content) - located.position))
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
-            remarks.append(Remark("last-storage", str(keys[-1]), "bytes follow it"))
+            remarks.append(Fact(Kind.LAST_STORAGE, str(keys[-1])))
     return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
 
 
@@ -112,7 +111,7 @@ class _Storages:
     def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
         self.content, self.pickles, self.position = content, pickles, position
         self.placed: dict[LateBytes, int] = {}
-        self.damage: list[str] = []
+        self.damage: list[Fact] = []
         self.begin = self.end = position
         """Where the last storage should end."""
 
@@ -145,15 +144,15 @@ class _Storages:
             elif shift < 0 and any(
                 isinstance(storage.source, LateBytes) and storage.source.inner for _, storage in behind
             ):
-                self.damage.append(f"lacks {-shift} bytes there")
+                self.damage.append(Fact.of(Kind.BYTES_LACKING, nbytes=-shift))
         if self.position > len(self.content):
-            self.damage = [f"is cut short: it has {len(self.content)} bytes and its storages end at byte {self.end}"]
+            self.damage = [Fact.of(Kind.CUT_SHORT, nbytes=len(self.content), end=self.end)]
         late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
         lacking = [source for source in late if source.inner is None]
         for source in lacking:
             source.inner = TornBytes(path, source.nbytes)
         if lacking and not self.damage:
-            self.damage.append(f"lacks {counted(len(lacking), 'storage')} that its tensors use")
+            self.damage.append(Fact.of(Kind.STORAGES_UNWRITTEN, storages=len(lacking)))
 
     def _place(self, key: str, storage: Storage) -> None:
         content, start = self.content, self.position + 8
@@ -172,7 +171,7 @@ class _Storages:
         late.inner = source if present == late.nbytes else TornBytes(content.path, late.nbytes, present, source)
         self.placed[late] = start
         if self.position > len(content):
-            self.damage.append("is cut short")
+            self.damage.append(Fact(Kind.CUT_SHORT))
 
     def _stored(self, key: str, head: bytes) -> int:
         """The bytes of a storage by the count in front of it."""
@@ -209,10 +208,7 @@ class _Storages:
         if stored == 0 and zeros < self.position + 8 and is_reserved:
             ends = self._unfilled(zeros)
         else:
-            self.damage.append(
-                f"is damaged before byte {self.position}: storage {key} is declared with {declared} bytes and stored "
-                f"with {stored}"
-            )
+            self.damage.append(Fact.of(Kind.STORAGE_COUNT, key, offset=self.position, declared=declared, stored=stored))
             ends = dict.fromkeys(list(self.placed)[-1:], 0)
         for late, whole in ends.items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
@@ -254,10 +250,7 @@ class _Storages:
     def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
         """How much is there of the storages that reach into the zeros at the end, which is damage."""
         size = len(self.content)
-        self.damage.append(
-            f"is not complete: of its {size} bytes the last {size - zeros} are zeros that were reserved and "
-            "never filled"
-        )
+        self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
 
 

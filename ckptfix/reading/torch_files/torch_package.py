@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.zip_directory import PACKAGE_MARK
 from ckptfix.reading.pickles.payload import payload_remarks
@@ -35,7 +35,7 @@ def read(content: Content) -> Document:
             "the right file?"
         )
     root = next(iter(objects.values())) if len(objects) == 1 else objects
-    remarks = [Remark(NAME, ".", "a torch.package archive"), *payload_remarks(pickles.names)]
+    remarks = [Fact(Kind.TORCH_PACKAGE), *payload_remarks(pickles.names)]
     remarks += [*reading.doubts, *archive.doubts]
     damage = [*reading.damage, *archive.damage(root)]
     return Document(content.path, NAME, root, None, pickles.names, remarks, damage)

@@ -15,10 +15,11 @@ from typing import Any
 
 from ckptfix.bytes.sources import Content, WindowBytes
 from ckptfix.bytes.torn import TornBytes
-from ckptfix.core.checkpoint import Remark
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global
 from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members
 from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype
@@ -40,7 +41,7 @@ def has_parts(content: Content) -> bool:
     return all(part in parts for part in PARTS) or {"sys_info", "pickle"} <= parts.keys() <= {"sys_info", *PARTS}
 
 
-def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[str]]:
+def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
     """Where each of the files lies, and what is wrong with the archive.
 
     The first few are looked at: no other program's archive is walked to its end."""
@@ -55,7 +56,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     """The document of a file of torch 0.1. Raises ``UnreadableError`` where it is cut short or damaged."""
     parts, damage = _parts(content)
     if missing := [part for part in PARTS if part not in parts]:
-        cause = "; ".join(damage) or "is cut short"
+        cause = clauses(damage) or "is cut short"
         raise UnreadableError(f"{content.path}: {cause}: nothing is left of its {missing[-1]}; fetch it again")
     reader = _Reader(content, parts)
     try:
@@ -66,8 +67,8 @@ def read(content: Content, nesting: int = 0) -> Document:
         raise UnreadableError(
             f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
         ) from error
-    remarks = [*payload_remarks(reader.names), Remark("torch-tar", ".", "the tar format of torch 0.1")]
-    damage = [] if not reader.is_cut else damage or ["is cut short inside of its storages"]
+    remarks = [*payload_remarks(reader.names), Fact(Kind.TORCH_TAR)]
+    damage = [] if not reader.is_cut else damage or [Fact(Kind.STORAGES_CUT)]
     return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
 
 

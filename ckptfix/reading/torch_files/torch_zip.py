@@ -16,7 +16,7 @@ from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, DeflatedBytes
 from ckptfix.bytes.torn import TornBytes, missing_bytes
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.tree import tensors_in
@@ -42,6 +42,9 @@ _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 """Members that only releases of torch write which say the order of bytes."""
 
 _STORED = zipfile.ZIP_STORED
+_PADDING = 64
+"""Zeros after the last member that are alignment."""
+
 _LONGEST = 1 << 12
 """Bytes of a small member."""
 
@@ -186,39 +189,28 @@ class Archive:
         return "" if _WORDS[name].fullmatch(word) else f"the {name} {shown(word)}"
 
     @property
-    def doubts(self) -> list[Remark]:
-        """A remark for each reason to doubt that the tensors are those that were saved."""
+    def doubts(self) -> list[Fact]:
+        """Return a fact for each reason to doubt that the tensors are those that were saved."""
         doubts = list(self.listing.doubts)
         is_damaged = self.listing.found is not None or self.listing.damage
         if is_damaged and "byteorder" not in self.members and _WITH_BYTEORDER & set(self.members):
-            doubts.append("has lost its byteorder, which was taken for little")
-        return [Remark("doubtful-names", ".", doubt) for doubt in doubts]
+            doubts.append(Fact(Kind.BYTEORDER_LOST))
+        return [Fact.of(Kind.DOUBTFUL_NAMES, cause=doubt) for doubt in doubts]
 
-    def damage(self, root: Any) -> list[str]:
+    def damage(self, root: Any) -> list[Fact]:
         """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
         told = [*self.listing.damage, *self._gone_damage()]
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
         if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
-            return [self._displacement(), *told]
+            return [Fact.of(Kind.ZIP_DISPLACED, nbytes=self.listing.displaced), *told]
         if told or self.found is None:
             return told
-        size = self.nbytes
-        zeros = size - self.found.zeros
-        reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros > 64 else ""
-        return [f"is cut short: {NO_DIRECTORY}, it has {size} bytes{reserved}{missing_bytes(root)}"]
+        zeros = self.nbytes - self.found.zeros
+        zeros = zeros if zeros > _PADDING else 0
+        return [Fact.of(Kind.TORCH_ZIP_CUT, nbytes=self.nbytes, zeros=zeros, missing=missing_bytes(root))]
 
-    def _displacement(self) -> str:
-        displaced = self.listing.displaced
-        if displaced < 0:
-            return f"lacks {-displaced} bytes in front of its zip directory"
-        further = f"has its zip directory {displaced} bytes further on than that says"
-        return f"{further}: something stands in front of the archive, or was put into it"
-
-    def _gone_damage(self) -> list[str]:
-        if not self.gone:
-            return []
-        more = f", nor those of {len(self.gone) - 1} more" if self.gone[1:] else ""
-        return [f"has neither the header nor the bytes of its member {self.gone[0]} where its directory says{more}"]
+    def _gone_damage(self) -> list[Fact]:
+        return [Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1)] if self.gone else []
 
     def crc32(self, name: str) -> int | None:
         """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
@@ -294,7 +286,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
     if archive.listing.trailing:
-        document.remarks.append(Remark("trailing-bytes", ".", str(archive.listing.trailing)))
+        document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.listing.trailing))
     if not document.damage and (oddity := archive.oddity):
-        document.remarks.append(Remark("odd-layout", ".", oddity))
+        document.remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=oddity))
     return document

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
@@ -59,9 +58,9 @@ def read(content: Content, nesting: int = 0) -> Document:
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
     if archive.listing.refusal:
-        document.remarks.append(Remark("odd-layout", ".", archive.listing.refusal))
-    if archive.found is not None and any(remark.kind == "guessed-buffers" for remark in document.remarks):
-        document.damage.append("has lost sources of its classes, so that every tensor in them counts as a weight")
+        document.remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=archive.listing.refusal))
+    if archive.found is not None and any(remark.kind is Kind.GUESSED_BUFFERS for remark in document.remarks):
+        document.damage.append(Fact(Kind.SOURCES_LOST))
     return document
 
 
@@ -108,8 +107,8 @@ def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Docume
         raise UnreadableError(f"{archive.path}: a TorchScript module that {reason}; use the file that it was made from")
     if nameless:
         unnamed, named = (sum(spec.numel for spec in specs) for specs in (nameless, tensors_in(entries)))
-        said = f"{counted(len(nameless), 'tensor')} of {counted(unnamed, 'element')}, and {named} elements with names"
-        remarks.append(Remark("frozen" if unnamed > named else "constants", ".", said))
+        kind = Kind.FROZEN if unnamed > named else Kind.CONSTANTS
+        remarks.append(Fact.of(kind, tensors=len(nameless), unnamed=unnamed, named=named))
     # A class of TorchScript is never imported by Python, whatever it is called.
     names = {name for name in pickles.names | constants.names if not name.startswith("__torch__.")}
     return _document(reading, entries, remarks, names, walk.metadata if walk.is_quantized else None)
@@ -118,11 +117,11 @@ def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Docume
 def _document(
     reading: Reading,
     entries: OrderedDict[str, Any],
-    remarks: list[Remark],
+    remarks: list[Fact],
     names: set[str],
     metadata: Mapping[str, Any] | None = None,
 ) -> Document:
-    remarks = [Remark(NAME, ".", "a TorchScript archive"), *remarks, *payload_remarks(names), *reading.doubts]
+    remarks = [Fact(Kind.TORCHSCRIPT), *remarks, *payload_remarks(names), *reading.doubts]
     return Document(reading.archive.path, NAME, entries, metadata, names, remarks, reading.damage)
 
 
@@ -147,7 +146,7 @@ def _classes(reading: Reading) -> dict[str, ScriptClass]:
         except HostileError:
             raise
         except UnreadableError:
-            reading.faults.append(f"has a {name} that cannot be unpacked")
+            reading.faults.append(Fact(Kind.MEMBER_PACKED, name))
             continue
         total += len(source)
         if total > _SOURCE_LIMIT:
@@ -182,13 +181,13 @@ class _Walk:
     guessed: bool = False
     visits: int = 0
 
-    def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Remark]]:
+    def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Fact]]:
         """The state_dict below the root object, and what is to be said of it."""
         if isinstance(root, Opaque):
             self._module(root, "", 0)
         remarks = attribute_remarks(self.left_out, self.entries)
         if self.guessed:
-            remarks.append(Remark("guessed-buffers", ".", "every tensor that is no parameter counts as a buffer"))
+            remarks.append(Fact(Kind.GUESSED_BUFFERS))
         return self.entries, remarks
 
     def _module(self, module: Opaque, prefix: str, depth: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptfix.core.checkpoint import Candidate, PathPart, Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.checkpoint import Candidate, PathPart
+from ckptfix.core.facts import Fact, Kind
 
 PREFERRED = tuple(
     "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
@@ -37,8 +37,8 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
 
 
-def beside(ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> Iterator[Remark]:
-    """Remarks on what has too few tensors for a set that could be meant, and yet many elements, and the names that
+def beside(ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> Iterator[Fact]:
+    """Facts about what has too few tensors for a set that could be meant, and yet many elements, and the names that
     layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller network of two.
 
     ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps.
@@ -47,11 +47,7 @@ def beside(ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping
     for candidate in ranked:
         is_large = SHARE * candidate.numel >= ranked[0].numel
         if candidate not in sets and is_large and any(map(_is_of_layer, found[candidate.path])):
-            yield Remark(
-                "weights-beside",
-                candidate.name,
-                f"{counted(candidate.tensors, 'tensor')}, {counted(candidate.numel, 'element')}",
-            )
+            yield Fact.of(Kind.WEIGHTS_BESIDE, candidate.name, tensors=candidate.tensors, numel=candidate.numel)
 
 
 def _is_of_layer(key: Any) -> bool:

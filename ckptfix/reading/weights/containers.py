@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, Remark, path_name
+from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_optimizer, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
@@ -40,7 +42,8 @@ def open_document(
     Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
     ``UsageError`` where it has none of the name.
     """
-    with refusing_payload(document.path, {f"{mark.detail}()" for mark in document.remarks if mark.kind == "payload"}):
+    payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
+    with refusing_payload(document.path, payload):
         checkpoint = _open(document, weights, salvage)
     return narrowed(checkpoint) if narrow else checkpoint
 
@@ -56,7 +59,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         value, prefix = found[path], None
     else:
         if document.damage:
-            raise UnreadableError(f"{document.path}: {'; '.join(document.damage)}; fetch the file again")
+            raise UnreadableError(f"{document.path}: {clauses(document.damage)}; fetch the file again")
         raise UnreadableError(why_weightless(document))
     entries, remarks = _entries(document, value, path)
     entries, lost = split_entries(document, entries, salvage)
@@ -93,14 +96,14 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             *loose_remarks(document.root, path, entries),
             *(beside(ranked, found) if weights is None else ()),
         ),
-        damage=(*document.damage, *(f"has lost tensors of {path_name(name)}, which is left out" for name in left_out)),
+        damage=(*document.damage, *(Fact(Kind.EXTRAS_LOST, path_name(name)) for name in left_out)),
         lost=lost,
         reader=LazyTensors(),
     )
     return checkpoint if prefix is None else with_pick(checkpoint, prefix)
 
 
-def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mapping[str, Any]] | None:
+def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[str, Any]] | None:
     """The rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
     if not isinstance(metadata, dict):
         return None
@@ -115,7 +118,7 @@ def _clean_metadata(metadata: Any, remarks: list[Remark]) -> Mapping[str, Mappin
                     cleaned[module][name] = dict(value) if isinstance(value, dict) else value
                 else:
                     cleaned[module][str(name)] = shown(value)
-                    remarks.append(Remark("odd-metadata", "_metadata", shown(value)))
+                    remarks.append(Fact.of(Kind.ODD_METADATA, "_metadata", name=shown(value)))
     return cleaned
 
 
@@ -246,18 +249,18 @@ def _pick(
 
 def _entries(
     document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
-) -> tuple[dict[str, Any], list[Remark]]:
+) -> tuple[dict[str, Any], list[Fact]]:
     """The state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
-    remarks: list[Remark] = []
+    remarks: list[Fact] = []
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
     for number, (key, entry) in enumerate(value.items()):
         # Text of Python 2 is of a class of its own; that of a tensor would be another in every run.
         name = f"tensor{number}" if isinstance(key, TensorSpec) else str(key)
         if not isinstance(key, str):
-            remarks.append(Remark("non-string-key", path_name(path), name))
+            remarks.append(Fact.of(Kind.NON_STRING_KEY, path_name(path), key=name))
         if not isinstance(entry, TensorSpec) and is_uninitialized(entry):
-            remarks.append(Remark("uninitialized", name, str(entry.cls)))
+            remarks.append(Fact.of(Kind.UNINITIALIZED, name, name=str(entry.cls)))
             continue
         if name in entries:
             raise UnreadableError(
@@ -268,5 +271,5 @@ def _entries(
             entry = entry if spec is None else spec
         entries[name] = entry
     if arrays_only and any(isinstance(entry, TensorSpec) for entry in entries.values()):
-        remarks.append(Remark("numpy-weights", path_name(path), "numpy arrays"))
+        remarks.append(Fact(Kind.NUMPY_WEIGHTS, path_name(path)))
     return entries, remarks

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfix.core.checkpoint import Remark
+from ckptfix.core.facts import Fact
 from ckptfix.core.spec import TensorSpec
 
 
@@ -20,10 +20,9 @@ class Document:
     tree. ``names`` holds the globals that the file's pickles name, and once more with ``()`` behind it
     those that they call to do more than to construct a value; ``remarks`` what was noticed on the way.
 
-    A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong, each a clause that follows
-    the file's name (``is cut short``); tensors whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that
-    the tree does not hold at all, with their specs, or None where a missing file leaves the name alone.
-    ``producer`` says what wrote the file, where it shows (``torch 2.1 to 2.6``).
+    A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong; tensors
+    whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that the tree does not hold at all, with their
+    specs, or None where only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
     """
 
     path: str
@@ -31,7 +30,7 @@ class Document:
     root: Any
     metadata: Mapping[str, Mapping[str, Any]] | None = None
     names: set[str] = field(default_factory=set)
-    remarks: list[Remark] = field(default_factory=list)
-    damage: list[str] = field(default_factory=list)
+    remarks: list[Fact] = field(default_factory=list)
+    damage: list[Fact] = field(default_factory=list)
     lost: dict[str, TensorSpec | None] = field(default_factory=dict)
     producer: str = ""

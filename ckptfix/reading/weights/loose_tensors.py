@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.core.buffers import is_transient
-from ckptfix.core.checkpoint import PathPart, Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
@@ -31,7 +31,7 @@ _AROUND = re.compile(r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|l
 """Classes whose tensors are no part of a model."""
 
 
-def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Remark]:
+def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
     """The remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
 
     None where a plain state_dict lies there."""
@@ -46,7 +46,7 @@ def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
 
 
-def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Remark]:
+def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:
     """One remark for each attribute that holds tensors of its own, and one where they outweigh the state_dict."""
     # A storage and a view of a part of it are one run of bytes.
     named = {id(part) for spec in tensors_in(entries) if spec.storage for part in (spec.storage, *spec.storage.parts)}
@@ -60,11 +60,10 @@ def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any])
         }
         if views:
             loose.update(views)
-            remarks.append(Remark("tensor-attribute", name, "neither parameter nor buffer"))
+            remarks.append(Fact(Kind.TENSOR_ATTRIBUTE, name))
     unnamed, kept = sum(loose.values()), sum(spec.numel for spec in tensors_in(entries))
     if unnamed > kept:
-        said = f"{counted(unnamed, 'element')} in attributes, and {counted(kept, 'element')} with names"
-        remarks.append(Remark("most-in-attributes", ".", said))
+        remarks.append(Fact.of(Kind.MOST_IN_ATTRIBUTES, unnamed=unnamed, named=kept))
     return remarks
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind as FactKind
 from ckptfix.core.progress import Task
+from ckptfix.core.wording import clause
 from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
@@ -105,7 +107,7 @@ def _seen(item: Item, path: Path | CkptfixError, beside: Configurations, layouts
         fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
         is_hostile = isinstance(error, HostileError)
         return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=0 if is_hostile else _salvaged(path))
-    if payload := [f"{remark.detail}()" for remark in checkpoint.remarks if remark.kind == "payload"]:
+    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarks if fact.kind is FactKind.PAYLOAD]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
     return _sight(item, checkpoint, beside, layouts)
@@ -133,7 +135,7 @@ def _sight(item: Item, checkpoint: Checkpoint, beside: Configurations, layouts: 
         next((each.name for each in checkpoint.candidates if each.path == checkpoint.container), "."),
         tuple(each.name for each in checkpoint.candidates) if len(checkpoint.candidates) > 1 else (),
         (*hints_of(checkpoint), *beside.of(item)),
-        checkpoint.damage,
+        tuple(map(clause, checkpoint.damage)),
         all(
             f"{key[: -len('running_mean')]}num_batches_tracked" in keys for key in keys if key.endswith("running_mean")
         ),

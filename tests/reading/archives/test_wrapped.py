@@ -152,7 +152,7 @@ REFUSED = {
     "gzip with a wrong checksum": (
         gzip.compress(saved())[:-8] + bytes(8),
         UnreadableError,
-        r"gzip stream fails after \d+ bytes were expanded \(wrong checksum\).*take all 2 tensors with --salvage",
+        r"gzip stream fails after \d+ bytes were unpacked \(wrong checksum\).*take all 2 tensors with --salvage",
     ),
     "xz cut short": (lzma.compress(saved())[:-30], UnreadableError, "xz stream ends early"),
     "bzip2 damaged": (

@@ -11,6 +11,7 @@ import torch
 
 import ckptfix
 from ckptfix.bytes.sources import Content
+from ckptfix.core.wording import clause
 from ckptfix.reading.archives.zip_listing import list_members
 from tests.checks import assert_same
 from tests.reading.archives.test_wrapped import zipped
@@ -74,7 +75,7 @@ def test_a_sound_archive_has_no_damage(method: int) -> None:
 def test_a_damaged_header_is_named(file: Path, field: str) -> None:
     data = saved()
     damage = salvaged(file, flipped(data, header(data) + LOCAL[field])).damage
-    assert damage == ("is damaged: the header of member archive/data/1",)
+    assert list(map(clause, damage)) == ["is damaged: the header of member archive/data/1"]
     with pytest.raises(ckptfix.UnreadableError, match=r"the header of member archive/data/1.*take all 3 tensors"):
         ckptfix.open_checkpoint(file)
 
@@ -83,14 +84,14 @@ def test_a_damaged_header_is_named(file: Path, field: str) -> None:
 def test_a_damaged_entry_of_the_directory_is_named(file: Path, field: str) -> None:
     data = saved()
     (damage,) = salvaged(file, flipped(data, entry(data) + CENTRAL[field])).damage
-    assert damage.startswith("is damaged: the directory's entry of member archive/data/1")
+    assert clause(damage).startswith("is damaged: the directory's entry of member archive/data/1")
 
 
 @pytest.mark.parametrize("field", BROKEN)
 def test_a_directory_that_cannot_be_followed_is_named(file: Path, field: str) -> None:
     data = saved()
     (damage,) = salvaged(file, flipped(data, entry(data) + BROKEN[field])).damage
-    assert damage.startswith("is damaged: the directory of the zip archive (")
+    assert clause(damage).startswith("is damaged: the directory of the zip archive (")
 
 
 @pytest.mark.parametrize("place", range(22))
@@ -102,7 +103,7 @@ def test_no_bit_of_the_end_record_costs_a_tensor(file: Path, place: int) -> None
 def test_the_name_of_the_pickle_is_taken_from_its_header(file: Path) -> None:
     data = saved()
     damage = salvaged(file, flipped(data, data.rindex(b"archive/data.pkl") + 8)).damage
-    assert "archive/data.pkl, which it calls archive/eata.pkl" in damage[0]
+    assert "archive/data.pkl, which it calls archive/eata.pkl" in clause(damage[0])
 
 
 def test_wrong_bytes_are_no_damage_of_the_directory(file: Path) -> None:

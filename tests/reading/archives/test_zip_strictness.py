@@ -179,7 +179,7 @@ def test_bytes_behind_the_archive_are_a_note(file: Path) -> None:
     file.write_bytes(saved(WEIGHTS) + b"</html>")
     assert_same(torch.load(file), WEIGHTS)
     report = ckptfix.check(file)
-    assert [finding.message for finding in report.findings] == ["7 bytes behind the checkpoint belong to nothing"]
+    assert [finding.message for finding in report.findings] == ["7 bytes after the checkpoint belong to nothing"]
     assert report.exit_code == 0
 
 

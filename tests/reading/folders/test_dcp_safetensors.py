@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
+from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
 
@@ -80,7 +81,7 @@ def test_a_shard_that_is_cut_short(shards: tuple[Path, Path], tmp_path: Path) ->
 def test_a_shard_of_another_save(shards: tuple[Path, Path], tmp_path: Path) -> None:
     write_shard(tmp_path, 2, {"w": ((5, 0), WHOLE["w"][5:].half()), "b": ((0,), WHOLE["b"])})
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
-    assert "is not complete: the chunks of w differ in their dtypes" in checkpoint.damage
+    assert "is not complete: the chunks of w differ in their dtypes" in map(clause, checkpoint.damage)
 
 
 def test_a_damaged_note(shards: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ckptfix
 from ckptfix.core.finding import Level
+from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
 
@@ -160,7 +161,7 @@ def test_what_does_not_agree_is_said_and_the_rest_salvaged(
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert_same(checkpoint.state_dict(), {key: STATE[key] for key in kept})
     assert list(checkpoint.lost) == list(lost)
-    assert any(said in clause for clause in checkpoint.damage)
+    assert any(said in clause(fact) for fact in checkpoint.damage)
 
 
 def test_a_key_in_two_shards_with_the_same_bytes_is_a_tie(tmp_path: Path) -> None:
@@ -365,7 +366,7 @@ def test_a_byte_order_mark_in_front_of_the_index_is_damage(tmp_path: Path) -> No
     write(tmp_path)
     index = next(tmp_path.glob("*.index.json"))
     index.write_bytes(b"\xef\xbb\xbf" + index.read_bytes())
-    with pytest.raises(UnreadableError, match=r"byte order mark in front.*take all 4 tensors"):
+    with pytest.raises(UnreadableError, match=r"begins with a byte order mark.*take all 4 tensors"):
         ckptfix.open_checkpoint(tmp_path)
 
 

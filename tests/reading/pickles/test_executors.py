@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Kind
 from ckptfix.reading.pickles.executors import runs_code
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_legacy import read
@@ -43,7 +44,7 @@ class Calls:
 
 
 def found(data: bytes) -> list[str]:
-    return [remark.detail for remark in read(Content("some.pkl", data)).remarks if remark.kind == "payload"]
+    return [fact.data["name"] for fact in read(Content("some.pkl", data)).remarks if fact.kind is Kind.PAYLOAD]
 
 
 HEALTHY = {
@@ -123,7 +124,7 @@ def test_what_a_pickle_calls_is_remarked(value, names):
 
 
 def test_a_name_that_is_called_is_remarked_once():
-    assert [remark.detail for remark in payload_remarks({"torch.load", "torch.load()", "copy.copy()"})] == [
+    assert [fact.data["name"] for fact in payload_remarks({"torch.load", "torch.load()", "copy.copy()"})] == [
         "copy.copy",
         "torch.load",
     ]

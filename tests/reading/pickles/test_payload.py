@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckptfix.core.facts import Kind
 from ckptfix.reading.pickles.payload import is_payload, payload_remarks
 
 HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.OrderedDict argparse.Namespace
@@ -36,6 +37,6 @@ def test_an_odd_name_is_judged_without_a_crash(name):
 
 
 def test_each_payload_is_remarked_once():
-    assert [(remark.kind, remark.detail) for remark in payload_remarks({"os.system", "torch.FloatStorage"})] == [
-        ("payload", "os.system")
+    assert [(fact.kind, fact.data["name"]) for fact in payload_remarks({"os.system", "torch.FloatStorage"})] == [
+        (Kind.PAYLOAD, "os.system")
     ]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import ckptfix
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Fact, Kind
 from tests.checks import bytes_of
 
 StateDict = dict[str, torch.Tensor]
@@ -265,7 +266,7 @@ def test_a_lost_part_beside_the_weights_is_left_out_and_said(tmp_path: Path) -> 
     assert checkpoint is not None
     _assert_whole(checkpoint, weights, cut)
     assert not checkpoint.lost
-    assert "has lost tensors of optimizer, which is left out" in checkpoint.damage
+    assert Fact(Kind.EXTRAS_LOST, "optimizer") in checkpoint.damage
     repaired = ckptfix.repair(tmp_path / "cut.pth", output=tmp_path / "out.pth", salvage=True)
     assert repaired.report.exit_code == 0
     assert torch.load(tmp_path / "out.pth").keys() == {"state_dict", "epoch"}

@@ -15,7 +15,9 @@ from safetensors.torch import save
 import ckptfix
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
+from ckptfix.core.wording import clause
 from ckptfix.reading.salvage import slips
 from tests.checks import bytes_of
 
@@ -50,7 +52,7 @@ def salvaged(data: bytes, folder: Path) -> Checkpoint:
 
 
 def doubted(checkpoint: Checkpoint) -> set[str]:
-    return {remark.where for remark in checkpoint.remarks if remark.kind == "doubtful-values"}
+    return {fact.place for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_VALUES}
 
 
 def wrong(checkpoint: Checkpoint, state_dict: Mapping[str, torch.Tensor]) -> set[str]:
@@ -68,7 +70,7 @@ def test_a_whole_file_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_a_file_that_was_cut_is_not_doubted(share: float, tmp_path: Path) -> None:
     checkpoint = salvaged(DATA[: START + int((len(DATA) - START) * share)], tmp_path)
-    assert checkpoint.damage[0].startswith("is cut short")
+    assert clause(checkpoint.damage[0]).startswith("is cut short")
     assert wrong(checkpoint, NETWORK) == doubted(checkpoint) == set()
 
 
@@ -107,7 +109,7 @@ def test_two_equal_tensors_are_no_block_that_is_there_twice(tmp_path: Path) -> N
     weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
     state_dict = {"a": weight, "b": weight.clone(), "c": torch.randn(16, 16)}
     checkpoint = salvaged(save(state_dict) + b"\n" * weight.nbytes, tmp_path)
-    assert "twice" not in checkpoint.damage[0]
+    assert "twice" not in clause(checkpoint.damage[0])
     assert wrong(checkpoint, state_dict) == set()
 
 
@@ -116,7 +118,7 @@ def test_two_equal_tensors_are_no_block_that_is_there_twice(tmp_path: Path) -> N
 def test_behind_lost_bytes_the_rest_is_found(share: float, size: int, tmp_path: Path) -> None:
     place = START + int((len(DATA) - START) * share)
     checkpoint = salvaged(DATA[:place] + DATA[place + size :], tmp_path)
-    assert f"has lost {size} bytes between" in checkpoint.damage[0]
+    assert f"has lost {size} bytes between" in clause(checkpoint.damage[0])
     assert wrong(checkpoint, NETWORK) == set()
     assert len(checkpoint.specs) >= 15
     assert {*checkpoint.specs, *checkpoint.lost} == set(NETWORK)
@@ -129,7 +131,7 @@ def test_behind_strange_bytes_the_rest_is_found_or_doubted(filler: bytes, size: 
     bad = wrong(checkpoint, NETWORK)
     assert {*checkpoint.specs, *checkpoint.lost} == set(NETWORK)
     if size == 1:
-        assert "has 1 bytes too many between" in checkpoint.damage[0]
+        assert "has 1 bytes too many between" in clause(checkpoint.damage[0])
         assert not bad
         assert len(checkpoint.specs) >= 15
     else:
@@ -159,7 +161,7 @@ def test_bytes_too_many_in_the_header_put_its_names_in_doubt(tmp_path: Path) -> 
     start = 8 + int.from_bytes(data[:8], "little")
     spaces = start - len(data[:start].rstrip(b" "))
     checkpoint = salvaged(data.replace(b"a.conv", b"a.con" + b"v" * (spaces + 1), 1), tmp_path)
-    assert {remark.kind for remark in checkpoint.remarks} >= {"doubtful-names"}
+    assert {fact.kind for fact in checkpoint.remarks} >= {Kind.DOUBTFUL_NAMES}
     assert not wrong(checkpoint, {**NETWORK, f"a.con{'v' * (spaces + 1)}.weight": NETWORK["a.conv.weight"]})
 
 
@@ -209,4 +211,4 @@ def test_of_too_many_tensors_the_values_are_not_compared(tmp_path: Path, monkeyp
     monkeypatch.setattr(slips, "_scores", None)
     checkpoint = ckptfix.open_checkpoint(path, salvage=True)
     assert len(checkpoint.specs) == 8
-    assert {remark.where for remark in checkpoint.remarks if remark.kind == "doubtful-values"} == {*checkpoint.specs}
+    assert {fact.place for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_VALUES} == {*checkpoint.specs}

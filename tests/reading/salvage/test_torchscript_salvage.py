@@ -14,6 +14,8 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.wording import clause
 from ckptfix.errors import CkptfixError, UnreadableError
 from tests.checks import assert_same, bytes_of
 
@@ -88,7 +90,7 @@ def test_behind_the_pickle_every_weight_is_whole(member: str, zeros: bool, saved
 
 def test_the_lost_sources_are_said(saved: Any, tmp_path: Path) -> None:
     data, _ = saved
-    said = "has lost sources of its classes, so that every tensor in them counts as a weight"
+    said = Fact(Kind.SOURCES_LOST)
     assert said in salvaged(tmp_path / "cut.pt", data[: place(data, "code/")[0]]).damage
     assert said not in salvaged(tmp_path / "cut.pt", data[: place(data, "version")[0]]).damage
 
@@ -146,7 +148,7 @@ def test_a_storage_of_which_the_archive_has_a_part(saved: Any, tmp_path: Path) -
             shorter.writestr(info.filename, content[:100] if is_last else content)
     checkpoint = salvaged(tmp_path / "torn.pt", out.getvalue())
     assert list(checkpoint.lost) == ["last.weight"]
-    assert any("has 100 of the 4800 bytes of its storage data/" in clause for clause in checkpoint.damage)
+    assert any("has 100 of the 4800 bytes of its storage data/" in clause(fact) for fact in checkpoint.damage)
     report = ckptfix.check(tmp_path / "torn.pt", salvage=True)
     (lost,) = (finding for finding in report.findings if finding.code == "FIL203" and finding.keys)
     assert lost.message == "1 of 8 tensors lost, 78.9 % of the numbers"
@@ -173,7 +175,7 @@ def test_the_json_form_without_a_storage(saved: Any, tmp_path: Path) -> None:
                 poorer.writestr(info.filename, archive.read(info))
     checkpoint = salvaged(tmp_path / "poorer.pt", out.getvalue())
     assert list(checkpoint.lost) == [next(iter(state_dict)).replace(".", "_")]
-    assert checkpoint.damage == ("lacks its storage tensors/0",)
+    assert checkpoint.damage == (Fact(Kind.STORAGE_LACKING, "tensors/0"),)
 
 
 def test_the_json_list_is_proved(saved: Any, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_the_json_list_is_proved(saved: Any, tmp_path: Path) -> None:
     data = bytearray(as_json(state_dict))
     data[data.index(b"first_weight")] ^= 1
     checkpoint = salvaged(tmp_path / "rot.pt", bytes(data))
-    assert checkpoint.damage == ("has a model.json that fails its checksum",)
+    assert checkpoint.damage == (Fact(Kind.MEMBER_CHECKSUM, "model.json"),)
 
 
 def test_every_cut_gives_whole_tensors_or_a_typed_error(saved: Any, tmp_path: Path) -> None:

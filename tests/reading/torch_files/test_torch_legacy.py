@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.opening import open_file
@@ -31,7 +32,7 @@ def test_a_plain_pickle_says_that_it_is_one(tmp_path):
     path.write_bytes(pickle.dumps(WEIGHTS))
     checkpoint = opened(path)
     assert checkpoint.format == "pickle"
-    assert "plain-pickle" in {remark.kind for remark in checkpoint.remarks}
+    assert Kind.PLAIN_PICKLE in {remark.kind for remark in checkpoint.remarks}
 
 
 @pytest.mark.parametrize("end", [1, 10, 0.3, 0.6, 0.9, -1])

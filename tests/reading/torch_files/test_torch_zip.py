@@ -89,15 +89,15 @@ def test_what_reading_took_is_gone_with_the_reader(tmp_path):
 
 
 def test_a_file_of_another_protocol_says_so(tmp_path):
-    kinds = {remark.kind for remark in opened(saved(WEIGHTS, tmp_path, pickle_protocol=4)).remarks}
+    kinds = {remark.kind.value for remark in opened(saved(WEIGHTS, tmp_path, pickle_protocol=4)).remarks}
     assert "protocol" in kinds
-    assert "protocol" not in {remark.kind for remark in opened(saved(WEIGHTS, tmp_path)).remarks}
+    assert "protocol" not in {remark.kind.value for remark in opened(saved(WEIGHTS, tmp_path)).remarks}
 
 
 def test_a_pickle_that_torch_never_reads_is_remarked(tmp_path):
     path = tmp_path / "file.pth"
     path.write_bytes(torch_zip(around(), {"data/0": STORAGE, "evil.pkl": b"\x80\x02N."}))
-    assert ("hidden-pickle", "evil.pkl") in {(remark.kind, remark.where) for remark in opened(path).remarks}
+    assert ("hidden-pickle", "evil.pkl") in {(remark.kind.value, remark.place) for remark in opened(path).remarks}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_bytes_that_are_missing_in_the_middle_cost_what_they_touch(tmp_path):
     path = saved(weights, tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:9000] + content[9600:])
-    with pytest.raises(UnreadableError, match="lacks 600 bytes in front of its zip directory"):
+    with pytest.raises(UnreadableError, match="lacks 600 bytes before its zip directory"):
         opened(path)
     checkpoint = open_file(str(path), salvage=True)
     assert len(checkpoint.keys()) >= 10

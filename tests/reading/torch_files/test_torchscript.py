@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
 
@@ -89,7 +90,7 @@ def test_what_is_left_out_is_remarked() -> None:
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(Block()), buffer)
     document = read(buffer.getvalue())
-    left_out = [remark.where for remark in document.remarks if remark.kind == "tensor-attribute"]
+    left_out = [fact.place for fact in document.remarks if fact.kind is Kind.TENSOR_ATTRIBUTE]
     assert left_out == ["loose"]
 
 

@@ -38,7 +38,7 @@ def test_few_tensors_of_many_elements_are_remarked_on():
     large, small, tiny = Candidate(("a",), 40, 4000), Candidate(("b", "c"), 1, 200), Candidate(("d",), 2, 199)
     batch = Candidate(("batch",), 2, 4000)
     found = {one.path: {"x.weight": None} for one in (large, small, tiny)} | {("batch",): {"images": None, 0: None}}
-    assert [remark.where for remark in beside([large, batch, small, tiny], found)] == ["b.c"]
+    assert [remark.place for remark in beside([large, batch, small, tiny], found)] == ["b.c"]
     sets = candidates(state_dict=5, ema=5)
     assert list(beside(sets, {one.path: {"weight": None} for one in sets})) == []
 

@@ -84,7 +84,7 @@ def test_weights_that_cannot_be_had_say_why(value, message, tmp_path):
 def test_keys_that_are_no_text_become_text_and_are_remarked(tmp_path):
     checkpoint = opened(saved({0: torch.ones(1), (1, "a"): torch.zeros(1)}, tmp_path))
     assert checkpoint.keys() == ["0", "(1, 'a')"]
-    assert [remark.kind for remark in checkpoint.remarks] == ["non-string-key"] * 2
+    assert [remark.kind.value for remark in checkpoint.remarks] == ["non-string-key"] * 2
 
 
 def test_the_metadata_goes_with_its_state_dict(tmp_path):

@@ -14,6 +14,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.wording import clause
 from ckptfix.reading.weights.loose_tensors import attribute_remarks, loose_remarks
 from tests.reading.files import opened, saved
 
@@ -135,7 +136,7 @@ def test_noop(build: Callable[[], Any], zipped: bool, tmp_path: Path) -> None:
 def remarks(path: Path) -> list[tuple[str, str]]:
     """The remarks on the attributes of a whole model."""
     kinds = ("tensor-attribute", "most-in-attributes")
-    return [(remark.where, remark.kind) for remark in opened(path).remarks if remark.kind in kinds]
+    return [(fact.place, fact.kind.value) for fact in opened(path).remarks if fact.kind.value in kinds]
 
 
 class Detect(nn.Module):
@@ -186,7 +187,7 @@ def test_what_no_key_names(case: str, zipped: bool, tmp_path: Path) -> None:
 def test_more_numbers_in_attributes_than_with_names(tmp_path: Path) -> None:
     path = saved(linear(train_inputs=[torch.ones(17)]), tmp_path)
     assert remarks(path) == [("train_inputs", "tensor-attribute"), (".", "most-in-attributes")]
-    assert opened(path).remarks[-1].detail == "17 elements in attributes, and 16 elements with names"
+    assert clause(opened(path).remarks[-1]) == "17 elements in attributes, and 16 elements with names"
 
 
 def test_one_tensor_under_many_names_weighs_once(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_what_holds_itself_ends() -> None:
     module = Opaque(Global("m", "Net"), state=state)
     state["_modules"] = {"me": module}
     state["again"] = {"all": module}
-    assert [remark.where for remark in loose_remarks([module], (0,), {})] == ["deep", "."]
+    assert [fact.place for fact in loose_remarks([module], (0,), {})] == ["deep", "."]
 
 
 @pytest.mark.parametrize("root", [{"model": {"weight": 1}}, {"model": None}, {"model": 5}])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Remark
-from ckptfix.core.finding import counted
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.weights.document import Document
 
@@ -33,20 +31,14 @@ def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pat
     return {numbers: found[numbers] for numbers in sorted(found)}
 
 
-def list_some(names: Sequence[object]) -> str:
-    """Return the first few names, and how many more there are."""
-    rest = len(names) - _LISTED
-    return ", ".join(map(str, names[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
-
-
 class RankFiles:
     """One reading of the files of a folder: what is damaged, and what was noticed."""
 
     def __init__(self, folder: Path, salvage: bool, read: ReadContent) -> None:
         self.folder, self.salvage, self._read = folder, salvage, read
         self.names: set[str] = set()
-        self.remarks: dict[Remark, None] = {}
-        self.damage: list[str] = []
+        self.remarks: dict[Fact, None] = {}
+        self.damage: list[Fact] = []
 
     def root(self, file: Path) -> Any:
         """Return what a file holds; None if it cannot be read, which is damage."""
@@ -55,11 +47,11 @@ class RankFiles:
         except HostileError:
             raise
         except UnreadableError as error:
-            self.damage.append(f"has a rank that cannot be read ({error})")
+            self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None
         self.names |= document.names
         self.remarks.update(dict.fromkeys(document.remarks))
-        self.damage += [f"has a file {file.name} that {clause}" for clause in document.damage]
+        self.damage += [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in document.damage]
         return document.root
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
@@ -68,16 +60,20 @@ class RankFiles:
             raise HostileError(f"{self.folder}: claims {world} ranks; do not use this checkpoint")
         extra = [path.name for rank, path in present.items() if rank >= world]
         if extra:
-            self.damage.append(f"has files of other ranks than the {world} that saved it: {list_some(extra)}")
+            self.damage.append(Fact.of(Kind.RANKS_STRANGE, ranks=world, names=tuple(extra)))
         if absent := world - sum(rank < world for rank in present):
             names = (pattern.format(rank) for rank in range(world) if rank not in present)
-            first = [next(names) for _ in range(min(absent, _LISTED))]
-            more = f" and {absent - len(first)} more" if absent > len(first) else ""
-            self.damage.append(f"lacks {counted(absent, 'rank')} of {world}: {', '.join(first)}{more}")
+            first = tuple(next(names) for _ in range(min(absent, _LISTED)))
+            self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
     def document(self, form: str, root: Any, producer: str) -> Document:
         """Return the merged document. Raises ``UnreadableError`` where it holds nothing that is whole."""
-        remarks = [replace(mark, where=mark.where or ".") for mark in self.remarks]
         return Document(
-            str(self.folder), form, root, names=self.names, remarks=remarks, damage=self.damage, producer=producer
+            str(self.folder),
+            form,
+            root,
+            names=self.names,
+            remarks=list(self.remarks),
+            damage=self.damage,
+            producer=producer,
         )

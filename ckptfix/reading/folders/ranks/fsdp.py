@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.checkpoint import PathPart, Remark, path_name
+from ckptfix.core.checkpoint import PathPart, path_name
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, list_some
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -74,7 +76,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     if len(sets) > 1:
         models = [found for found in sets if found.stem.startswith("model")]
         if len(models) != 1:
-            names = list_some([next(iter(found.files.values())).name for found in sets])
+            names = first_names([next(iter(found.files.values())).name for found in sets])
             raise UnreadableError(
                 f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"
             )
@@ -127,8 +129,8 @@ class _Merge:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
         root = _replaced(first, (), tensors)
-        for mark in [mark for mark in self.files.remarks if mark.kind == "tensor-subclass"]:
-            if mark.detail.rpartition(".")[2] in self.kinds:
+        for mark in [mark for mark in self.files.remarks if mark.kind is Kind.TENSOR_SUBCLASS]:
+            if mark.data["name"].rpartition(".")[2] in self.kinds:
                 del self.files.remarks[mark]  # what is merged is a plain tensor
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
@@ -175,7 +177,7 @@ class _Merge:
                 told = list(values.values())
                 odd = [rank for rank, value in values.items() if value != max(told, key=told.count)]
             if odd:
-                names = list_some([self.ranks.files[rank].name for rank in odd])
+                names = first_names([self.ranks.files[rank].name for rank in odd])
                 raise UnreadableError(
                     f"{self.path}: its ranks are of different saves: {names} have another {path_name(path)} than the"
                     " others; put the files of one save together"
@@ -186,9 +188,7 @@ class _Merge:
         if not found.shape and not found.copies:
             assert found.plain is not None
             if found.differs:
-                self.files.remarks[Remark("rank-copies", name, "differs between ranks; that of the first is taken")] = (
-                    None
-                )
+                self.files.remarks[Fact(Kind.RANK_COPIES, name)] = None
             return found.plain
         if found.plain is not None and found.plain.shape == found.shape:
             # A tensor that one rank holds as a whole is read as a plain one there.
@@ -196,9 +196,7 @@ class _Merge:
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
         if any(differ(same[0], other) for same in found.copies.values() for other in same[1:]):
-            self.files.damage.append(
-                f"holds different values of {name} from several ranks, and those of the first count"
-            )
+            self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
         if self.files.damage and sum(box.numel for box in found.copies) < spec.numel:
             return gone(name, spec, self.path)

@@ -25,9 +25,10 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, list_some
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -75,7 +76,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     if not tags:
         return None
     if len(tags) > 1:
-        names = list_some([tag.name for tag in tags])
+        names = first_names([tag.name for tag in tags])
         raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
     return _Reading(RankFiles(tags[0], salvage, read)).document()
 
@@ -116,7 +117,7 @@ class _Reading:
             )
         states = {rank: made for (rank, _), file in optim.items() if (made := self._states(file)) is not None}
         if not states:
-            raise UnreadableError(f"{self.path}: {'; '.join(self.files.damage)}; no rank can be read: fetch it again")
+            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
         first = states[min(states)]
         self._check_alike(states, {rank: file for (rank, _), file in optim.items()})
         prefix = next(iter(optim.values())).name.partition("zero_pp_rank")[0]
@@ -155,7 +156,7 @@ class _Reading:
         odd = [files[rank].name for rank, facts in told.items() if facts != usual]
         if odd:
             raise UnreadableError(
-                f"{self.path}: its ranks are of different saves: {list_some(odd)} differ from the other"
+                f"{self.path}: its ranks are of different saves: {first_names(odd)} differ from the other"
                 f" {len(told) - len(odd)} in stage, number of ranks or step; put the files of one save together"
             )
 
@@ -235,7 +236,8 @@ class _Reading:
             if any(flat.stop != start for flat in flats):
                 raise UnreadableError(
                     f"{self.path}: has names and shapes of {start} numbers for each rank, and the ranks hold"
-                    f" {list_some(sorted({flat.stop for flat in flats}))}; its files are of different saves or damaged"
+                    f" {first_names(sorted({flat.stop for flat in flats}))}; its files are of different saves or"
+                    " damaged"
                 )
             return made
 
@@ -279,7 +281,9 @@ class _Reading:
         weights.update({name: spec for name, spec in {**trained, **frozen}.items() if name not in weights})
         weights.__dict__.update(getattr(module, "__dict__", {}))  # torch's _metadata
         if empty:
-            raise UnreadableError(f"{self.path}: no rank holds the values of {list_some(empty)}; its files are damaged")
+            raise UnreadableError(
+                f"{self.path}: no rank holds the values of {first_names(empty)}; its files are damaged"
+            )
         return weights
 
     def _optimizer(
@@ -331,7 +335,7 @@ def _states(root: Any) -> _States:
     counts = held["partition_count"]
     counts = counts if isinstance(counts, list) else [counts]
     if len(set(counts)) != 1 or type(counts[0]) is not int:
-        raise ValueError(f"groups on {list_some(counts)} ranks: experts are not merged, ds_to_universal.py does it")
+        raise ValueError(f"groups on {first_names(counts)} ranks: experts are not merged, ds_to_universal.py does it")
     inner = held.get("optimizer_state_dict" if spread else "base_optimizer_state")
     if isinstance(inner, list):  # elastic checkpoints: one dict for each group, without the padding
         inner = {"state": dict(enumerate(inner)), "param_groups": [{"params": [at]} for at in range(len(inner))]}

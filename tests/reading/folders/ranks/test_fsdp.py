@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import tensors_of, unpacked
@@ -83,7 +84,7 @@ def test_a_buffer_that_differs_is_that_of_the_first_rank(tmp_path: Path) -> None
         )
     got = ckptfix.open_checkpoint(tmp_path)
     assert torch.equal(got.read("mean"), torch.zeros(2))
-    assert [mark.where for mark in got.remarks if mark.kind == "rank-copies"] == ["mean"]
+    assert [mark.place for mark in got.remarks if mark.kind is Kind.RANK_COPIES] == ["mean"]
 
 
 def test_files_of_plain_tensors_are_not_ranks_of_one(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
             tmp_path / f"rank_{rank}.pt",
         )
     # A replica is whole in each file, and is read as a plain tensor.
-    assert [mark.where for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind == "rank-copies"] == ["x"]
+    assert [mark.place for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_COPIES] == ["x"]
 
 
 def test_terms_of_a_sum_are_refused(tmp_path: Path) -> None:
@@ -172,4 +173,4 @@ def test_no_file_is_accused_of_running_code(tmp_path: Path, name: str) -> None:
             raise
         except UnreadableError:
             continue  # a rank without weights
-        assert [mark for mark in checkpoint.remarks if mark.kind == "payload"] == []
+        assert [mark for mark in checkpoint.remarks if mark.kind is Kind.PAYLOAD] == []

@@ -1,0 +1,147 @@
+"""Facts about a file that was read: what is damaged in it, and what else was noticed.
+
+Readers make facts, and rules and reports decide by their kinds. Only ``wording`` turns them into words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Kind(Enum):
+    """What a fact is about. The values are names for JSON: they never change their meaning."""
+
+    # What is around a checkpoint: archives and compressed files.
+    ZIP_RECORD = "zip-record"
+    ZIP_RECORDS = "zip-records"
+    ZIP_NAMES = "zip-names"
+    ZIP_DIRECTORY = "zip-directory"
+    ZIP_CUT = "zip-cut"
+    ZIP_DISPLACED = "zip-displaced"
+    TORCH_ZIP_CUT = "torch-zip-cut"
+    MEMBER_GONE = "member-gone"
+    MEMBER_LOST = "member-lost"
+    MEMBER_DAMAGED = "member-damaged"
+    MEMBER_CUT = "member-cut"
+    PACKED_BYTES = "packed-bytes"
+    ZIP_CHECKSUM = "zip-checksum"
+    STREAM_DAMAGED = "stream-damaged"
+    STREAM_CUT = "stream-cut"
+    TAR_HEADER = "tar-header"
+    TAR_CUT = "tar-cut"
+    TAR_HEADER_CUT = "tar-header-cut"
+    TAR_MEMBER_CUT = "tar-member-cut"
+    HTTP_CHUNKS = "http-chunks"
+    HTTP_CUT = "http-cut"
+    # Damage that can be undone.
+    CRLF = "crlf"
+    BASE64 = "base64"
+    TEXT_ENCODING = "text-encoding"
+    PRECEDED = "preceded"
+    # The members of a torch file.
+    MEMBER_CHECKSUM = "member-checksum"
+    MEMBERS_DAMAGED = "members-damaged"
+    MEMBER_PACKED = "member-packed"
+    BYTEORDER_LOST = "byteorder-lost"
+    BYTEORDER_ODD = "byteorder-odd"
+    STORAGE_LACKING = "storage-lacking"
+    STORAGE_CUT = "storage-cut"
+    STORAGES_LACKING = "storages-lacking"
+    STORAGES_UNWRITTEN = "storages-unwritten"
+    STORAGES_CUT = "storages-cut"
+    SOURCES_LOST = "sources-lost"
+    # A file as a whole, and its pickles.
+    CUT_SHORT = "cut-short"
+    ZEROS = "zeros"
+    UNFILLED = "unfilled"
+    STORAGE_COUNT = "storage-count"
+    BYTES_LACKING = "bytes-lacking"
+    PICKLE_GAP = "pickle-gap"
+    PICKLE_CUT = "pickle-cut"
+    PICKLE_DAMAGED = "pickle-damaged"
+    EXTRAS_LOST = "extras-lost"
+    # safetensors.
+    HEADER_SIZE = "header-size"
+    HEADER_PADDING = "header-padding"
+    DATA_CUT = "data-cut"
+    DATA_SURPLUS = "data-surplus"
+    BYTES_TWICE = "bytes-twice"
+    BYTES_SHIFTED = "bytes-shifted"
+    BYTES_BEFORE = "bytes-before"
+    HEADER_SHIFTED = "header-shifted"
+    # Checkpoints of several files.
+    SHARD_UNREADABLE = "shard-unreadable"
+    SHARD_DAMAGED = "shard-damaged"
+    SHARDS_MISSING = "shards-missing"
+    RANKS_MISSING = "ranks-missing"
+    INDEX_UNREADABLE = "index-unreadable"
+    INDEX_BOM = "index-bom"
+    INDEX_PROMISES = "index-promises"
+    INDEX_MOVED = "index-moved"
+    INDEX_UNLISTED = "index-unlisted"
+    KEYS_DIFFER = "keys-differ"
+    CHUNKS_LACKING = "chunks-lacking"
+    TENSORS_LACKING = "tensors-lacking"
+    RANK_UNREADABLE = "rank-unreadable"
+    RANKS_LACKING = "ranks-lacking"
+    RANKS_STRANGE = "ranks-strange"
+    ITEM_DAMAGED = "item-damaged"
+    RANKS_DIFFER = "ranks-differ"
+    # What rules look at beside the damage.
+    DOUBTFUL_NAMES = "doubtful-names"
+    DOUBTFUL_VALUES = "doubtful-values"
+    UNNAMED_LOSS = "unnamed-loss"
+    STRAY_FILE = "stray-file"
+    RANK_COPIES = "rank-copies"
+    PACKED_SHARD = "packed-shard"
+    INDEX_SIZE = "index-size"
+    TRAILING_BYTES = "trailing-bytes"
+    LAST_STORAGE = "last-storage"
+    ODD_LAYOUT = "odd-layout"
+    ODD_METADATA = "odd-metadata"
+    NOTE = "note"
+    DAMAGED_NOTE = "damaged-note"
+    PAYLOAD = "payload"
+    STORED_CODE = "stored-code"
+    HIDDEN_PICKLE = "hidden-pickle"
+    PROTOCOL = "protocol"
+    PYTHON2_TEXT = "python2-text"
+    PLAIN_PICKLE = "plain-pickle"
+    TORCHSCRIPT = "torchscript"
+    TORCH_PACKAGE = "torch-package"
+    TORCH_TAR = "torch-tar"
+    TENSOR_SUBCLASS = "tensor-subclass"
+    NUMPY_WEIGHTS = "numpy-weights"
+    NON_STRING_KEY = "non-string-key"
+    UNINITIALIZED = "uninitialized"
+    WEIGHTS_BESIDE = "weights-beside"
+    FROZEN = "frozen"
+    CONSTANTS = "constants"
+    GUESSED_BUFFERS = "guessed-buffers"
+    TENSOR_ATTRIBUTE = "tensor-attribute"
+    MOST_IN_ATTRIBUTES = "most-in-attributes"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is true of a file: its kind, the place (a key, a file, a place in the container; ``.`` is the
+    whole), and the numbers and names that belong to it, as the words of the kind in ``wording`` use them.
+
+    >>> Fact.of(Kind.CUT_SHORT, nbytes=10, end=12).data["end"]
+    12
+    """
+
+    kind: Kind
+    place: str = "."
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, kind: Kind, place: str = ".", **data: Any) -> Fact:
+        """Make a fact with its numbers and names as keyword arguments."""
+        return cls(kind, place, data)
+
+
+WRONG_BYTES = frozenset({Kind.PACKED_BYTES, Kind.ZIP_CHECKSUM, Kind.STREAM_DAMAGED})
+"""Damage of a packed file that may have left wrong bytes, and has not only cut it short."""
