@@ -95,6 +95,7 @@ class Kind(Enum):
     UNNAMED_LOSS = "unnamed-loss"
     STRAY_FILE = "stray-file"
     RANK_COPIES = "rank-copies"
+    RANK_LEFT_OUT = "rank-left-out"
     PACKED_SHARD = "packed-shard"
     INDEX_SIZE = "index-size"
     TRAILING_BYTES = "trailing-bytes"

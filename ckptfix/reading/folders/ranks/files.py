@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
@@ -16,6 +17,9 @@ MOST_RANKS = 1 << 20
 """Ranks that a file may claim: more than any training ever had."""
 
 _LISTED = 4
+_FACTS = 4096
+
+_Rank = TypeVar("_Rank")
 
 ReadContent = Callable[[Content, bool], Document]
 """Reads the content of one file; the second argument says whether damaged files are to be salvaged."""
@@ -29,6 +33,18 @@ def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pat
         if (match := pattern.fullmatch(path.name)) and path.is_file()
     }
     return {numbers: found[numbers] for numbers in sorted(found)}
+
+
+def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:
+    """Return the ranks of which other facts are told than of most."""
+    shown = {rank: repr(facts)[:_FACTS] for rank, facts in told.items()}
+    usual = Counter(shown.values()).most_common(1)
+    return [rank for rank, facts in shown.items() if facts != usual[0][0]]
+
+
+def note_copies(remarks: dict[Fact, None], keys: Iterable[str]) -> None:
+    """Note tensors of which ranks hold copies that differ; the first is taken."""
+    remarks.update({Fact(Kind.RANK_COPIES, key): None for key in keys})
 
 
 class RankFiles:

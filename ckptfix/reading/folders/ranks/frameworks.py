@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptfix.reading.folders.ranks import fsdp, zero
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.weights.document import Document
 
-FRAMEWORKS = (zero.read_folder, fsdp.read_folder)
+FRAMEWORKS = (zero.read_folder, megatron.read_folder, llama.read_folder, fsdp.read_folder)
 """Each returns the merged document of a folder, or None if the folder is not one of that framework."""
 
 

@@ -28,7 +28,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, unlike_most
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -171,11 +171,7 @@ class _Merge:
             specs = [value for value in values.values() if isinstance(value, TensorSpec)]
             if len(specs) not in (0, len(values)):
                 continue
-            if specs:
-                odd = [rank for rank, spec in values.items() if differ(specs[0], spec)]
-            else:
-                told = list(values.values())
-                odd = [rank for rank, value in values.items() if value != max(told, key=told.count)]
+            odd = [rank for rank, spec in values.items() if differ(specs[0], spec)] if specs else unlike_most(values)
             if odd:
                 names = first_names([self.ranks.files[rank].name for rank in odd])
                 raise UnreadableError(

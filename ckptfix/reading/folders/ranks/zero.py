@@ -28,7 +28,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -152,8 +152,7 @@ class _Reading:
     def _check_alike(self, states: Mapping[int, _States], files: Mapping[int, Path]) -> None:
         """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
         told = {rank: (made.stage, made.world, len(made.masters), *_steps(made)) for rank, made in states.items()}
-        usual = max(told.values(), key=list(told.values()).count)
-        odd = [files[rank].name for rank, facts in told.items() if facts != usual]
+        odd = [files[rank].name for rank in unlike_most(told)]
         if odd:
             raise UnreadableError(
                 f"{self.path}: its ranks are of different saves: {first_names(odd)} differ from the other"

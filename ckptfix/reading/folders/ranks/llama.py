@@ -1,0 +1,95 @@
+"""Llama as Meta publishes it: ``consolidated.00.pth`` to ``consolidated.NN.pth``, with ``params.json``.
+
+Each file has the same keys; what a tensor is divided along follows from its name (``llama-models``,
+``checkpoint.py``, Llama 1 to 4). Token embeddings are divided by columns in Llama 1 and 2 and by rows since Llama 3:
+the shape says which. Keys and values are copied if there are more ranks than key-value heads."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.limits import Bounds
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clauses
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, note_copies
+from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, rules
+from ckptfix.reading.weights.document import Document
+
+NAME = "llama"
+PARAMS = "params.json"
+
+_FILE = re.compile(r"consolidated\.(\d{1,4})\.pth")
+_PARAMS_LIMIT = 1 << 20
+
+RULES = rules(
+    "0 wq.weight wk.weight wv.weight output.weight lm_head.weight",
+    "0 w1.weight w3.weight mlp.c_fc.weight mlp.c_fc.bias conv1._linear.weight vision_projection.weight",
+    "0 wq.bias wk.bias wv.bias w_in_shared_FD.weight w_swiglu_FD.weight",
+    "1 wo.weight w2.weight mlp.c_proj.weight w_out_shared_DF.weight",
+    "-1 moe_w_in_eD_F moe_w_swiglu_eD_F",
+    "-2 moe_w_out_eF_D",
+    "0 tok_embeddings.weight",
+    "- norm.weight attention_norm.weight ffn_norm.weight rope.freqs router_DE",
+)
+"""Along which dimension a tensor is divided, by its name."""
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder of Meta's Llama; None for any other folder."""
+    found = by_rank(folder, _FILE)
+    if not found:
+        return None
+    files = RankFiles(folder, salvage, read)
+    ranks = {rank: file for (rank,), file in found.items()}
+    states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
+    files.note_missing(max(ranks) + 1, ranks, "consolidated.{:02d}.pth")
+    if files.damage:
+        raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank holds a part of every weight: fetch it")
+    if not all(isinstance(state, dict) for state in states.values()):
+        raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
+    params = _params(folder)
+    joining = Joining(RULES, str(folder), {})
+
+    def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
+        return _split(name, rule, parts, params)
+
+    weights = OrderedDict(joining.join(list(states.values()), split_of))
+    note_copies(files.remarks, joining.differing)
+    return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
+
+
+def _params(folder: Path) -> Mapping[str, Any]:
+    """Return the sizes of the model; nothing if the file is not there."""
+    path = folder / PARAMS
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _PARAMS_LIMIT:
+        raise UnreadableError(f"{path}: is larger than the sizes of any model take; fetch it again")
+    try:
+        raw = path.read_bytes()
+        found = Bounds(str(path), len(raw)).parse_json(raw)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: not valid JSON ({error}); fetch it again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _split(name: str, rule: Rule, parts: Sequence[TensorSpec], params: Mapping[str, Any]) -> Split:
+    """Return how a tensor is divided, where the name does not say all."""
+    rows, ranks = parts[0].shape[0] if parts[0].shape else 0, len(parts)
+    dim, vocabulary = params.get("dim"), params.get("vocab_size")
+    if name.endswith("tok_embeddings.weight") and len(parts[0].shape) == 2:
+        columns = parts[0].shape[1]
+        # By columns, a rank has all rows; without params.json, the output tells, which is divided by rows.
+        by_columns = columns * ranks == dim if isinstance(dim, int) and columns != dim else rows == vocabulary
+        return Split(1 if by_columns else 0)
+    heads, groups = params.get("n_heads"), params.get("n_kv_heads")
+    if isinstance(dim, int) and isinstance(heads, int) and isinstance(groups, int) and 0 < groups < ranks:
+        has_copies = re.search(r"\.w[kv]\.\w+$", name) and rows * ranks > dim // max(heads, 1) * groups
+        return Split(rule.axis, holders=ranks // groups if has_copies else 1)
+    return Split(rule.axis)

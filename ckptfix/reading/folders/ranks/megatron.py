@@ -1,0 +1,348 @@
+"""Megatron-LM's own format (``ckpt_format=torch``): ``iter_0000100/mp_rank_01_002/model_optim_rng.pt``.
+
+The numbers are the ranks of tensor, pipeline and expert parallelism. What a tensor is divided along follows from its
+name; layers are numbered from 0 in each stage of the pipeline, and in each of its chunks (``model0``, ``model1``); so
+are the experts of each expert rank. The optimizer's state has no names, and is left out.
+
+Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.limits import shown
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.wording import clauses, first_names
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import Box
+from ckptfix.reading.folders.merging import merge_parts
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, note_copies, unlike_most
+from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, agree, narrowed, rules
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.weights.document import Document
+
+NAME = "megatron"
+LATEST = "latest_checkpointed_iteration.txt"
+
+_RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+_CHUNK = re.compile(r"model(\d{1,3})?")
+_LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
+_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
+_QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
+_TEXT_LIMIT = 64
+_LEFT_OUT = frozenset(
+    ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
+)
+_DEPTH = 8
+
+RULES = rules(
+    "0 word_embeddings.weight output_layer.weight output_layer.bias word_embeddings_for_head.weight",
+    "0 lm_head.weight lm_head.bias",
+    "0 linear_qkv.weight linear_qkv.bias linear_q.weight linear_q.bias linear_kv.weight linear_kv.bias",
+    "0 query_key_value.weight query_key_value.bias query.weight query.bias key_value.weight key_value.bias",
+    "0 linear_q_proj.weight linear_q_up_proj.weight linear_kv_up_proj.weight",
+    "0+ linear_fc1.weight\\d* linear_fc1.bias\\d* dense_h_to_4h.weight dense_h_to_4h.bias",
+    "1 linear_proj.weight linear_fc2.weight\\d* dense_4h_to_h.weight \\w*attention.dense.weight",
+    "- linear_proj.bias linear_fc2.bias\\d* dense_4h_to_h.bias \\w*attention.dense.bias linear_\\w+_down_proj.weight",
+    "- position_embeddings.weight tokentype_embeddings.weight pooler.dense.(?:weight|bias) router.\\w+ inv_freq",
+    "- \\w*norm\\w*.(?:weight|bias) \\w+.layer_norm_(?:weight|bias) _extra_state",
+)
+"""Along which dimension a tensor is divided, by its name (megatron.core and the names before it); ``-`` is a copy."""
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder of Megatron-LM; None for any other folder."""
+    iterations = _iterations(folder)
+    if not iterations:
+        return None
+    if len(iterations) > 1:
+        names = first_names([path.name for path in iterations])
+        raise UnreadableError(f"{folder}: holds {len(iterations)} checkpoints of Megatron ({names}); name one of them")
+    return _Reading(RankFiles(iterations[0], salvage, read)).document()
+
+
+def _iterations(folder: Path) -> list[Path]:
+    """Return the folders with one folder for each rank: this one, that of the latest iteration, or all in it."""
+    if _rank_files(folder):
+        return [folder]
+    latest = folder / LATEST
+    if latest.is_file() and latest.stat().st_size <= _TEXT_LIMIT:
+        word = latest.read_text(encoding="utf-8", errors="replace").strip()
+        name = f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word
+        named = file_inside(folder, name, str(latest))
+        if named.is_dir() and _rank_files(named):
+            return [named]
+    return sorted(child for child in folder.iterdir() if child.is_dir() and _rank_files(child))
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """Return the file of each rank, by the numbers in the name of its folder, if there is more than one."""
+    found = {}
+    for child in folder.iterdir():
+        match = _RANK.fullmatch(child.name)
+        file = next((child / name for name in _FILES if (child / name).is_file()), None) if match else None
+        if match and file is not None:
+            found[tuple(int(number) for number in match.groups() if number is not None)] = file
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
+class _Reading:
+    """One reading of the ranks of an iteration."""
+
+    def __init__(self, files: RankFiles) -> None:
+        self.files, self.path = files, str(files.folder)
+        self.joining = Joining(RULES, self.path, {})
+
+    def document(self) -> Document:
+        """Return the merged document. Raises ``UnreadableError`` if a rank is missing or of another save."""
+        found = _rank_files(self.files.folder)
+        roots = {numbers: self.files.root(file) for numbers, file in found.items()}
+        if self.files.damage:
+            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; fetch it again")
+        odd = [found[numbers].parent.name for numbers, root in roots.items() if not isinstance(root, dict)]
+        if odd:
+            raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
+        first = roots[min(roots)]
+        args = _arguments(first)
+        self._check_iterations(found, roots)
+        sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
+        grid = self._grid(found, sizes)
+        by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
+        if math.prod(grid) != len(found) or any(place not in by_place for place in _places(grid)):
+            missing = islice((place for place in _places(grid) if place not in by_place), 4)
+            names = ", ".join(f"tensor {t} pipeline {p} expert {e}" for t, p, e in missing) or "too many"
+            raise UnreadableError(
+                f"{self.path}: has {len(found)} of {counted(math.prod(grid), 'rank')} (missing: {names}); fetch them"
+            )
+        if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
+            raise UnreadableError(
+                f"{self.path}: experts that are divided otherwise than the other layers are not merged"
+            )
+        weights = self._weights(by_place, grid, first)
+        if not args.get("untie_embeddings_and_output_weights", True):
+            _tie(weights)
+        self._check_vocabulary(weights, args)
+        root: dict[str, Any] = {}
+        for key, value in first.items():
+            if not isinstance(key, str) or not (_CHUNK.fullmatch(key) or key in _LEFT_OUT):
+                root[key] = _whole_arguments(value) if key == "args" else value
+            elif key in _LEFT_OUT:
+                self.files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None
+        root["model"] = _nested(weights)
+        note_copies(self.files.remarks, self.joining.differing)
+        kinds = ", ".join(f"{kind} {size}" for kind, size in zip(("TP", "PP", "EP"), grid, strict=True) if size > 1)
+        return self.files.document(NAME, root, f"Megatron, {kinds}")
+
+    def _check_iterations(self, found: Mapping[tuple[int, ...], Path], roots: Mapping[tuple[int, ...], Any]) -> None:
+        told = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
+        odd = [found[numbers].parent.name for numbers in unlike_most(told)]
+        if odd:
+            raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
+
+    def _grid(self, found: Mapping[tuple[int, ...], Path], sizes: Sequence[Any]) -> tuple[int, int, int]:
+        """Return the sizes of tensor, pipeline and expert parallelism: what the files say, or their numbers."""
+        places = [_place(numbers, sizes) for numbers in found]
+        seen = [max(place[kind] for place in places) + 1 for kind in range(3)]
+        tensor, pipeline, expert = (
+            size if type(size) is int and 0 < size <= MOST_RANKS else most
+            for size, most in zip(sizes, seen, strict=True)
+        )
+        if tensor * pipeline * expert > MOST_RANKS:
+            raise UnreadableError(f"{self.path}: claims {tensor * pipeline * expert} ranks; do not use this checkpoint")
+        return tensor, pipeline, expert
+
+    def _weights(
+        self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int], first: Any
+    ) -> OrderedDict[tuple[str, ...], Any]:
+        """Return the entries of the whole model by their paths, with the numbers of layers and experts of the whole."""
+        tensor, pipeline, expert = grid
+        version = first.get("checkpoint_version")
+        version = version if isinstance(version, (int, float)) else 0  # as Megatron takes it
+        heads = _arguments(first).get("num_attention_heads")
+        chunks = sorted((key for key in first if isinstance(key, str) and _CHUNK.fullmatch(key)), key=_chunk_number)
+        weights: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+        begin: dict[str, int] = {}
+        for chunk in chunks or ["model"]:
+            for stage in range(pipeline):
+                layers: dict[str, int] = {}
+                experts = 0
+                for place in range(expert):
+                    states = [_flat(roots[rank, stage, place].get(chunk)) for rank in range(tensor)]
+                    if version < 2:
+                        states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
+                    for path, entry in self._joined(states):
+                        key = _renumbered(path, begin, layers, place * experts)
+                        if key not in weights:
+                            weights[key] = entry
+                        elif isinstance(entry, TensorSpec) and not agree([weights[key], entry], self.path):
+                            self.joining.differing[".".join(key)] = None
+                    experts = experts or _experts(states[0])
+                for prefix, count in layers.items():
+                    begin[prefix] = begin.get(prefix, 0) + count
+        return weights
+
+    def _joined(self, states: Sequence[Mapping[tuple[str, ...], Any]]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        named = [{".".join(path): entry for path, entry in state.items()} for state in states]
+        paths = {".".join(path): path for state in states for path in state}
+
+        def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
+            return Split(rule.axis, 2 if rule.is_gated and _is_gated(name, named[0]) else 1)
+
+        for name, entry in self.joining.join(named, split_of):
+            yield paths[name], entry
+
+    def _ordered_qkv(
+        self, state: Mapping[tuple[str, ...], Any], version: float, heads: Any, tensor: int
+    ) -> dict[tuple[str, ...], Any]:
+        """Return the state of a rank with queries, keys and values in the order of version 2: by head.
+
+        Version 0 has all queries before all keys and all values, version 1 has the three numbers of each element side
+        by side (``checkpointing.py``, ``fix_query_key_value_ordering``)."""
+        made = dict(state)
+        for path, spec in state.items():
+            if not (isinstance(spec, TensorSpec) and _QKV.fullmatch(".".join(path))):
+                continue
+            rows = 3 * heads // tensor if type(heads) is int and heads > 0 else 0
+            if not rows or spec.shape[0] % rows or not spec.is_contiguous:
+                raise UnreadableError(f"{self.path}: {'.'.join(path)} has no order of heads that its arguments explain")
+            count, width = rows // 3, spec.shape[0] // rows
+            rest = spec.shape[1:]
+            step = spec.strides[0]
+            by_kind = (count * width, width, 1) if version < 1 else (1, 3 * width, 3)
+            kind, head, element = (size * step for size in by_kind)
+            view = replace(spec, shape=(count, 3, width, *rest), strides=(head, kind, element, *spec.strides[1:]))
+            shape = (count, 3, width, *rest)
+            copies = {
+                Box((0, number, 0, *(0 for _ in rest)), (count, 1, width, *rest)): [narrowed(view, 1, number, 1)]
+                for number in range(3)
+            }
+            whole = merge_parts(
+                ".".join(path), TensorSpec(spec.dtype, shape, contiguous_strides(shape)), copies, self.path
+            )
+            made[path] = replace(whole, shape=spec.shape, strides=contiguous_strides(spec.shape))
+        return made
+
+    def _check_vocabulary(self, weights: Mapping[tuple[str, ...], Any], args: Mapping[str, Any]) -> None:
+        rows = args.get("padded_vocab_size")
+        for path, spec in weights.items():
+            is_embedding = isinstance(spec, TensorSpec) and ".".join(path).endswith("word_embeddings.weight")
+            if is_embedding and type(rows) is int and spec.shape[0] != rows:
+                name = ".".join(path)
+                raise UnreadableError(f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}")
+
+
+def _tie(weights: OrderedDict[tuple[str, ...], Any]) -> None:
+    """Make the output layer of the last stage the embedding itself, if their checksums say that it is its copy."""
+    named = {".".join(path): path for path, spec in weights.items() if isinstance(spec, TensorSpec)}
+    source = next((path for name, path in named.items() if name.endswith("word_embeddings.weight")), None)
+    for name, path in named.items():
+        if source is not None and name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
+            one, other = weights[source], weights[path]
+            sums = [[(storage.nbytes, storage.crc32) for storage in _stored(spec)] for spec in (one, other)]
+            if one.shape == other.shape and sums[0] == sums[1] and None not in [crc for _, crc in sums[0]]:
+                weights[path] = one
+
+
+def _stored(spec: TensorSpec) -> Sequence[Storage]:
+    """Return the storages of the files in which a tensor's bytes are."""
+    return [stored for storage in spec.storages for stored in storage.parts or (storage,)]
+
+
+def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:
+    """Return the tensor, pipeline and expert rank of the numbers in a name."""
+    if len(numbers) == 2 and sizes[1] == 1 and type(sizes[2]) is int and sizes[2] > 1:
+        return numbers[0], 0, numbers[1]
+    tensor, pipeline, expert = (*numbers, 0, 0)[:3]
+    return tensor, pipeline, expert
+
+
+def _places(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
+    tensor, pipeline, expert = grid
+    return ((t, p, e) for t in range(tensor) for p in range(pipeline) for e in range(expert))
+
+
+def _arguments(root: Any) -> Mapping[str, Any]:
+    args = root.get("args")
+    return args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+
+
+def _whole_arguments(args: Any) -> Any:
+    """Return the arguments of the training with those of parallelism as they are for the whole model."""
+    known = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
+    known["virtual_pipeline_model_parallel_size"] = None  # type: ignore[assignment]  # as Megatron has it
+    if isinstance(args, Opaque) and isinstance(args.state, dict):
+        changed = {key: known.get(key, value) for key, value in args.state.items()}
+        return Opaque(args.cls, args.args, args.kwargs, changed)
+    return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
+
+
+def _chunk_number(key: str) -> int:
+    return int(key.removeprefix("model") or 0)
+
+
+def _flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Return the entries of a nested state_dict by their paths; before megatron.core it was nested by module."""
+    if not isinstance(value, dict) or len(path) > _DEPTH:
+        return {path: value} if path else {}
+    made: dict[tuple[str, ...], Any] = {}
+    for key, child in value.items():
+        made.update(_flat(child, (*path, str(key))))
+    return made
+
+
+def _nested(entries: Mapping[tuple[str, ...], Any]) -> OrderedDict[str, Any]:
+    made: OrderedDict[str, Any] = OrderedDict()
+    for path, entry in entries.items():
+        node = made
+        for part in path[:-1]:
+            node = node.setdefault(part, OrderedDict())
+        node[path[-1]] = entry
+    return made
+
+
+def _renumbered(
+    path: tuple[str, ...], begin: Mapping[str, int], layers: dict[str, int], first_expert: int
+) -> tuple[str, ...]:
+    """Return a path with the numbers of its layer and its expert in the whole model; count the layers of the stage."""
+    made = []
+    for depth, part in enumerate(path):
+        name = part
+        if match := _EXPERT.search(name):
+            name = f"{name[: match.start(2)]}{first_expert + int(match[2])}{name[match.end(2) :]}"
+        if match := _LAYER.search(name):
+            prefix, number = ".".join((*path[:depth], name[: match.start()])), int(match[2])
+            if "mtp" not in prefix:  # layers of multi-token prediction are all in the last stage
+                layers[prefix] = max(layers.get(prefix, 0), number + 1)
+                name = f"{name[: match.start(2)]}{begin.get(prefix, 0) + number}{name[match.end(2) :]}"
+        made.append(name)
+    return tuple(made)
+
+
+def _experts(state: Mapping[tuple[str, ...], Any]) -> int:
+    """Return how many experts of each layer a rank holds."""
+    return len({match[2] for path in state if (match := _EXPERT.search(path[-1]))})
+
+
+def _has_experts(root: Any) -> bool:
+    return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
+
+
+def _is_gated(name: str, state: Mapping[str, Any]) -> bool:
+    """Return whether a layer has two matrices stacked: twice as many rows as the next one has columns."""
+    name = re.sub(r"bias(\d*)$", r"weight\1", name)
+    other = state.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))
+    own = state.get(name)
+    if not (isinstance(own, TensorSpec) and isinstance(other, TensorSpec) and len(other.shape) == 2 == len(own.shape)):
+        return False
+    return own.shape[0] == 2 * other.shape[1]

@@ -1,0 +1,203 @@
+"""Megatron's ranks: genuine ones of megatron-core, and small ones of every kind of parallelism."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.core.facts import Kind
+from ckptfix.errors import UnreadableError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
+
+HIDDEN, FFN, HEADS, VOCABULARY, LAYERS = 16, 24, 4, 32, 4
+
+
+def test_genuine_ranks_are_what_megatron_loads_on_one(tmp_path: Path) -> None:
+    folder, truth = unpacked("megatron_tp2pp2", tmp_path)
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert checkpoint.producer == "Megatron, TP 2, PP 2"
+    got = checkpoint.state_dict()
+    wanted = {key: value for key, value in truth.items() if isinstance(value, torch.Tensor)}
+    assert checkpoint.specs.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert (got[key].shape, bytes_of(got[key])) == (value.shape, bytes_of(value)), key
+
+
+def test_what_is_written_is_of_one_rank(tmp_path: Path) -> None:
+    folder, _ = unpacked("megatron_tp2pp2", tmp_path)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth").report
+    assert "FIL105" not in [finding.code for finding in report.findings]
+    whole = torch.load(tmp_path / "whole.pth")
+    args = whole["args"]
+    assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"], whole["iteration"]) == (1, 1, 1)
+
+
+def layer(gated: bool) -> dict[str, torch.Tensor]:
+    return {
+        "self_attention.linear_qkv.weight": torch.randn(3 * HIDDEN, HIDDEN),
+        "self_attention.linear_proj.weight": torch.randn(HIDDEN, HIDDEN),
+        "self_attention.linear_proj.bias": torch.randn(HIDDEN),
+        "input_layernorm.weight": torch.randn(HIDDEN),
+        "mlp.linear_fc1.weight": torch.randn((1 + gated) * FFN, HIDDEN),
+        "mlp.linear_fc1.bias": torch.randn((1 + gated) * FFN),
+        "mlp.linear_fc2.weight": torch.randn(HIDDEN, FFN),
+    }
+
+
+def divided(key: str, value: torch.Tensor, rank: int, ranks: int, gated: bool) -> torch.Tensor:
+    """The part of a tensor that a rank holds, as Megatron's layers have it."""
+    if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return value.chunk(ranks, 1)[rank].clone()
+    if "linear_fc1" in key and gated:
+        return torch.cat([half.chunk(ranks)[rank] for half in value.chunk(2)])
+    if key.endswith(("linear_proj.bias", "layernorm.weight")):
+        return value.clone()
+    return value.chunk(ranks)[rank].clone()
+
+
+def write_megatron(
+    folder: Path, tensor: int = 1, pipeline: int = 1, virtual: int = 1, gated: bool = True, tied: bool = False
+) -> dict[str, torch.Tensor]:
+    """Write a GPT as Megatron does: layers in stages, and in each stage in chunks, numbered from 0 in each."""
+    layers = [layer(gated) for _ in range(LAYERS)]
+    embedding, norm = torch.randn(VOCABULARY, HIDDEN), torch.randn(HIDDEN)
+    head = embedding if tied else torch.randn(VOCABULARY, HIDDEN)
+    whole = {"embedding.word_embeddings.weight": embedding}
+    for number, entries in enumerate(layers):
+        whole |= {f"decoder.layers.{number}.{key}": value for key, value in entries.items()}
+    whole |= {"decoder.final_layernorm.weight": norm, "output_layer.weight": head}
+    names = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    args = Namespace(**names, untie_embeddings_and_output_weights=not tied, padded_vocab_size=VOCABULARY)
+    each = LAYERS // pipeline // virtual
+    for rank in range(tensor):
+        for stage in range(pipeline):
+            root: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7, "optimizer": {"a": 1}}
+            for chunk in range(virtual):
+                begin = chunk * each * pipeline + stage * each
+                state = OrderedDict()
+                for number in range(each):
+                    for key, value in layers[begin + number].items():
+                        state[f"decoder.layers.{number}.{key}"] = divided(key, value, rank, tensor, gated)
+                if stage == chunk == 0:
+                    state["embedding.word_embeddings.weight"] = embedding.chunk(tensor)[rank].clone()
+                if (stage, chunk) == (pipeline - 1, virtual - 1):
+                    state["decoder.final_layernorm.weight"] = norm.clone()
+                    state["output_layer.weight"] = head.chunk(tensor)[rank].clone()
+                root["model" if virtual == 1 else f"model{chunk}"] = state
+            home = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pipeline > 1))
+            home.mkdir(parents=True)
+            torch.save(root, home / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return whole
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "virtual"), [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 2), (1, 2, 2), (4, 4, 1)]
+)
+def test_every_kind_of_parallelism(tmp_path: Path, tensor: int, pipeline: int, virtual: int, gated: bool) -> None:
+    whole = write_megatron(tmp_path, tensor, pipeline, virtual, gated)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert got.keys() == whole.keys()
+    assert all(torch.equal(got[key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2)])
+def test_tied_embeddings_stay_tied(tmp_path: Path, tensor: int, pipeline: int) -> None:
+    whole = write_megatron(tmp_path, tensor, pipeline, tied=True)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert torch.equal(got["output_layer.weight"], whole["output_layer.weight"])
+    assert got["output_layer.weight"].data_ptr() == got["embedding.word_embeddings.weight"].data_ptr()
+
+
+def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
+    experts = [torch.randn(FFN, HIDDEN) for _ in range(4)]
+    norm = torch.randn(HIDDEN)
+    args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=2)
+    for rank in range(2):
+        state = {"decoder.layers.0.mlp.router.weight": norm}
+        for number in range(2):
+            mine = experts[2 * rank + number]
+            state[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"] = mine
+        home = tmp_path / f"mp_rank_00_{rank:03d}"
+        home.mkdir()
+        torch.save(
+            {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": state}, home / "model_optim_rng.pt"
+        )
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert len(got) == 5
+    for number, value in enumerate(experts):
+        assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
+
+
+@pytest.mark.parametrize("version", [0, 1.0])
+def test_queries_keys_and_values_of_old_releases_are_put_in_order(tmp_path: Path, version: float) -> None:
+    width = HIDDEN // HEADS
+    whole = torch.randn(HEADS, 3, width, HIDDEN)
+    bias = torch.randn(HEADS, 3, width)
+    order = (1, 0, 2) if version == 0 else (0, 2, 1)
+    args = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, num_attention_heads=HEADS)
+    for rank in range(2):
+        weight = whole.chunk(2)[rank].permute(*order, 3).reshape(-1, HIDDEN).clone()
+        encoder = {
+            "layers.0.attention.query_key_value.weight": weight,
+            "layers.0.attention.query_key_value.bias": bias.chunk(2)[rank].permute(*order).reshape(-1).clone(),
+        }
+        home = tmp_path / f"mp_rank_{rank:02d}"
+        home.mkdir()
+        root = {
+            "args": args,
+            "checkpoint_version": version,
+            "iteration": 1,
+            "model": {"language_model": {"encoder": encoder}},
+        }
+        torch.save(root, home / "model_optim_rng.pt")
+    got = ckptfix.open_checkpoint(tmp_path)
+    assert got.container == ("model", "language_model", "encoder")
+    assert torch.equal(got.read("layers.0.attention.query_key_value.weight"), whole.reshape(-1, HIDDEN))
+    assert torch.equal(got.read("layers.0.attention.query_key_value.bias"), bias.reshape(-1))
+
+
+def test_norms_that_drifted_are_those_of_the_first_and_named(tmp_path: Path) -> None:
+    whole = write_megatron(tmp_path, 2)
+    file = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+    root = torch.load(file, weights_only=False)
+    key = "decoder.layers.0.input_layernorm.weight"
+    root["model"][key] += 1
+    torch.save(root, file)
+    got = ckptfix.open_checkpoint(tmp_path)
+    assert torch.equal(got.read(key), whole[key])
+    assert [mark.place for mark in got.remarks if mark.kind is Kind.RANK_COPIES] == [key]
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, 2, 2)
+    (tmp_path / "iter_0000007" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"has 3 of 4 ranks \(missing: tensor 1 pipeline 1"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, 4)
+    file = tmp_path / "iter_0000007" / "mp_rank_02" / "model_optim_rng.pt"
+    torch.save({**torch.load(file, weights_only=False), "iteration": 8}, file)
+    with pytest.raises(UnreadableError, match="mp_rank_02 are of another iteration"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    write_megatron(tmp_path, 2)
+    for rank in range(2):
+        file = tmp_path / "iter_0000007" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        root = torch.load(file, weights_only=False)
+        root["args"].padded_vocab_size = 128
+        torch.save(root, file)
+    with pytest.raises(UnreadableError, match="has 32 rows, and its arguments say 128"):
+        ckptfix.open_checkpoint(tmp_path)
