@@ -3,6 +3,7 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 
 SAMPLE := sample_checkpoints/imagenet_dataparallel_cuda3.pth
 MODEL := sample_checkpoints.models:resnet_tiny
@@ -19,11 +20,12 @@ BENCH_INSTALLED := .venv-bench/.installed
 BENCH ?= --readme benchmarks/README.md
 JUDGED_INSTALLED := .venv-bench/.judged-installed
 
-.PHONY: help install demo test bench judgement structures lint types format samples vendor screenshot clean
+.PHONY: help install demo test docs bench judgement structures lint types format samples vendor screenshot clean
 
 help:
 	@echo "make demo     repair a sample checkpoint against a sample model"
 	@echo "make test     lint, types and tests"
+	@echo "make docs     build the site into build/site"
 	@echo "make bench    measure speed and memory beside cp and peers (20 minutes, 20 GB of disk)"
 	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
 	@echo "make structures  rewrite the table of the models that \`migrate --init\` knows (5 minutes)"
@@ -51,6 +53,13 @@ demo: $(INSTALLED)
 
 test: lint types $(INSTALLED)
 	$(BIN)/pytest -n 2
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 bench: $(BENCH_INSTALLED)
 	$(BENCH_BIN)/python -m benchmarks.speed $(BENCH)

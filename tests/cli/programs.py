@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import typer
+import typer.core
+import typer.main
 
 from ckptfix.cli.app import app
 
@@ -89,3 +93,12 @@ def _warnings_on_stderr() -> Iterator[None]:
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         warnings.showwarning = show
         yield
+
+
+def parse(line: str) -> None:
+    """Let the program's own parser read a command, without running it."""
+    first, name, *words = shlex.split(line)
+    assert first == "ckptfix"
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    group.commands[name].make_context(name, words)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import cache
 
 import pytest
-import typer
-import typer.core
-import typer.main
 
-from ckptfix.cli.app import app
 from ckptfix.explain import Explanation, Subject, explain
 from ckptfix.explain.explanation import recognise
 from ckptfix.explain.records import RECORDS, Record
 from ckptfix.explain.text import messages
+from tests.cli.programs import parse
 from tests.explain.known import KNOWN
 
 UNKNOWN = {
@@ -103,20 +99,6 @@ def assert_whole(explanation: Explanation) -> None:
             parse(advice.command)
             assert not ("--dry-run" in advice.command and "run" in advice.text), "a dry run has no forward test"
             assert " FILE" not in advice.command
-
-
-@cache
-def program() -> typer.core.TyperGroup:
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    return group
-
-
-def parse(command: str) -> None:
-    """Let the program's own parser read the words, without running the command."""
-    first, name, *words = shlex.split(command)
-    assert first == "ckptfix"
-    program().commands[name].make_context(name, words)
 
 
 @pytest.mark.parametrize("command", ["ckptfix repair a.pth --nonsense", "ckptfix mend a.pth", "ckptfix check"])

@@ -1,0 +1,83 @@
+"""The README and the pages of docs/ say what the program does: their links lead somewhere, their commands run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfix.core.config import parse_toml
+from ckptfix.rules import RULES
+from tests.cli.programs import parse, run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
+GENERATED = {"docs/cli.md", "docs/benchmarks.md", *(f"docs/rules/{rule.code}.md" for rule in RULES)}
+"""Pages that ``docs/hooks.py`` makes when the site is built."""
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    """The code blocks in these languages, each with its page."""
+    for page in PAGES:
+        for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if language in languages:
+                yield page.relative_to(ROOT).as_posix(), text
+
+
+def commands() -> Iterator[str]:
+    """The commands of ckptfix in all shell blocks, without comments, prompts, pipes and redirections."""
+    for _, text in blocks("sh", "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = re.split(r"\s+#\s|\s[<>]\s", line.removeprefix("$ "))[0].rpartition("| ")[2].strip()
+            if line.startswith("ckptfix "):
+                yield line
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if not link.startswith(("http:", "https:")):
+            target = (page.parent / link).resolve()
+            assert target.exists() or target.relative_to(ROOT).as_posix() in GENERATED, link
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_a_command_is_one_that_the_program_takes(command: str):
+    parse(command)
+
+
+ON_SAMPLES = sorted({line for line in commands() if "sample_checkpoints/" in line and "old_zoo" not in line})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ON_SAMPLES)
+def test_a_command_on_a_sample_runs(command: str, tmp_path: Path):
+    shutil.copytree(ROOT / "sample_checkpoints", tmp_path / "sample_checkpoints")
+    done = run(*command.split()[1:], cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+
+
+@pytest.mark.parametrize(("page", "text"), list(blocks("python")), ids=lambda value: value[:40])
+def test_python_compiles(page: str, text: str):
+    compile(text, page, "exec")
+
+
+@pytest.mark.parametrize(("page", "text"), list(blocks("toml")), ids=lambda value: value[:40])
+def test_toml_parses(page: str, text: str, tmp_path: Path):
+    (tmp_path / "a.toml").write_text(text, encoding="utf-8")
+    assert parse_toml(tmp_path / "a.toml")
+
+
+def test_every_family_of_rules_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {rule.code[:3] for rule in RULES} == set(re.findall(r"^\| `([A-Z]{3})` \|", readme, re.MULTILINE))
