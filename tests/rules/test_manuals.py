@@ -66,8 +66,3 @@ def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_the_test_lies_beside(module: str):
     assert (Path(__file__).parent / f"test_{module}.py").is_file()
-
-
-def test_the_readme_lists_every_rule():
-    readme = (FOLDER.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert [rule.code for rule in RULES if rule.code not in readme] == []
