@@ -96,6 +96,7 @@ class Kind(Enum):
     STRAY_FILE = "stray-file"
     RANK_COPIES = "rank-copies"
     RANK_LEFT_OUT = "rank-left-out"
+    MASTERS = "masters"
     PACKED_SHARD = "packed-shard"
     INDEX_SIZE = "index-size"
     TRAILING_BYTES = "trailing-bytes"

@@ -100,6 +100,8 @@ class Destination:
             raise UsageError(f"{goal}: is a folder; name the file to write")
         if source is not None and goal.exists() and goal.samefile(source):
             raise UsageError(f"{goal}: is the source itself; use --in-place to replace it")
+        if source is not None and _is_part(goal, source):
+            raise UsageError(f"{goal}: is a part of the source; name another output")
         return cls(goal, output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower())), source)
 
     def refuse_inputs(self, inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content
@@ -85,6 +86,8 @@ def open_file(
         if file is None:
             return open_document(read_folder(path, salvage, read_unwrapped), weights, salvage=salvage, narrow=narrow)
         path = file
+    if member is None and (document := _read_ranks(path, salvage)) is not None:
+        return open_document(document, weights, salvage=salvage, narrow=narrow)
     content = Content.of_file(path)
     if member is not None or sniffing.may_be_wrapped(content):
         from ckptfix.reading.archives.wrapped import unwrap
@@ -93,6 +96,18 @@ def open_file(
     document = _read_index(content, salvage) or read_unwrapped(content, salvage)
     checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
+
+
+def _read_ranks(path: str, salvage: bool) -> Document | None:
+    """The document of all ranks of a training, where the file is named like one of them and has others beside it."""
+    if not sniffing.may_be_rank(path):
+        return None
+    from ckptfix.reading.folders.ranks.frameworks import read_siblings
+
+    try:
+        return read_siblings(Path(path), salvage, read_unwrapped)
+    except OSError:
+        return None  # whoever opens the file says why
 
 
 def _read_index(content: Content, salvage: bool) -> Document | None:

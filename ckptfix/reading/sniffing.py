@@ -4,6 +4,8 @@ This is asked of every file, so it imports no reader before the first bytes spea
 
 from __future__ import annotations
 
+import re
+
 from ckptfix.bytes.sources import Content
 from ckptfix.reading.archives.http_chunks import may_be_chunked
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
@@ -12,6 +14,7 @@ SAFETENSORS_HEADER_LIMIT = 100_000_000
 """Bytes of the longest header that the library of safetensors reads."""
 
 _SPACES = b" \t\r\n"
+_RANK = re.compile(r"rank|consolidated\.\d|model_(optim_)?rng\.pt$")
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
 _PACKED = (
     b"\x1f\x8b\x08",
@@ -88,6 +91,11 @@ def may_be_wrapped(content: Content) -> bool:
         return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
     head = bytes(content.buffer[:256])
     return may_be_tar(content) or head.startswith(_PACKED) or may_be_chunked(head)
+
+
+def may_be_rank(path: str) -> bool:
+    """Whether a file is named like one of several that the ranks of a training wrote, each a part."""
+    return _RANK.search(path) is not None
 
 
 def may_be_json(content: Content) -> bool:

@@ -1,13 +1,14 @@
 """FIL105 shard-of-weights: the file is one part of a checkpoint that lies in several.
 
 ## What it finds
-Weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or `save_pretrained` under it),
-flattened parameters (`_flat_param`) of FSDP, and tensors that are one rank's part of a larger one (ShardedTensor,
-DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the empty ranges of
-quantisation observers, are left alone.
+A file that a single rank wrote: weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or
+`save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part of a larger
+one (ShardedTensor, DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the
+empty ranges of quantisation observers, are left alone.
 
 A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
-its tensors are sound and few. `-00001-of-00001` is whole.
+its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
+choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out.
 
 ## Why it matters
 The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
@@ -15,10 +16,12 @@ shape, or, with `strict=False`, leaves the model with the weights of its constru
 shard of five, in the layers of the other four.
 
 ## Fix safety
-There is no fix: what is not in the file cannot be repaired. The remedy names what puts the parts together.
+There is no fix: what is not in the file cannot be repaired. Put the files of all ranks into one folder and name it: the
+folder is read as one checkpoint, and `ckptfix repair FOLDER -o model.pth` writes it.
 
 ## Example
-`{'module': {'lm_head.weight': (0,), 'norm.weight': (0,)}, 'ds_version': …}`: run `zero_to_fp32.py`.
+`{'module': {'lm_head.weight': (0,), 'norm.weight': (0,)}, 'ds_version': …}`: `ckptfix repair global_step100 -o
+model.pth` with the files of all ranks in `global_step100`.
 
 ## Sources
 Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deepspeed.ai/docs/,
@@ -31,7 +34,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.wording import clause
 from ckptfix.reading.folders.rank_shards import rank_shard
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -49,6 +55,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
             remedy=shard.remedy,
         )
+    yield from _merged(rule, checkpoint)
     name = Path(checkpoint.member or checkpoint.path).name
     if "-of-" not in name:
         return
@@ -62,4 +69,31 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             " name the folder that holds all of them",
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
             remedy=f"name the folder that holds all of {numbering}, or the index beside them",
+        )
+
+
+def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Say which choices were made when ranks were merged."""
+    places: dict[Kind, list[str]] = {}
+    for fact in checkpoint.remarks:
+        places.setdefault(fact.kind, []).append(fact.place)
+        if fact.kind is Kind.MASTERS:
+            dtype = fact.data["dtype"]
+            yield rule.finding(
+                Level.NOTE,
+                clause(fact),
+                evidence={"trained in": dtype},
+                remedy=f"--dtype {dtype} writes them as the training used them",
+            )
+    if copies := places.get(Kind.RANK_COPIES):
+        yield rule.finding(
+            Level.NOTE,
+            f"the ranks hold different copies of {counted(len(copies), 'tensor')}; those of the first were taken",
+            keys=tuple(copies),
+        )
+    if left_out := places.get(Kind.RANK_LEFT_OUT):
+        yield rule.finding(
+            Level.NOTE,
+            f"what each rank has of its own cannot be merged and is left out: {', '.join(left_out)}",
+            evidence={"left out": left_out},
         )

@@ -26,14 +26,8 @@ _MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
 _SEARCH_DEPTH = 3
 
-ZERO_REMEDY = (
-    "run zero_to_fp32.py, which DeepSpeed puts beside the checkpoint's folder, and use the file that it writes"
-)
-MEGATRON_REMEDY = (
-    "merge the ranks with the training code's own tool (Megatron-LM: tools/checkpoint/convert.py, to tensor- and"
-    " pipeline-parallel size 1), and use the file that it writes"
-)
-FSDP_REMEDY = (
+RANKS_REMEDY = "put the files of all ranks into one folder, as the training left them, and name that folder"
+FLAT_REMEDY = (
     "save the whole from the training run: get_model_state_dict with StateDictOptions(full_state_dict=True), or"
     " torch.distributed.checkpoint, whose folders ckptfix reads"
 )
@@ -60,21 +54,21 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
         return RankShard(what, "name its folder instead")
     ranks = _tensor_parallel(root)
     if ranks > 1:
-        return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", MEGATRON_REMEDY)
+        return RankShard(f"holds the weights of one of {ranks} ranks that share the model (Megatron)", RANKS_REMEDY)
     flat = tuple(key for key in entries if key.endswith(FLAT) and key.rpartition(".")[2] in FLAT)
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
-        return RankShard(what, FSDP_REMEDY, flat)
+        return RankShard(what, FLAT_REMEDY, flat)
     members = entries or _members(root)
     parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and is_sharded(value))
     if parts:
-        return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", FSDP_REMEDY, parts)
+        return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", RANKS_REMEDY, parts)
     empty = _emptied(root, entries)
     if empty:
         what = f"holds {counted(len(empty), 'weight')} of shape (0,): the model states of ZeRO stage 3, without values"
-        return RankShard(what, ZERO_REMEDY, empty)
+        return RankShard(what, RANKS_REMEDY, empty)
     if not entries and any(is_zero_state(mapping) for mapping in _mappings(root, _SEARCH_DEPTH)):
-        return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", ZERO_REMEDY)
+        return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", RANKS_REMEDY)
     return None
 
 

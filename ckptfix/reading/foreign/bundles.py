@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckptfix.reading.folders.rank_shards import MEGATRON_REMEDY, ZERO_REMEDY
 from ckptfix.reading.foreign.frameworks import CORE_ML, PYTORCH, TENSORFLOW
 
 
@@ -25,27 +24,18 @@ class Bundle:
         return all(any(re.search(rf"(^|/)({pattern})$", name) for name in names) for pattern in self.names)
 
 
+_UNPACKED = "unpack it and name the folder"
 _WITH_KERAS = f"load it with Keras and save its weights from there, or {PYTORCH}"
 _WITH_JAX = f"load it with orbax.checkpoint and save its arrays from there, or {PYTORCH}"
 _EXPORTED = "load it with torch.export.load, which needs the torch that wrote it, and save its state_dict"
 
-OF_RANKS = (
-    Bundle(
-        "a checkpoint of DeepSpeed, one file for each rank",
-        f"{ZERO_REMEDY}; or name mp_rank_00_model_states.pt, which has the weights in the precision of the training",
-        (r"[^/]*_optim_states\.pt", r"mp_rank_00_model_states\.pt"),
-    ),
-    Bundle("a checkpoint of DeepSpeed, one file for each rank", ZERO_REMEDY, (r"[^/]*_optim_states\.pt",)),
+OF_TORCH = (
+    Bundle("a checkpoint of DeepSpeed, one file for each rank", _UNPACKED, (r"[^/]*_optim_states\.pt",)),
     Bundle(
         "a checkpoint of Megatron, one file for each rank",
-        MEGATRON_REMEDY,
+        _UNPACKED,
         (r"mp_rank_00(_000)?/model_[^/]*\.pt", r"mp_rank_(?!00(_000)?/)[\d_]+/model_[^/]*\.pt"),
     ),
-)
-"""What a distributed training leaves, a part from each process."""
-
-OF_TORCH = (
-    *OF_RANKS,
     Bundle(
         "a folder of torch.distributed.checkpoint",
         "unpack it and name the folder that holds .metadata",

@@ -61,7 +61,7 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
             {"module": {}, "ds_version": "0.9"},
             {"a.weight": EMPTY, "b.weight": MATRIX},
             "1 weight of shape (0,)",
-            "zero_to_fp32.py",
+            "files of all ranks",
             ["a.weight"],
             id="deepspeed-with-one-empty-weight",
         ),
@@ -69,7 +69,7 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
             None,
             {"a.weight": EMPTY, "a.bias": VECTOR, "b.weight": EMPTY, "b.bias": VECTOR, "norm.weight": VECTOR},
             "2 weights of shape (0,)",
-            "zero_to_fp32.py",
+            "files of all ranks",
             ["a.weight", "b.weight"],
             id="small-parameters-stay-whole",
         ),
@@ -85,7 +85,7 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
             {"model": {"a.weight": sharded(), "b.weight": sharded()}},
             {},
             "one rank's part of 2 sharded tensors",
-            "full_state_dict",
+            "files of all ranks",
             ["a.weight", "b.weight"],
             id="fsdp-sharded",
         ),
@@ -93,7 +93,7 @@ def test_what_stands_for_itself(root: Any, entries: dict[str, Any]) -> None:
             {"optimizer_state_dict": {"zero_stage": 2, "partition_count": 8}},
             {},
             "one ZeRO rank",
-            "zero_to_fp32.py",
+            "files of all ranks",
             [],
             id="zero-optimizer",
         ),
@@ -120,7 +120,7 @@ def test_a_zero_optimizer_file_is_named(tmp_path: Path) -> None:
     }
     path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save(state, path)
-    with pytest.raises(UnreadableError, match=r"optimizer states of one ZeRO rank.*zero_to_fp32\.py"):
+    with pytest.raises(UnreadableError, match=r"optimizer states of one ZeRO rank.*files of all ranks"):
         ckptfix.open_checkpoint(path)
 
 

@@ -24,6 +24,9 @@ _Rank = TypeVar("_Rank")
 ReadContent = Callable[[Content, bool], Document]
 """Reads the content of one file; the second argument says whether damaged files are to be salvaged."""
 
+Reader = Callable[[Path, bool, ReadContent], Document | None]
+"""Returns the merged document of a folder, None if the folder is of another kind."""
+
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
     """Return the files whose whole name matches, by the numbers in its groups, in numerical order."""

@@ -1,17 +1,47 @@
-"""The frameworks whose folders of ranks open as one checkpoint, in the order in which a folder is asked."""
+"""The frameworks whose folders of ranks open as one checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
-from ckptfix.reading.folders.ranks.files import ReadContent
+from ckptfix.reading.folders.ranks.files import ReadContent, Reader
 from ckptfix.reading.weights.document import Document
 
-FRAMEWORKS = (zero.read_folder, megatron.read_folder, llama.read_folder, fsdp.read_folder)
-"""Each returns the merged document of a folder, or None if the folder is not one of that framework."""
+
+@dataclass(frozen=True)
+class Framework:
+    """How the ranks of a framework are read.
+
+    ``read`` returns the merged document of a folder, None if the folder is not one of that framework. ``of_file`` says
+    by its name alone what to read for a file that is one of several ranks: their folder, and what reads it."""
+
+    name: str
+    read: Reader
+    of_file: Callable[[Path], tuple[Path, Reader] | None]
+
+
+FRAMEWORKS = (
+    Framework(zero.NAME, zero.read_folder, zero.of_file),
+    Framework(megatron.NAME, megatron.read_folder, megatron.of_file),
+    Framework(llama.NAME, llama.read_folder, llama.of_file),
+    Framework(fsdp.NAME, fsdp.read_folder, fsdp.of_file),
+)
+"""Every framework, in the order in which a folder is asked."""
 
 
 def read_ranks(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder that ranks wrote; None if no framework knows it."""
-    return next((document for form in FRAMEWORKS if (document := form(folder, salvage, read)) is not None), None)
+    found = (form.read(folder, salvage, read) for form in FRAMEWORKS)
+    return next((document for document in found if document is not None), None)
+
+
+def read_siblings(file: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of all ranks beside a file that is one of them; None for any other file."""
+    for form in FRAMEWORKS:
+        if (found := form.of_file(file)) is not None:
+            folder, read_folder = found
+            return read_folder(folder, salvage, read)
+    return None

@@ -28,7 +28,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, unlike_most
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, Reader, unlike_most
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -82,6 +82,16 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
             )
         sets = models
     return read_set(folder, sets[0], salvage, read) if sets else None
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
+    if _FILE.fullmatch(file.name) is None:
+        return None
+    found = next((ranks for ranks in rank_sets(file.parent) if file in ranks.files.values()), None)
+    if found is None or len(found.files) < 2:
+        return None
+    return file.parent, lambda folder, salvage, read: read_set(folder, found, salvage, read)
 
 
 def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> Document | None:

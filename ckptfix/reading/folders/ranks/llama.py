@@ -17,7 +17,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, note_copies
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies
 from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, rules
 from ckptfix.reading.weights.document import Document
 
@@ -62,6 +62,12 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     weights = OrderedDict(joining.join(list(states.values()), split_of))
     note_copies(files.remarks, joining.differing)
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of a shard, if there are others beside it."""
+    is_one = _FILE.fullmatch(file.name) is not None and len(by_rank(file.parent, _FILE)) > 1
+    return (file.parent, read_folder) if is_one else None
 
 
 def _params(folder: Path) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import merge_parts
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, note_copies, unlike_most
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, Reader, note_copies, unlike_most
 from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, agree, narrowed, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
@@ -70,6 +70,12 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
         names = first_names([path.name for path in iterations])
         raise UnreadableError(f"{folder}: holds {len(iterations)} checkpoints of Megatron ({names}); name one of them")
     return _Reading(RankFiles(iterations[0], salvage, read)).document()
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of the iteration of which a file is one rank, if there are others."""
+    is_one = file.name in _FILES and _RANK.fullmatch(file.parent.name) is not None
+    return (file.parent.parent, read_folder) if is_one and _rank_files(file.parent.parent) else None
 
 
 def _iterations(folder: Path) -> list[Path]:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import shown
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, by_rank, unlike_most
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -49,6 +50,16 @@ _PARTITION = frozenset(
 """What the model states say only for those who merge the ranks."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of a file of one rank, if there are others beside it.
+
+    Model states without a data-parallel rank in their name are whole, and stand for themselves."""
+    match = _OPTIM.fullmatch(file.name) or _MODEL.fullmatch(file.name)
+    if match is None or match[1] is None:
+        return None
+    return (file.parent, read_folder) if len(by_rank(file.parent, _OPTIM)) > 1 else None
 
 
 def _tags(folder: Path) -> list[Path]:
@@ -174,10 +185,10 @@ class _Reading:
         if (optimizer := self._optimizer(first, place, groups)) is not None:
             merged["optimizer"] = optimizer
         trained = {spec.dtype for spec in root["module"].values() if isinstance(spec, TensorSpec) and spec.numel}
-        half = ", ".join(sorted(trained & {"bfloat16", "float16"}))
-        masters = f"fp32 masters of a training in {half}" if half else "fp32"
+        for half in sorted(trained & {"bfloat16", "float16"}):
+            self.files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
         release = f"DeepSpeed {first.version}".strip()
-        producer = f"{release}, ZeRO stage {first.stage or '1 or 2'}, {counted(first.world, 'rank')}: {masters}"
+        producer = f"{release}, ZeRO stage {first.stage or '1 or 2'}, {counted(first.world, 'rank')}"
         return self.files.document(NAME, merged, producer)
 
     def _partitions(

@@ -174,3 +174,19 @@ def test_no_file_is_accused_of_running_code(tmp_path: Path, name: str) -> None:
         except UnreadableError:
             continue  # a rank without weights
         assert [mark for mark in checkpoint.remarks if mark.kind is Kind.PAYLOAD] == []
+
+
+def test_a_file_of_one_rank_stands_for_all_of_its_set(tmp_path: Path) -> None:
+    folder, truth = saved(tmp_path)
+    for file in list(folder.iterdir()):
+        shutil.copy(file, folder / file.name.replace("model", "model_ema"))
+    checkpoint = ckptfix.open_checkpoint(folder / "model_ema_world_size_4_rank_2.pt")
+    assert checkpoint.keys() == list(truth["model"])
+
+
+def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "fsdp1_mesh_w2")
+    rank_file(folder, 0).unlink()
+    (finding,) = [found for found in ckptfix.check(rank_file(folder, 1)).findings if found.code == "FIL105"]
+    assert "one rank's part of 14 sharded tensors" in finding.message
+    assert "put the files of all ranks into one folder" in finding.remedy

@@ -123,3 +123,8 @@ def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "consolidated.01.pth")
     with pytest.raises(UnreadableError, match=r"the parts of layers\.0\.feed_forward\.w1\.weight do not go together"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_shard_stands_for_all(tmp_path: Path) -> None:
+    whole = write_llama(tmp_path, 2)
+    assert ckptfix.open_checkpoint(tmp_path / "consolidated.01.pth").keys() == list(whole)

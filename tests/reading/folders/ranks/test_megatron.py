@@ -201,3 +201,15 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         torch.save(root, file)
     with pytest.raises(UnreadableError, match="has 32 rows, and its arguments say 128"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_file_of_one_rank_stands_for_all(tmp_path: Path) -> None:
+    whole = write_megatron(tmp_path, 2)
+    file = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+    assert ckptfix.open_checkpoint(file).specs.keys() == whole.keys()
+
+
+def test_the_report_says_what_is_left_out(tmp_path: Path) -> None:
+    write_megatron(tmp_path, 2)
+    (note,) = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"]
+    assert note.evidence == {"left out": ["optimizer"]}

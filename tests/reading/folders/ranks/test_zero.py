@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, UsageError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
 
@@ -84,7 +84,7 @@ def test_the_folder_of_a_tag_is_the_same(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     one, other = ckptfix.open_checkpoint(folder), ckptfix.open_checkpoint(folder / TAG)
     assert one.keys() == other.keys()
-    assert one.producer == "DeepSpeed 0.19.8, ZeRO stage 2, 3 ranks: fp32"
+    assert one.producer == "DeepSpeed 0.19.8, ZeRO stage 2, 3 ranks"
 
 
 def test_latest_names_one_of_several_tags(tmp_path: Path) -> None:
@@ -254,3 +254,38 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         _change(tmp_path / _optim(rank), lambda states: states["optimizer_state_dict"].update(partition_count=[2, 1]))
     with pytest.raises(UnreadableError, match="experts are not merged"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero3_w3_bf16_g2"])
+def test_a_file_of_one_rank_stands_for_all(tmp_path: Path, name: str) -> None:
+    folder, truth = saved(tmp_path, name)
+    for file in (folder / TAG).glob("*zero_pp_rank_1*"):
+        checkpoint = ckptfix.open_checkpoint(file)
+        assert (checkpoint.format, set(checkpoint.specs)) == ("zero", set(truth))
+
+
+def test_model_states_that_are_whole_stand_for_themselves(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
+    checkpoint = ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt")
+    assert checkpoint.specs["l1.weight"].dtype == "bfloat16"
+
+
+def test_the_report_says_which_weights_were_taken(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
+    (note,) = [finding for finding in ckptfix.check(folder).findings if finding.code == "FIL105"]
+    assert "fp32 masters of a training in bfloat16" in note.message
+    assert note.remedy == "--dtype bfloat16 writes them as the training used them"
+    ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16")
+    halves = torch.load(folder / TAG / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    written = torch.load(tmp_path / "half.pth")["module"]
+    assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items() if half.ndim and key != "scale")
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
+    folder, _ = saved(tmp_path)
+    rank = folder / TAG / _optim(1)
+    source = folder if given == "folder" else folder / TAG / _optim(0)
+    for settings in ({"output": rank}, {"in_place": True}):
+        with pytest.raises(UsageError):
+            ckptfix.repair(source, **settings)
