@@ -38,7 +38,7 @@ help:
 install: $(INSTALLED)
 
 # The stamp is younger than the files that decide what is installed and built, or the install runs again.
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py ckptfix/bytes/kernel/kernel.c $(wildcard ckptfix/bytes/kernel/*.h)
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py ckptfix/values/kernel.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

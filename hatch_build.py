@@ -1,13 +1,12 @@
-"""Compiles the kernel of the value scan into the wheel, where a C compiler is at hand.
+"""Compiles the kernel of the value scan into the wheel, if a C compiler is available.
 
-Whoever installs that wheel needs none. An install from source without a compiler, or for a machine that the kernel is
-not written for, gives a package that does the same work in numpy. ``CKPTFIX_KERNEL=no`` builds that one on purpose.
+That wheel installs without a compiler. An install from source without one, or for a system other than Linux, gives a
+package that does the same work in numpy. ``CKPTFIX_KERNEL=no`` builds that one on purpose.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -18,17 +17,17 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("ckptfix/bytes/kernel/kernel.c")
-LIBRARY = Path("ckptfix/bytes/kernel/_kernel.so")
+SOURCE = Path("ckptfix/values/kernel.c")
+LIBRARY = Path("ckptfix/values/_kernel.so")
 
-FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-fno-trapping-math", "-shared", "-fPIC")
 
 
 class KernelHook(BuildHookInterface[Any]):
     """Adds the library to wheels, those of an editable install included, and the platform to their names."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before it builds."""
+        """Run before hatchling builds."""
         if self.target_name != "wheel" or not _compile(Path(self.root)):
             return
         build_data["artifacts"].append(LIBRARY.as_posix())
@@ -37,12 +36,12 @@ class KernelHook(BuildHookInterface[Any]):
 
 
 def _compile(root: Path) -> bool:
-    """Whether the library is there now. One of an earlier build is never left: it may be of other sources."""
+    """Build the library, and return whether it exists now. One of an earlier build never stays: its sources may have
+    been others."""
     (root / LIBRARY).unlink(missing_ok=True)
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    is_wanted = os.environ.get("CKPTFIX_KERNEL") != "no"
-    is_known = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
-    if not is_wanted or not is_known or not compiler or shutil.which(compiler[0]) is None:
+    is_wanted = os.environ.get("CKPTFIX_KERNEL") != "no" and sys.platform == "linux" and sys.maxsize > 2**32
+    if not is_wanted or sys.byteorder != "little" or not compiler or shutil.which(compiler[0]) is None:
         return False
     # Built aside and renamed: a process that runs with the old library keeps it.
     built = root / LIBRARY.with_suffix(f".{os.getpid()}.tmp")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.bytes.mapping import kept_mapped
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import counted
 from ckptfix.core.report import Report
 from ckptfix.errors import HostileError, TargetError, UsageError
-from ckptfix.modules.assigning import left_empty, prepare
-from ckptfix.modules.transfer import Transfer, is_loaded_by_torch
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import repair
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import nn
 
     from ckptfix.core.checkpoint import Checkpoint
 
+
+SHOWN = 3
+"""How many names a remark gives."""
 
 _WRITING = {"output", "beside", "in_place", "backup", "only_changes", "flush", "dry_run"}
 
@@ -39,8 +41,8 @@ def load(
     leaves them where they are. Raises ``CkptfixError`` where the checkpoint does not fit, naming what is left and the
     setting for it, or is damaged; the model is as it was then.
 
-    With ``assign``, as in ``load_state_dict``, the checkpoint's tensors take the places of the model's own, which may
-    lie on the meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` and
+    With ``assign``, as in ``load_state_dict``, the checkpoint's tensors replace the model's own, which may be on the
+    meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` and
     in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
     it may be removed or replaced; but it must not be written in place or cut short as long as the model lives.
 
@@ -48,11 +50,9 @@ def load(
     if writes := _WRITING & settings.keys():
         raise UsageError(f"{min(writes)} writes a file, and a load writes none; see ckptfix.repair")
     check_loadable(model, map_location, assign)
-    stays = assign or not is_loaded_by_torch(model)
-    with kept_mapped(stays):  # its values are looked at, and then copied
-        repaired = repair(source, model, **settings)
-        refuse_misfit(repaired.report)
-        remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
+    repaired = repair(source, model, **settings)
+    refuse_misfit(repaired.report)
+    remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
     return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
 
 
@@ -112,24 +112,18 @@ def refuse_misfit(report: Report) -> None:
 def load_strictly(
     model: nn.Module, checkpoint: Checkpoint, map_location: str | torch.device | None, assign: bool = False
 ) -> tuple[str, ...]:
-    """Load by way of the device; what somebody should know of the model afterwards, where its tensors are others now.
+    """Load by way of the device, and return what the user should know of a model whose tensors are replaced.
 
-    The bytes go from the file into the model without a copy in between: they are mapped. With ``assign`` the tensors
-    stay so; otherwise nothing of the model shares memory with the file. Raises ``TargetError`` for whatever torch or
-    the model's own hooks raise, and ``UnreadableError``, before anything is changed, where bytes are damaged.
+    With ``assign`` the tensors are mapped from the file, and stay so; otherwise they are read, and nothing of the model
+    shares memory with the file, whatever its own hooks keep. Raises ``TargetError`` for whatever torch or these hooks
+    raise, and ``UnreadableError``, before anything is changed, if bytes are damaged.
     """
-    from ckptfix.reading.tensors import build_state_dict
-
+    state_dict = checkpoint.state_dict(mmap=assign)
     # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
-    moves = str(map_location) not in ("None", "" if assign else "cpu")
-    mapped = list(checkpoint.specs) if assign else _only_copied(model, checkpoint.specs)
-    transfer = Transfer(model, checkpoint, () if assign or moves else mapped)
-    state_dict = build_state_dict(checkpoint, mapped, transfer.own)
-    if moves:
+    if str(map_location) not in ("None", "" if assign else "cpu"):
         for key, value in state_dict.items():
             state_dict[key] = value.to(map_location) if hasattr(value, "to") else value
-    remarks = prepare(model, state_dict, checkpoint.path) if assign else ()
-    transfer.run()
+    remarks = _prepare(model, state_dict, checkpoint.path) if assign else ()
     try:
         model.load_state_dict(state_dict, strict=True, assign=assign)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
@@ -139,21 +133,68 @@ def load_strictly(
             f"({type(error).__name__}: {reason}); "
             "build the model anew before you use it, since it may hold a part of the values"
         ) from error
-    return (*remarks, *left_empty(model)) if assign else ()
+    return (*remarks, *_left_empty(model)) if assign else ()
 
 
-def _only_copied(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The keys whose tensors torch itself copies into the model. A module that loads in its own way may keep them."""
-    from torch.nn import Module
+def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple[str, ...]:
+    """Make a state_dict fit to be assigned, and return remarks on the model.
 
-    own_way = {
-        path
-        for path, module in model.named_modules(remove_duplicate=False)
-        if type(module)._load_from_state_dict is not Module._load_from_state_dict or module._load_state_dict_pre_hooks
-    }
-    found = []
-    for key in keys:
-        *path, name = key.split(".")
-        if name != "_extra_state" and not any(".".join(path[:end]) in own_way for end in range(len(path) + 1)):
-            found.append(key)
-    return found
+    Raises ``TargetError`` if the model would get integers in the place of floats, or the like: torch refuses such
+    parameters, with a part of the model already changed."""
+    import torch
+
+    # With keep_vars the parameters themselves are in it, so that those which are one can be told.
+    own = {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    pairs: dict[str, None] = {}
+    for key, tensor in own.items():
+        given = state_dict.get(key)
+        if not isinstance(given, torch.Tensor) or given.dtype == tensor.dtype:
+            continue
+        if _kind(given.dtype) != _kind(tensor.dtype):
+            raise TargetError(
+                f"{source}: {key} is of {_name(given.dtype)} and the model of {_name(tensor.dtype)} there, which "
+                "assign=True does not convert; leave it out"
+            )
+        pairs[f"{_name(given.dtype)} for {_name(tensor.dtype)}"] = None
+    _tie(own, state_dict)
+    return (f"assign=True gave the model the dtypes of the file: {', '.join(pairs)}",) if pairs else ()
+
+
+def _left_empty(model: nn.Module) -> tuple[str, ...]:
+    """Return a remark on what no state_dict holds and the meta device has left without values."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if not empty:
+        return ()
+    names = ", ".join(empty[:SHOWN]) + (" …" if len(empty) > SHOWN else "")
+    return (
+        f"the model has {counted(len(empty), 'tensor')} on the meta device still, which no state_dict holds: fill "
+        f"{names} before use",
+    )
+
+
+def _tie(own: Mapping[str, torch.Tensor], state_dict: dict[str, Any]) -> None:
+    """Give the keys that are one tensor of the model one tensor of the state_dict: the last, as copies into it would.
+
+    torch assigns to each place by itself. Tied parameters would become two, which share memory for the time being and
+    have a gradient and a place in the optimizer each.
+    """
+    from torch.nn import Parameter
+
+    keys_of: dict[int, list[str]] = {}
+    for key, tensor in own.items():
+        if key in state_dict:
+            keys_of.setdefault(id(tensor), []).append(key)
+    for keys in keys_of.values():
+        if len(keys) > 1:
+            tensor, given = own[keys[0]], state_dict[keys[-1]]
+            shared = Parameter(given.detach(), tensor.requires_grad) if isinstance(tensor, Parameter) else given
+            state_dict.update(dict.fromkeys(keys, shared))
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    known = DTYPES.get(_name(dtype))
+    return (dtype.is_floating_point, dtype.is_complex, known is not None and known.is_quantized)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

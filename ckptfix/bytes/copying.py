@@ -1,11 +1,11 @@
 """Copies the bytes of storages into a new file by the shortest way that there is.
 
-A range of a file that lies in its pages as it will lie in the new file's is copied by the kernel, which moves it from
-page to page, or shares the blocks where the file system can. All else goes through one window of the new file, which
-holds many small storages and what lies between them: ranges that lie differently, which the kernel would split at every
-page, what it refuses (another file system, an old kernel), and bytes that have to be made first: expanded, cast, put in
-order. The window is tried after every failure of the kernel, so that a full disk and a source that cannot be read are
-told apart by whoever reads or writes.
+A range of a file that has the same place in its pages as it will have in the new file is copied by the kernel, which
+moves it from page to page, or shares the blocks if the file system can. All else goes through one window of the new
+file, which holds many small storages and what is between them: ranges that are placed differently, which the kernel
+would split at every page, what it refuses (another file system, an old kernel), and bytes that have to be made first:
+expanded, cast, put in order. The window is tried after every failure of the kernel, so that the error of a full disk or
+of a source that cannot be read is that of the write or the read.
 
 What was copied is read back at once, while it is in the processor's cache, which costs less than later; and the disk
 begins to take up the new file while it grows, so that the flush at the end waits for little."""
@@ -14,64 +14,87 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from ckptfix.bytes.appending import Appender, Copied
-from ckptfix.bytes.crc32 import crc32
+from ckptfix.bytes.checksums import crc32
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import BLOCK, FileBytes, located, stream
+from ckptfix.bytes.sources import FileBytes, located, stream
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import ByteSource
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
 
+WINDOW = 512 << 10
+"""Bytes that are written, and read back, at a time: few enough to be in the processor's cache still."""
+
+EDGE = 64 << 10
+"""Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
+makes more pieces, and for more it has to search, on virtual machines even to ask the host."""
+
 PAGE = 4096
 """Bytes of a page: what begins at the same place in a page on both sides is copied without splitting any."""
 
 LARGE = 1 << 20
-"""Bytes from which a range is worth up to a page of padding, that it may lie in its pages as before."""
-
-T = TypeVar("T")
+"""Bytes from which a range is worth up to a page of padding, so that it keeps its place in its pages."""
 
 CHUNK = 64 << 20
-"""Bytes of a file that the kernel may be asked for in one go: between two of them progress is told, a signal heard."""
+"""Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls."""
 
 FLUSHED = 64 << 20
 """Bytes after which the disk is to take up the file: fewer are as fast in one go at the end."""
 
 SMALL = 64 << 10
-"""Up to so many bytes, a part of a window is cheaper than calls of the kernel for the storage alone."""
+"""Up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself."""
 
 _FLUSH = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
-
-def _flush(descriptor: int) -> None:
-    try:
-        _FLUSH(descriptor)
-    finally:
-        os.close(descriptor)
+_BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=2)
+"""Windows to use again: fresh memory for each file would take as long as all calls that read it back."""
 
 
-class Copier(Appender):
-    """Appends storages to a file, and what is around them. What the disk takes up meanwhile, and its errors, ``wait``
-    waits for.
-    """
+class Copied(NamedTuple):
+    """A range of a file that was copied, and was equal when it was read back from ``start`` of the new file on."""
 
-    def __init__(self, file: BinaryIO, task: Task) -> None:
-        super().__init__(file)
-        self._task = task
+    file: OpenFile
+    offset: int
+    nbytes: int
+    start: int
+
+
+class Copier:
+    """Appends storages to a file, and what is around them, as a context; at its end, the file has all of it.
+
+    Ranges of other files are read back with the window that they are in, and are in ``copied`` if they are equal.
+    ``wait`` waits for what the disk has begun to take up."""
+
+    def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
+        self.copied: list[Copied] = []
+        self._file = file
+        file.flush()
+        self._descriptor = _descriptor(file)
+        self._is_readable = self._descriptor is not None and file.readable()
+        try:
+            self._window, self._written = _BUFFERS.pop()
+        except IndexError:
+            self._window, self._written = bytearray(WINDOW), bytearray(WINDOW)
+        self._view = memoryview(self._window)
+        self._ranges: list[Copied] = []  # those in the window, the last one perhaps in part
+        self._begin_at(file.tell())
+        self._task = task or Task("", 0)
         self._flusher: Executor | None = None
         self._flush: Future[None] | None = None
         self._unflushed = 0
 
-    def __exit__(self, raised: type[BaseException] | None, *more: object) -> None:
+    def __enter__(self) -> Copier:
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
         try:
-            super().__exit__(raised, *more)
+            if raised is None:
+                self.seek(self.tell())
+            _BUFFERS.append((self._window, self._written))
         finally:
             if self._flusher is not None:
                 self._flusher.shutdown(wait=raised is not None)
@@ -81,10 +104,33 @@ class Copier(Appender):
         if self._flush is not None:
             self._flush.result()
 
+    def tell(self) -> int:
+        """Return where the next byte goes."""
+        return self._begin + self._filled
+
+    def seek(self, position: int) -> None:
+        """Go to another place of the file."""
+        self._end_window()
+        self._file.seek(position)
+        self._begin_at(position)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write bytes that are in memory."""
+        done = 0
+        while done < len(data):
+            part = data[done : done + self._room]
+            self._space(len(part))[:] = part
+            self._add(len(part))
+            done += len(part)
+
+    def write_block(self, block: memoryview) -> None:
+        """Write bytes of a storage that were made."""
+        self.write(block.cast("B"))
+        self._advance(block.nbytes)
+
     def copy(self, source: ByteSource, start: int, stop: int, is_summed: bool = False) -> int:
-        """Write bytes ``start`` to ``stop`` of a source. Gives their CRC-32 if it is asked for: they are at hand here,
-        and need not be read once more.
-        """
+        """Write bytes ``start`` to ``stop`` of a source, and return their CRC-32 if it is asked for: they are in the
+        cache here, and need not be read once more."""
         place = located(source)
         if place is not None:
             return self._copy_range(place.file, place.offset + start, stop - start, is_summed)
@@ -94,11 +140,6 @@ class Copier(Appender):
             self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
         return crc
-
-    def write_block(self, block: memoryview) -> None:
-        """Write bytes of a storage that were made."""
-        self.write(block.cast("B"))
-        self._advance(block.nbytes)
 
     def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool) -> int:
         begin, done, crc = self.tell(), 0, 0
@@ -142,9 +183,79 @@ class Copier(Appender):
             self._flusher = ThreadPoolExecutor(1)
         self._flush, self._unflushed = self._flusher.submit(_flush, os.dup(descriptor)), 0
 
+    # The window: what comes from ``_begin`` of the file on
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _begin_at(self, position: int) -> None:
+        """Begin an empty window, which will be full at an edge of the file."""
+        self._begin, self._filled, self._room = position, 0, WINDOW - position % EDGE
+
+    def _space(self, count: int) -> memoryview:
+        """Return where the next bytes go, at most as many as there is room for."""
+        return self._view[self._filled : self._filled + count]
+
+    def _add(self, count: int, is_in_file: bool = False) -> None:
+        """Count bytes that were put into the window; if the file has them already, they are the only ones."""
+        self._filled += count
+        self._room -= count
+        if is_in_file or not self._room:
+            self._end_window(is_in_file)
+
+    def _end_window(self, is_in_file: bool = False) -> None:
+        """Write what is in the window, unless the file has it, compare it with the file, and begin the next one."""
+        if not self._filled:
+            return
+        if not is_in_file:
+            self._write_window()
+        end = self.tell()
+        if self._ranges:
+            last = self._ranges[-1]
+            ended = len(self._ranges) - (last.start + last.nbytes > end)
+            if self._reads_back():
+                self.copied += self._ranges[:ended]
+                del self._ranges[:ended]
+            else:
+                self._ranges.clear()
+        self._begin_at(end)
+
+    def _write_window(self) -> None:
+        window, done = self._view[: self._filled], 0
+        if self._descriptor is None:
+            self._file.write(window)
+            return
+        while done < self._filled:
+            done += os.write(self._descriptor, window[done : done + EDGE - (self._begin + done) % EDGE])
+
+    def _reads_back(self) -> bool:
+        """Return whether the file has the bytes of the window."""
+        assert self._descriptor is not None, "a file was read back that cannot be"
+        count, done = self._filled, 0
+        while done < count:
+            read = os.preadv(self._descriptor, [memoryview(self._written)[done:count]], self._begin + done)
+            if not read:
+                return False
+            done += read
+        # Only whole buffers are compared by memcmp without a copy, so they are made the same after what was read.
+        memoryview(self._written)[count:] = self._view[count:]
+        return self._window == self._written
+
+
+def _descriptor(file: BinaryIO) -> int | None:
+    try:
+        return file.fileno()
+    except OSError:  # io.UnsupportedOperation: a file in memory
+        return None
+
+
+def _flush(descriptor: int) -> None:
+    try:
+        _FLUSH(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
-    """How many bytes the kernel copied to where the descriptor stands: none where it refuses, or the source ends."""
+    """Return how many bytes the kernel copied to the descriptor: none if it refuses or the source ends."""
     try:
         return os.copy_file_range(rest.file.descriptor, goal, count, rest.offset)
     except (OSError, AttributeError) as error:  # a system without the call has no such attribute
@@ -154,7 +265,7 @@ def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
 
 
 def reason_of(source: ByteSource) -> str:
-    """Why the bytes of a source are not a range of a file that can be copied as it is."""
+    """Return why the bytes of a source are not a range of a file that can be copied as it is."""
     return _REASONS.get(type(source).__name__, "made while they are read")
 
 
@@ -168,62 +279,3 @@ _REASONS = {
     "LiveBytes": "from memory",
     "TornBytes": "from a damaged storage",
 }
-
-
-@contextmanager
-def background(threads: int = 1) -> Iterator[Executor]:
-    """Threads beside this one, for passes whose results are wanted at the end; what they have not begun then is left.
-
-    Reads, checksums, memcmp and flushes run without Python's lock."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    if _alone.get():
-        yield _at_once()
-        return
-    pool = ThreadPoolExecutor(threads)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
-
-
-@contextmanager
-def without_threads() -> Iterator[None]:
-    """Do in this thread what ``background`` would do beside it: for files so small that a thread costs more."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
-
-
-@cache
-def _at_once() -> Executor:
-    from concurrent.futures import Executor, Future
-
-    class AtOnce(Executor):
-        """Does what it is given before it gives anything back."""
-
-        def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-            future: Future[T] = Future()
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for, as by a thread
-                future.set_exception(error)
-            return future
-
-        def map(
-            self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
-        ) -> Iterator[T]:
-            return map(fn, *iterables)
-
-    return AtOnce()
-
-
-def blocks_of(data: memoryview) -> Iterator[memoryview]:
-    """Bytes in memory, in the same blocks as ``stream``."""
-    for start in range(0, data.nbytes, BLOCK):
-        yield data[start : start + BLOCK]

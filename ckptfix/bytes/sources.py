@@ -173,6 +173,12 @@ _BUFFERS: deque[memoryview] = deque(maxlen=4)
 """Buffers of ``BLOCK`` bytes that no stream has: as many as threads read side by side."""
 
 
+def blocks_of(data: memoryview) -> Iterator[memoryview]:
+    """Yield bytes in memory in the same blocks as ``stream``."""
+    for start in range(0, data.nbytes, BLOCK):
+        yield data[start : start + BLOCK]
+
+
 @dataclass(eq=False)
 class Content:
     """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.

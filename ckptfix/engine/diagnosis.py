@@ -150,7 +150,7 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
 def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:
     if not settings.values:
         return None
-    from ckptfix.values.narrowing import narrowing_to
+    from ckptfix.values.decode import narrowing_to
     from ckptfix.values.statistics import Statistics  # this is what reads the weights, and a look at names goes without
 
     return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None)

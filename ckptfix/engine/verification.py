@@ -15,10 +15,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfix.bytes.batches import THREADS, batched
-from ckptfix.bytes.copying import background
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import located, stream
+from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec

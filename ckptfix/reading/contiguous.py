@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.bytes.copying import blocks_of
-from ckptfix.bytes.sources import stream
+from ckptfix.bytes.sources import blocks_of, stream
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from mmap import ACCESS_COPY, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
-from ckptfix.bytes.mapping import Mapping as FileMapping
-from ckptfix.bytes.sources import stream
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.regions import Region, Regions
@@ -21,7 +22,7 @@ from ckptfix.reading.live import LiveBytes, bytes_of
 from ckptfix.reading.pickles.claims import sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
 
 class Builder:
@@ -38,7 +39,7 @@ class Builder:
         mapped: Collection[Storage] = (),
     ) -> None:
         self.path, self.alarm, self.mapped = path, alarm, mapped
-        self._mapping = FileMapping()
+        self._maps: dict[OpenFile, mmap | None] = {}
         self._regions = Regions(part for spec in specs for part in spec.strided_parts())
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
@@ -81,10 +82,18 @@ class Builder:
         return self._loaded[id(region)]
 
     def _map(self, region: Region) -> torch.UntypedStorage | None:
-        storage = self._mapping.storage(region)
-        if storage is not None and self.alarm is not None and not is_sound(region.storage):
+        """Map the bytes of a region; None if they are not a range of a file, or not placed as their elements need."""
+        place = located(region.storage.source)
+        if place is None or not region.nbytes:
+            return None
+        if place.file not in self._maps:
+            self._maps[place.file] = _mapped(place.file)
+        whole, start = self._maps[place.file], place.offset + region.start
+        if whole is None or start % region.align or start + region.nbytes > len(whole):
+            return None
+        if self.alarm is not None and not is_sound(region.storage):
             self.alarm(region.storage)
-        return storage
+        return torch.frombuffer(whole, dtype=torch.uint8, count=region.nbytes, offset=start).untyped_storage()
 
     def _read(self, region: Region) -> torch.UntypedStorage:
         buffer = torch.empty(region.nbytes, dtype=torch.uint8)
@@ -130,6 +139,18 @@ class Builder:
         )
 
 
+def _mapped(file: OpenFile) -> mmap | None:
+    """Map a whole file; None if a file system or a limit of the system is against it.
+
+    What is written to its pages never reaches the file, and its removal changes nothing. But as after
+    ``torch.load(mmap=True)``, a file that is written in place changes the tensors, and one that is cut short kills the
+    process that looks at them (SIGBUS)."""
+    try:
+        return mmap(file.descriptor, 0, access=ACCESS_COPY)
+    except (OSError, ValueError):
+        return None
+
+
 def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None = None) -> torch.Tensor:
     """The tensor of one spec; only the bytes that it covers are read, but for a proof of its storage."""
     return Builder([spec], path, alarm).build(spec)
@@ -140,28 +161,19 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
     return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
 
-def build_state_dict(
-    checkpoint: Checkpoint, mapped: Collection[str] = (), given: Mapping[str, torch.Tensor] | None = None
-) -> OrderedDict[str, Any]:
+def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
     """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
-    The tensors of the keys in ``mapped`` share the memory of the file where they can, and are read where they cannot.
-    ``given`` has tensors that stand in the place of others, whose bytes are proved all the same.
+    The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot.
     """
-    storages, given = _storages_under(checkpoint, mapped), given or {}
+    storages = _storages_under(checkpoint, mapped)
     if storages:
         prove_ahead(storages)  # what is read is proved on the way
-    alarm = refusal(checkpoint)
-    for storage in (storage for key in given for storage in checkpoint.specs[key].storages):
-        if not is_sound(storage):
-            alarm(storage)
-    own = {key: entry for key, entry in checkpoint.entries.items() if key not in given}
-    builder = Builder(tensors_in(own), checkpoint.path, alarm, storages)
+    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint), storages)
     made: dict[int, Any] = {}
     try:
         state_dict: OrderedDict[str, Any] = OrderedDict(
-            (key, given[key] if key in given else revive(entry, builder, made))
-            for key, entry in checkpoint.entries.items()
+            (key, revive(entry, builder, made)) for key, entry in checkpoint.entries.items()
         )
     except RecursionError as error:
         raise UnreadableError(

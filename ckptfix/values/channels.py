@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.spec import TensorSpec
 from ckptfix.values.decode import encoding
-from ckptfix.values.portable import BLOCK
+from ckptfix.values.tally import BLOCK
 from ckptfix.values.walk import Walk
 
 if TYPE_CHECKING:

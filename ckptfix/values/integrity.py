@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfix.bytes.batches import side_by_side
 from ckptfix.bytes.checksums import is_sound, is_unproved
 from ckptfix.bytes.sources import stream
+from ckptfix.bytes.threads import side_by_side
 from ckptfix.bytes.torn import SECTOR
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.progress import Task

@@ -1,29 +1,98 @@
-"""The figures of one tensor, gathered block by block.
+"""The figures of tensors, gathered block by block, by several threads side by side.
 
-A ``Scanner`` is fed with the bytes in any blocks of whole elements, so the pass that copies a tensor can scan it as
-well. A block is looked at by the compiled kernel where there is one that knows its numbers, else by numpy.
-"""
+A block is looked at by the compiled kernel if it knows its numbers, else by numpy. Large tensors are cut into parts,
+whose figures are joined in their order: they do not depend on the number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptfix.bytes.checksums import crc32, is_open, note_checksum
+from ckptfix.bytes.threads import batched, side_by_side
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.values.decode import Encoding
+from ckptfix.values.decode import Encoding, Narrowing, encoding
 from ckptfix.values.kernel import kernel
-from ckptfix.values.narrowing import Narrowing
-from ckptfix.values.portable import nonfinite_units, tally_units
-from ckptfix.values.tally import Tally
+from ckptfix.values.tally import Tally, nonfinite_units, tally_units
+from ckptfix.values.walk import Walk
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
 
+PART = 1 << 23
+"""Bytes of a part, which one thread looks at."""
+
+BATCH = 1 << 25
+"""Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
+
+
+class Scanner:
+    """Gathers the figures of one tensor, or of a part of it, from its bytes in any blocks of whole elements.
+
+    ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
+    if that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
+    ``position`` is that of the first element that is fed.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        order: Callable[[Array], Array] | None = None,
+        narrowing: Narrowing | None = None,
+        position: int = 0,
+    ) -> None:
+        self._encoding = encoding
+        self._order = order
+        self._narrowing = narrowing
+        self._position = position
+        self.tally = Tally()
+
+    def feed(self, block: memoryview) -> None:
+        """Take in the next bytes. Raises ``ValueError`` if they are not a whole number of elements."""
+        import numpy as np
+
+        unit = self._encoding.unit
+        if block.nbytes % (unit.itemsize * self._encoding.units):
+            raise ValueError(f"{block.nbytes} bytes are not a whole number of elements")
+        units = np.frombuffer(block, dtype=unit)
+        if not len(units):
+            return
+        found = self._look_at(units)
+        if found.first is not None:
+            found.first = self._index(found.first) if self._order is None else self._least_index(units)
+        self._position += len(units) // self._encoding.units
+        self.tally.add(found)
+
+    def result(self) -> TensorStatistics:
+        """Return the statistics of everything that was fed."""
+        return statistics_of(self.tally)
+
+    def _look_at(self, units: Array) -> Tally:
+        import numpy as np
+
+        compiled = kernel()
+        if compiled is not None and compiled.takes(self._encoding) and units.flags.aligned:
+            return compiled.tally(units, self._encoding, self._narrowing)
+        with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
+            return tally_units(units, self._encoding, self._narrowing)
+
+    def _index(self, unit: int) -> int:
+        return self._position + unit // self._encoding.units
+
+    def _least_index(self, units: Array) -> int:
+        """Return the row-major index of the first number that is not finite, of a block that has some."""
+        assert self._order is not None
+        found = self._position + nonfinite_units(units, self._encoding) // self._encoding.units
+        return int(self._order(found).min())
+
 
 def statistics_of(tally: Tally) -> TensorStatistics:
-    """What was counted, as the figures of a tensor."""
+    """Return what was counted as the figures of a tensor."""
     minimum, maximum = (tally.minimum + 0.0, tally.maximum + 0.0) if tally.finite else (0.0, 0.0)  # -0.0 is 0.0
     return TensorStatistics(  # in its order, which takes half the time of names
         tally.numel,
@@ -43,64 +112,47 @@ def statistics_of(tally: Tally) -> TensorStatistics:
     )
 
 
-class Scanner:
-    """Gathers the figures of one tensor, or of a part of it, from its bytes.
+class Part(NamedTuple):
+    """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way."""
 
-    ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
-    where that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
-    ``position`` is that of the first element that is fed.
-    """
+    walk: Walk
+    stored: Encoding
+    narrowing: Narrowing | None
+    start: int
+    stop: int
+    nbytes: int
+    proved: Storage | None = None
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        order: Callable[[Array], Array] | None = None,
-        narrowing: Narrowing | None = None,
-        position: int = 0,
-    ) -> None:
-        self._encoding = encoding
-        self._order = order
-        self._narrowing = narrowing
-        self._position = position
-        self.tally = Tally()
+    def look(self) -> Tally:
+        """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
+        order = None if self.walk.is_row_major else self.walk.logical_order
+        scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
+        for block in self.walk.blocks(self.start, self.stop):
+            scanner.feed(block)
+            crc = crc32(block, crc) if self.proved is not None else 0
+        if self.proved is not None:
+            note_checksum(self.proved, crc)
+        return scanner.tally
 
-    def feed(self, block: memoryview) -> None:
-        """Take in the next bytes. Raises ``ValueError`` where they are no whole number of elements."""
-        import numpy as np
 
-        unit = self._encoding.unit
-        if block.nbytes % (unit.itemsize * self._encoding.units):
-            raise ValueError(f"{block.nbytes} bytes are no whole number of elements")
-        self.feed_units(np.frombuffer(block, dtype=unit))
+def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
+    """Return the parts of a strided tensor that has elements, and a storage."""
+    dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
+    assert stored is not None, f"{spec.dtype} holds no numbers"
+    cast = narrowing if dtype.is_float else None
+    size, distinct = dtype.itemsize, walk.distinct
+    nbytes = distinct * size
+    # A checksum is that of a whole storage, from front to back.
+    is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
+    proved = storage if is_whole and storage is not None and is_open(storage) else None
+    if nbytes <= PART or proved is not None or not walk.is_run:
+        return [Part(walk, stored, cast, 0, distinct, nbytes, proved)]
+    step = max(PART // size, 1)
+    edges = [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
+    return [Part(walk, stored, cast, start, stop, (stop - start) * size) for start, stop in edges]
 
-    def feed_units(self, units: Array) -> None:
-        """Take in the next numbers, as a 1-d array of the encoding's unit."""
-        if not len(units):
-            return
-        found = self._look_at(units)
-        if found.first is not None:
-            found.first = self._index(found.first) if self._order is None else self._least_index(units)
-        self._position += len(units) // self._encoding.units
-        self.tally.add(found)
 
-    def result(self) -> TensorStatistics:
-        """The statistics of everything that was fed."""
-        return statistics_of(self.tally)
-
-    def _look_at(self, units: Array) -> Tally:
-        import numpy as np
-
-        compiled = kernel()
-        if compiled is not None and compiled.takes(self._encoding) and units.flags.aligned:
-            return compiled.tally(units, self._encoding, self._narrowing)
-        with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
-            return tally_units(units, self._encoding, self._narrowing)
-
-    def _index(self, unit: int) -> int:
-        return self._position + unit // self._encoding.units
-
-    def _least_index(self, units: Array) -> int:
-        """The row-major index of the first number that is not finite, of a block that has some."""
-        assert self._order is not None
-        found = self._position + nonfinite_units(units, self._encoding) // self._encoding.units
-        return int(self._order(found).min())
+def looks(parts: Sequence[Part]) -> Iterator[Tally]:
+    """Yield the figures of parts, of one or of many tensors, in their order."""
+    batches = list(batched(parts, lambda part: part.nbytes, BATCH))
+    return chain.from_iterable(side_by_side(lambda batch: [part.look() for part in batch], batches))

@@ -6,18 +6,14 @@ import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import chain
 
-from ckptfix.bytes.checksums import note_checksum
-from ckptfix.bytes.crc32 import joined
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.values.decode import encoding
+from ckptfix.values.decode import Narrowing, encoding
 from ckptfix.values.integrity import Integrity
-from ckptfix.values.narrowing import Narrowing
-from ckptfix.values.scan import statistics_of
-from ckptfix.values.survey import Found, Part, looks, parts_of
+from ckptfix.values.scan import Part, looks, parts_of, statistics_of
 from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
 
@@ -137,25 +133,16 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     return parts_of(values, narrowing) if values.numel else []
 
 
-def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Found]) -> TensorStatistics:
-    """The statistics of a tensor from the figures of its parts. What they tell of its checksum is noted."""
-    whole, crc = next(looks) if len(parts) == 1 else _joined(parts, looks)
-    if parts and parts[0].is_summed and spec.storage is not None:
-        note_checksum(spec.storage, crc)
+def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -> TensorStatistics:
+    """Return the statistics of a tensor from the figures of its parts."""
+    whole = next(looks) if parts else Tally()
+    for _, found in zip(parts[1:], looks, strict=False):  # the rest is of other tensors
+        whole.add(found)
     figures = _repeated(statistics_of(whole), parts[0].walk) if parts else TensorStatistics(0)
     if not spec.parts:
         return figures
     numbers = spec.numel * (2 if DTYPES[spec.dtype].is_complex else 1)
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
-
-
-def _joined(parts: Sequence[Part], looks: Iterator[Found]) -> Found:
-    """What is found in several parts, of a tensor that has so many."""
-    whole, crc = Tally(), 0
-    for part, found in zip(parts, looks, strict=False):  # the rest is of other tensors
-        whole.add(found.tally)
-        crc = joined(crc, found.crc32, part.nbytes) if part.is_summed else 0
-    return Found(whole, crc)
 
 
 def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:

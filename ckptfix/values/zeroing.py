@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Encoding, encoding
-from ckptfix.values.portable import magnitudes
+from ckptfix.values.tally import magnitudes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

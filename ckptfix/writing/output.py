@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from packaging.version import Version
 
-from ckptfix.bytes.appending import Copied
-from ckptfix.bytes.copying import Copier, background
+from ckptfix.bytes.copying import Copied, Copier
+from ckptfix.bytes.threads import background
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.reading import safetensors

@@ -11,8 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import BinaryIO, NamedTuple
 
-from ckptfix.bytes.appending import Appender
-from ckptfix.bytes.copying import LARGE, PAGE
+from ckptfix.bytes.copying import LARGE, PAGE, Copier
 
 ALIGNMENT = 64
 """torch aligns the data of each member so that a mapped file gives aligned tensors."""
@@ -44,7 +43,7 @@ class _Member(NamedTuple):
 class ZipWriter:
     """Appends members to a seekable file; ``close`` writes the directory."""
 
-    def __init__(self, file: BinaryIO | Appender, root: str = "archive") -> None:
+    def __init__(self, file: BinaryIO | Copier, root: str = "archive") -> None:
         self._file, self._root = file, root
         self._members: list[_Member] = []
         self._end = file.tell()

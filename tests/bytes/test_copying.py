@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 from ckptfix.bytes import copying
-from ckptfix.bytes.appending import EDGE, WINDOW
-from ckptfix.bytes.copying import LARGE, PAGE, SMALL, Copier
+from ckptfix.bytes.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
 from ckptfix.core.progress import Task, watched_by
@@ -23,6 +21,9 @@ from ckptfix.errors import UnreadableError
 from tests.reading.files import opened, saved, write
 
 DATA = bytes(torch.randint(0, 256, (3 * BLOCK + 77,), dtype=torch.uint8).numpy())
+
+
+PATTERN = bytes(range(256)) * (3 * WINDOW // 256) + b"rest"
 
 
 class Slow:
@@ -299,19 +300,63 @@ def test_the_checksum_of_what_is_copied_is_given(mode, start, stop, source, way,
     assert (tmp_path / "copy").read_bytes() == b"header" + DATA[start:stop]
 
 
-def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
-    def who(fails: bool) -> int:
-        if fails:
-            raise OSError("full")
-        return threading.get_ident()
+@pytest.mark.parametrize("size", [1, 4096, EDGE + 1, WINDOW, WINDOW + 7, len(PATTERN)])
+@pytest.mark.parametrize("begin", [b"", b"header"])
+def test_bytes_of_all_sizes_are_appended(begin, size, tmp_path):
+    pieces = [PATTERN[start : start + size] for start in range(0, len(PATTERN), size)][:1000]
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(begin)
+        with Copier(file) as copier:
+            for piece in pieces:
+                copier.write(memoryview(piece))
+                assert copier.tell() <= len(begin) + len(PATTERN)
+        file.write(b"end")
+    assert (tmp_path / "file").read_bytes() == begin + b"".join(pieces) + b"end"
 
-    with copying.background() as pool:
-        assert pool.submit(who, False).result() != threading.get_ident()
-    with copying.without_threads(), copying.background() as pool:
-        assert pool.submit(who, False).result() == threading.get_ident()
-        assert set(pool.map(who, [False, False])) == {threading.get_ident()}
-        failed = pool.submit(who, True)  # as of a thread, the error comes with the result
-        with pytest.raises(OSError, match="full"):
-            failed.result()
-    with copying.background() as pool:
-        assert pool.submit(who, False).result() != threading.get_ident()
+
+def test_a_file_in_memory_gets_them_too():
+    file = io.BytesIO()
+    with Copier(file) as copier:
+        copier.write(PATTERN)
+    assert file.getvalue() == PATTERN
+
+
+def test_a_call_that_writes_less_than_it_was_given_is_made_again(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr("os.write", lambda descriptor, block: real(descriptor, block[:1000]))
+    with (tmp_path / "file").open("w+b") as file, Copier(file) as copier:
+        copier.write(PATTERN[: EDGE + 5])
+    assert (tmp_path / "file").read_bytes() == PATTERN[: EDGE + 5]
+
+
+def test_bytes_go_where_they_are_sought(tmp_path):
+    with (tmp_path / "file").open("w+b") as file, Copier(file) as copier:
+        copier.write(b"....")
+        copier.write(PATTERN)
+        end = copier.tell()
+        copier.seek(1)
+        copier.write(b"ab")
+        copier.seek(end)
+        copier.write(b"end")
+    assert (tmp_path / "file").read_bytes() == b".ab." + PATTERN + b"end"
+
+
+def test_the_memory_of_windows_is_used_again_and_bounded(tmp_path):
+    copying._BUFFERS.clear()
+    with (tmp_path / "first").open("w+b") as file, Copier(file) as first:
+        pass
+    with (tmp_path / "second").open("w+b") as file, Copier(file) as second:
+        assert second._window is first._window
+        assert not copying._BUFFERS
+    assert len(copying._BUFFERS) == 1 < (copying._BUFFERS.maxlen or 0) <= 4
+
+
+def test_nothing_more_is_written_after_an_error(tmp_path):
+    def fail() -> None:
+        with (tmp_path / "file").open("w+b") as file, Copier(file) as copier:
+            copier.write(b"abc")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / "file").read_bytes() == b""

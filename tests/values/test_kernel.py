@@ -1,53 +1,29 @@
-"""The compiled pass finds what numpy finds, whatever the bits; and outlives a file that is cut off while it reads."""
+"""The compiled pass finds what numpy finds, whatever the bits."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import signal
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.bytes.compiled import LIBRARY, can_sum, library
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.values.decode import encoding
-from ckptfix.values.kernel import KINDS, RANGE_LIMIT, Range, kernel
-from ckptfix.values.narrowing import Narrowing, narrowing_to
-from ckptfix.values.portable import tally_units
-from ckptfix.values.tally import Tally
+from ckptfix.values.decode import Narrowing, encoding, narrowing_to
+from ckptfix.values.kernel import KINDS, LIBRARY, kernel
+from ckptfix.values.tally import Tally, tally_units
 from tests.values.exact import HALVES, assert_same_tally
 
 compiled = kernel()
 pytestmark = pytest.mark.skipif(compiled is None, reason="no kernel was built for this machine")
 
-CHUNK, PIECE = 4096, 1 << 18
+CHUNK = 4096
 """As in kernel.c."""
 
 BYTE_DTYPES = sorted(name for name in DTYPES if (form := encoding(name)) is not None and form.unit.itemsize == 1)
-
-
-@pytest.fixture(params=["as wide as it goes", "with AVX2 alone"], autouse=True, scope="module")
-def width(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once more without the wider instructions of this processor."""
-    found = library()
-    assert found is not None
-    is_wide = ctypes.c_int.in_dll(found, "ckptfix_is_wide")
-    before = is_wide.value
-    if request.param == "with AVX2 alone":
-        if not before:
-            pytest.skip("so it was before")
-        is_wide.value = 0
-    yield
-    is_wide.value = before
 
 
 def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
@@ -127,68 +103,6 @@ def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
     assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing), share)
 
 
-@pytest.mark.skipif(not can_sum(), reason="this machine cannot do that")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
-@pytest.mark.parametrize("excess", [-1, 0, 1, PIECE + 77])
-def test_a_look_proves_the_bytes_too_piece_by_piece(dtype, excess):
-    form = encoding(dtype)
-    assert form is not None
-    assert compiled is not None
-    count = PIECE // form.unit.itemsize + excess
-    numbers = (np.random.default_rng(0).standard_normal(count) * 40 + 90).clip(0, 200).astype(dtype)
-    if dtype != "uint8":
-        numbers[-1] = math.nan
-    units = numbers.view(form.unit)
-    tally, crc = compiled.look(units, form, None, is_summed=True)
-    assert crc == zlib.crc32(units.tobytes())
-    assert_same_tally(tally, by_numpy(units, dtype), HALVES)
-    assert tally.first == (None if dtype == "uint8" else count - 1)
-    assert compiled.look(units, form, None) == (tally, 0)
-
-
-@pytest.mark.skipif(not can_sum(), reason="this machine cannot do that")
-def test_ranges_of_a_file_give_what_a_look_at_them_gives(tmp_path):
-    assert compiled is not None
-    numbers = np.random.default_rng(0).standard_normal(PIECE // 4 + 9).astype(np.float32)
-    numbers[[70, -3]] = math.inf
-    (tmp_path / "numbers").write_bytes(b"abc" + numbers.tobytes())  # nothing in it is aligned
-    halves = numbers.view(np.uint16)
-    losses = narrowing_to("float8_e5m2")
-    wanted = [
-        (start, length, dtype, is_summed, narrowing)
-        for start, length in [(0, 1), (60, 20), (5, 4096), (1, PIECE // 4), (2, PIECE // 4 + 7), (9, 0)]
-        for dtype in KINDS
-        for is_summed, narrowing in [(True, None), (False, losses)]
-    ]
-    with (tmp_path / "numbers").open("rb") as file:
-        found = compiled.look_in_files(
-            [
-                Range(file.fileno(), 3 + start * (4 if dtype == "float32" else 2), length, KINDS[dtype], summed, cast)
-                for start, length, dtype, summed, cast in wanted
-            ]
-        )
-        for (start, length, dtype, is_summed, narrowing), here in zip(wanted, found, strict=True):
-            units = (numbers if dtype == "float32" else halves)[start : start + length]
-            form = encoding(dtype)
-            assert form is not None
-            if units.nbytes > RANGE_LIMIT:
-                assert here is None
-            else:
-                assert here == compiled.look(units_of(np.ascontiguousarray(units), dtype), form, narrowing, is_summed)
-
-
-def test_ranges_that_a_file_does_not_have_are_none(tmp_path):
-    assert compiled is not None
-    (tmp_path / "numbers").write_bytes(bytes(40))
-    with (tmp_path / "numbers").open("rb") as file:
-        places = [(0, 10), (4, 10), (40, 1), (400, 1), (-8, 1), (0, 10)]
-        ranges = [Range(file.fileno(), offset, length, 0, False, None) for offset, length in places]
-        assert [found is not None for found in compiled.look_in_files(ranges)] == [True, *[False] * 4, True]
-        closed = file.fileno()
-    assert list(compiled.look_in_files([Range(closed, 0, 1, 0, False, None)])) == [None]
-    assert list(compiled.look_in_files([])) == []
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("power", [*range(-130, 126, 5), -56, -55, -54, 59, 61])
 def test_halves_of_any_size_have_exact_counts_and_close_moments(dtype, power):
@@ -225,57 +139,6 @@ print(bool((torch.from_numpy(numbers) * 1.0 == 0).all()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout.split(), done.stderr) == (["40", "0", "True", "True", "True"], "")
-
-
-CUT = """
-import mmap, os, sys
-import numpy as np
-from ckptfix.values.decode import encoding
-from ckptfix.values.kernel import MemoryGone, kernel
-from threading import Thread
-compiled, form = kernel(), encoding(sys.argv[2])
-def cut():
-    descriptor = os.open(sys.argv[1], os.O_RDWR)
-    os.ftruncate(descriptor, 1 << 16)
-    mapping = mmap.mmap(descriptor, 1 << 16, access=mmap.ACCESS_READ)
-    numbers = np.frombuffer(mapping, form.unit)
-    assert compiled.tally(numbers, form, None).finite == len(numbers)
-    os.ftruncate(descriptor, 0)
-    for _ in range(2):
-        try:
-            compiled.tally(numbers, form, None)
-        except MemoryGone:
-            print("gone")
-    assert compiled.tally(np.ones(5, form.unit), form, None).finite == 5
-    return numbers
-cut()
-thread = Thread(target=cut)
-thread.start()
-thread.join()
-numbers = cut()
-print("and then", flush=True)
-numbers.max()
-"""
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-def test_a_file_that_is_cut_off_ends_the_call_and_not_the_process(tmp_path: Path, dtype):
-    file = tmp_path / "numbers"
-    file.touch()
-    done = subprocess.run(
-        [sys.executable, "-c", CUT, file, dtype], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.split("\n") == [*["gone"] * 6, "and then", ""]
-    assert done.returncode == -signal.SIGBUS, "what is not of the kernel ends as it does without it"
-
-
-def test_who_was_there_before_still_gets_the_signal(tmp_path: Path):
-    file = tmp_path / "numbers"
-    file.touch()
-    command = [sys.executable, "-X", "faulthandler", "-c", CUT, os.fspath(file), "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert "Fatal Python error: Bus error" in done.stderr
-    assert done.returncode == -signal.SIGBUS
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-38, 0.1, -0.1, 3.4e38])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.values.decode import encoding
-from ckptfix.values.portable import BLOCK
 from ckptfix.values.scan import Scanner, statistics_of
+from ckptfix.values.tally import BLOCK
 from tests.values.exact import HALVES, exact_tally
 
 
@@ -48,7 +48,7 @@ def test_the_figures_do_not_depend_on_the_blocks(cuts):
 def test_half_an_element_is_refused():
     form = encoding("complex64")
     assert form is not None
-    with pytest.raises(ValueError, match="no whole number of elements"):
+    with pytest.raises(ValueError, match="not a whole number of elements"):
         Scanner(form).feed(memoryview(bytes(12)))
 
 

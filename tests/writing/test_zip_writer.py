@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
-from ckptfix.bytes.appending import WINDOW
+from ckptfix.bytes.copying import WINDOW
 from ckptfix.bytes.sources import BLOCK, MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec

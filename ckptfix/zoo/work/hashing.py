@@ -1,14 +1,10 @@
-"""The sha256 of files, read once and in blocks. Reading and hashing run without Python's lock, so that a thread can do
-it beside other work."""
+"""The sha256 of files. Reading and hashing run without Python's lock, so that a thread can do it beside other work."""
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
-
-from ckptfix.bytes.compiled import MemoryGone, can_hash, sha256_of_two_mapped
 
 BLOCK = 1 << 20
 
@@ -22,21 +18,6 @@ def sha256_of_file(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def sha256_of_two(one: Path, other: Path) -> tuple[str, str]:
-    """The sha256 of two files; at once where the processor can, in about the time that one of them takes."""
-    if can_hash():
-        try:
-            return sha256_of_two_mapped(_mapped(one), _mapped(other))
-        except (OSError, ValueError, MemoryGone):  # not to be mapped, empty, or cut off: reading says which
-            pass
-    return sha256_of_file(one), sha256_of_file(other)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb", buffering=0) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def sha256_of_files(root: Path, names: Iterable[str]) -> str:

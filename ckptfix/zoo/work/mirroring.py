@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ckptfix.bytes.copying import CHUNK, background
+from ckptfix.bytes.copying import CHUNK
+from ckptfix.bytes.threads import background
 from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError
 from ckptfix.zoo.books.manifest import free_name

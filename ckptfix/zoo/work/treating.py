@@ -8,7 +8,7 @@ from pathlib import Path
 from posixpath import basename, dirname, join, splitext
 from typing import Any
 
-from ckptfix.bytes.copying import without_threads
+from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.report import Report
 from ckptfix.engine.delivery import refusal
@@ -20,7 +20,7 @@ from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.items.renames import name_with_hash, wrong_hash
 from ckptfix.zoo.work.deciding import command_for, fault_of_the_machine
 from ckptfix.zoo.work.fingerprint import fingerprints
-from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files, sha256_of_two
+from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files
 from ckptfix.zoo.work.job import Done, Job
 from ckptfix.zoo.work.mirroring import GROUPED, copied, digest_of, facts_of, refuse_taken
 from ckptfix.zoo.work.staging import Staged
@@ -111,7 +111,10 @@ def _digests(job: Job, path: Path, draft: Path) -> tuple[str, str]:
         return digest_of(job, path), ""
     if job.item.parts:
         return digest_of(job, path), sha256_of_file(draft)
-    return sha256_of_two(path, draft)
+    with _threads(job), background() as pool:
+        of_source = pool.submit(sha256_of_file, path)
+        of_draft = sha256_of_file(draft)
+        return of_source.result(), of_draft
 
 
 def _rewritten(

@@ -1,4 +1,4 @@
-"""Tensors in parts, mapped or not, by one thread or several: the same figures."""
+"""Tensors in parts, by one thread or several: the same figures."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 import ckptfix
-from ckptfix.bytes import batches
+from ckptfix.bytes import threads
 from ckptfix.bytes.checksums import is_open, is_sound
-from ckptfix.bytes.mapping import WORTH_MAPPING, Mapping, map_file
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.errors import UnreadableError
-from ckptfix.values import survey
-from ckptfix.values.kernel import kernel
+from ckptfix.values import scan
+from ckptfix.values.scan import PART, parts_of
 from ckptfix.values.statistics import Statistics, tensor_statistics
-from ckptfix.values.survey import PART, parts_of
 from tests.values.memory import checkpoint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int32]
-
-needs_kernel = pytest.mark.skipif(kernel() is None, reason="only the kernel is handed mapped files")
 
 
 def numbers(count: int) -> torch.Tensor:
@@ -71,9 +67,9 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
     several = all_figures(file)
     assert several["nan"].first_nonfinite == PART // 4 + 12_345
     assert (several["nan"].nan, several["nan"].pos_inf) == (1, 1)
-    monkeypatch.setattr(batches, "THREADS", 1)
+    monkeypatch.setattr(threads, "THREADS", 1)
     assert all_figures(file) == several
-    monkeypatch.setattr(batches, "_processors", lambda: 1)
+    monkeypatch.setattr(threads, "_processors", lambda: 1)
     assert all_figures(file) == several
     checkpoint = ckptfix.open_checkpoint(file)
     assert {key: tensor_statistics(spec_in(checkpoint, key)) for key in several} == several
@@ -81,56 +77,7 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
     assert {key: one_by_one[key] for key in reversed(several)} == several
 
 
-@needs_kernel
-def test_a_mapped_file_gives_the_figures_of_a_read_one(file, monkeypatch):
-    mapped = all_figures(file)
-    monkeypatch.setattr(Mapping, "block", lambda *where: None)
-    for key, figures in all_figures(file).items():
-        assert math.isclose(figures.rms, mapped[key].rms, rel_tol=1e-13)
-        assert math.isclose(figures.mean, mapped[key].mean, rel_tol=1e-9, abs_tol=1e-13 * figures.rms)
-        assert figures.zeros == mapped[key].zeros
-        assert (figures.minimum, figures.maximum) == (mapped[key].minimum, mapped[key].maximum)
-
-
-@needs_kernel
-def test_small_tensors_that_the_kernel_reads_have_the_figures_of_those_that_are_fed_to_it(file, monkeypatch):
-    asked = []
-
-    def nowhere(part):
-        asked.append(part)
-
-    together = all_figures(file)
-    monkeypatch.setattr(survey.Part, "file_range", nowhere)
-    assert all_figures(file) == together
-    assert len(asked) > 30
-
-
-@needs_kernel
-def test_a_file_that_loses_its_end_before_the_kernel_reads_it_is_said(file, monkeypatch):
-    checkpoint = ckptfix.open_checkpoint(file)
-    key = max(
-        (name for name in checkpoint.specs if name.startswith("small")), key=lambda name: place_of(checkpoint, name)
-    )
-    os.truncate(file, place_of(checkpoint, key) + 3)
-    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
-        Statistics(checkpoint)[key]
-
-
-@needs_kernel
-def test_what_the_kernel_does_not_look_at_is_not_mapped(file, monkeypatch):
-    asked: list[str] = []
-
-    def noted(mapping: Mapping, source: object, start: int, nbytes: int, alignment: int) -> None:
-        asked.append(key)
-
-    monkeypatch.setattr(Mapping, "block", noted)
-    checkpoint = ckptfix.open_checkpoint(file)
-    for key in checkpoint.specs:
-        tensor_statistics(spec_in(checkpoint, key))
-    assert set(asked) == {"nan", *(f"large.{dtype}" for dtype in DTYPES[:4])}
-
-
-@pytest.mark.parametrize("cut", [0, 1, WORTH_MAPPING, PART + 100])
+@pytest.mark.parametrize("cut", [0, 1, 1 << 18, PART + 100])
 def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
     checkpoint = ckptfix.open_checkpoint(file)
     os.truncate(file, cut)
@@ -138,34 +85,15 @@ def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
         dict(Statistics(checkpoint).items())
 
 
-@needs_kernel
-def test_a_file_that_shrinks_under_its_mapping_is_said_too(file, monkeypatch):
-    checkpoint = ckptfix.open_checkpoint(file)
-    true_block = Mapping.block
-
-    def mapped_then_cut(*where):
-        block = true_block(*where)
-        os.truncate(file, 1000)
-        return block
-
-    monkeypatch.setattr(Mapping, "block", mapped_then_cut)
-    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
-        Statistics(checkpoint)["nan"]
-    with pytest.raises(UnreadableError, match="the file ends inside a storage"):
-        Statistics(checkpoint).compute()
-
-
-@needs_kernel
 def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypatch):
-    true_block, asked = Mapping.block, count()
+    true_look, asked = scan.Part.look, count()
 
-    def cut_later(*where):
-        block = true_block(*where)
+    def cut_later(part):
         if next(asked) == 3:
             os.truncate(file, 1000)
-        return block
+        return true_look(part)
 
-    monkeypatch.setattr(Mapping, "block", cut_later)
+    monkeypatch.setattr(scan.Part, "look", cut_later)
     with pytest.raises(UnreadableError, match="the file ends inside a storage") as caught:
         Statistics(ckptfix.open_checkpoint(file)).compute()
     assert "\n" not in str(caught.value)
@@ -178,25 +106,25 @@ from itertools import count
 from threading import Event
 import ckptfix
 from ckptfix.values.statistics import Statistics
-from ckptfix.values import survey
-look, looks, shutdown, stopped = survey._look_at_all, count(), ThreadPoolExecutor.shutdown, Event()
-def interrupted(parts):
+from ckptfix.values import scan
+look, looks, shutdown, stopped = scan.Part.look, count(), ThreadPoolExecutor.shutdown, Event()
+def interrupted(part):
     if (number := next(looks)) == 1:
         os.kill(os.getpid(), signal.SIGINT)
     if number:
         stopped.wait(50)  # however late the main thread is told: the others are not done by then
-    return look(parts)
+    return look(part)
 def stopping(pool, **options):
     shutdown(pool, wait=False, **options)
     stopped.set()
     shutdown(pool, **options)
-survey._look_at_all, ThreadPoolExecutor.shutdown = interrupted, stopping
-survey.PART = survey.BATCH = 1 << 12
+scan.Part.look, ThreadPoolExecutor.shutdown = interrupted, stopping
+scan.PART = scan.BATCH = 1 << 12
 statistics = Statistics(ckptfix.open_checkpoint(sys.argv[1]))
 try:
     statistics.compute()
 except KeyboardInterrupt:
-    survey._look_at_all, batches = look, next(looks)
+    scan.Part.look, batches = look, next(looks)
     statistics.compute()
     print("heard", batches < 1000, len(dict(statistics.items())))
 """
@@ -228,19 +156,7 @@ def test_the_first_bad_element_of_a_transposed_matrix_in_parts():
     assert figures.first_nonfinite == int(np.flatnonzero(np.isnan(matrix.t().numpy().reshape(-1)))[0])
 
 
-def test_a_range_that_is_not_aligned_or_not_in_the_file_is_not_mapped(file):
-    source = ckptfix.open_checkpoint(file).specs["nan"].storage
-    assert source is not None
-    nbytes = source.nbytes
-    block = map_file(source.source, 4, 1000, 4)
-    assert block is not None
-    assert bytes(block) == bytes(source.source.read(4, 1004))
-    assert map_file(source.source, 2, 1000, 4) is None
-    assert map_file(source.source, nbytes - 999, 1000, 1) is None
-    assert map_file(checkpoint_of({"m": torch.zeros(9)}).specs["m"].storage.source, 0, 36, 4) is None  # type: ignore[union-attr]  # it has a storage
-
-
-SIZES = {"small": 9, "mapped": WORTH_MAPPING, "large": PART // 2 + 1000}
+SIZES = {"small": 9, "middle": 1 << 18, "large": PART // 2 + 1000}
 
 
 @pytest.fixture
@@ -266,14 +182,7 @@ def storages(checkpoint: Checkpoint) -> dict[str, Storage]:
     return {key: spec.storage for key, spec in checkpoint.specs.items() if spec.storage is not None}
 
 
-@pytest.fixture(params=["mapped", "read"])
-def way(request, monkeypatch) -> str:
-    if request.param == "read":
-        monkeypatch.setattr(survey, "can_sum", lambda: False)
-    return str(request.param)
-
-
-def test_the_scan_proves_the_checksums_of_whole_tensors(archive, way):
+def test_the_scan_proves_the_checksums_of_whole_tensors(archive):
     checkpoint = ckptfix.open_checkpoint(archive)
     Statistics(checkpoint).compute()
     assert {key for key, storage in storages(checkpoint).items() if is_open(storage)} == {"slice", "empty"}
@@ -282,7 +191,7 @@ def test_the_scan_proves_the_checksums_of_whole_tensors(archive, way):
 
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_scan_finds_a_flipped_bit(archive, key, is_last, way):
+def test_the_scan_finds_a_flipped_bit(archive, key, is_last):
     checkpoint = flipped(archive, key, 4 * SIZES[key] - 4 if is_last else 0)
     Statistics(checkpoint).compute()
     assert [name for name, storage in storages(checkpoint).items() if not is_sound(storage)] == [key]

@@ -5,8 +5,8 @@ from threading import get_ident, main_thread
 
 import pytest
 
-from ckptfix.bytes import batches as module
-from ckptfix.bytes.batches import batched, side_by_side
+from ckptfix.bytes import threads as module
+from ckptfix.bytes.threads import background, batched, side_by_side, without_threads
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,21 @@ def test_what_work_raises_is_raised(monkeypatch):
     monkeypatch.setattr(module, "_processors", lambda: 2)
     with pytest.raises(ZeroDivisionError):
         list(side_by_side(lambda number: 1 // number, [1, 0, 2]))
+
+
+def test_what_a_thread_would_do_is_done_at_once_where_none_is_wanted():
+    def who(fails: bool) -> int:
+        if fails:
+            raise OSError("full")
+        return get_ident()
+
+    with background() as pool:
+        assert pool.submit(who, False).result() != get_ident()
+    with without_threads(), background() as pool:
+        assert pool.submit(who, False).result() == get_ident()
+        assert list(side_by_side(lambda _: get_ident(), [1, 2])) == [get_ident()] * 2
+        failed = pool.submit(who, True)  # as of a thread, the error comes with the result
+        with pytest.raises(OSError, match="full"):
+            failed.result()
+    with background() as pool:
+        assert pool.submit(who, False).result() != get_ident()

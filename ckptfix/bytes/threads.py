@@ -1,0 +1,95 @@
+"""Passes over many bytes beside the main thread. Reads, checksums, memcmp and flushes run without Python's lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+THREADS = 2
+"""Two read nearly as fast as a machine with few cores can; a migration runs other jobs beside them."""
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def background(threads: int = 1) -> Iterator[Executor]:
+    """Provide threads for passes whose results are wanted at the end; what they have not begun then is cancelled."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if _alone.get():
+        yield _at_once()
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """Do in this thread what ``background`` would do beside it: for files so small that a thread costs more."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+@cache
+def _at_once() -> Executor:
+    from concurrent.futures import Executor, Future
+
+    class AtOnce(Executor):
+        """Does what it is given before it returns."""
+
+        def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+            future: Future[T] = Future()
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for, as by a thread
+                future.set_exception(error)
+            return future
+
+    return AtOnce()
+
+
+def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[Result]:
+    """Yield the results of ``work`` on each batch, in their order, from threads if they can help."""
+    if len(batches) < 2 or _processors() < 2 or _alone.get():
+        yield from map(work, batches)
+        return
+    with background(THREADS) as pool:
+        yield from pool.map(work, batches)
+
+
+@cache
+def _processors() -> int:
+    """Return how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def batched(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Group neighbours as long as they have at most ``limit`` bytes: handing over each small one to a thread would take
+    longer than the work on it."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        count = nbytes(item)
+        if batch and size + count > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += count
+    if batch:
+        yield batch

@@ -1,0 +1,195 @@
+/* The figures of a block of numbers in one pass, at about the rate at which memory is read; portable.py does the same in
+   some eight passes of numpy. It neither includes Python nor needs it: kernel.py calls it by ctypes.
+
+   Plain loops that a compiler turns into vectors; on x86-64 it makes one version of each for every generation of the
+   processor, and the loader picks (https://gcc.gnu.org/onlinedocs/gcc/Function-Multiversioning.html).
+
+   The bits of an IEEE float without the sign are ordered as the magnitudes are. So three integers tell nearly
+   everything of a chunk: the greatest as signed (the maximum, if one is positive), the greatest as unsigned (the
+   minimum, if one is negative), and the least without the sign (zeros and subnormals; the other extremum if all have
+   one sign). What they show to be rare is counted apart. Sums are those of float64, in which the square of a float32
+   is exact. */
+
+#include <fenv.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INTERFACE 6 /* as in kernel.py: raise both with every change of what they share */
+#define CHUNK 4096  /* numbers that stay in the first-level cache; 16-bit counters must hold as many */
+
+#if defined(__x86_64__)
+#define EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EACH_PROCESSOR
+#endif
+
+typedef struct {
+    double vanishing, largest; /* of a cast, as in decode.py */
+    int wanted;
+} Cast;
+
+typedef struct {
+    uint64_t finite, nan, pos_inf, neg_inf, zeros, subnormals, overflowing, vanishing;
+    int64_t first; /* the index of the first number that is not finite, or -1 */
+    double minimum, maximum, sum, squares; /* of the finite numbers */
+} Figures;
+
+static inline float float32_value(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Exponent and fraction are moved to where a float32 has them; its exponents begin 112 lower. */
+static inline float float16_value(uint16_t bits)
+{
+    return float32_value(((uint32_t)(int16_t)bits << 13) & 0x8fffe000u) * 0x1p112f;
+}
+
+static inline float bfloat16_value(uint16_t bits) { return float32_value((uint32_t)bits << 16); }
+
+/* The square of a float32 needs a float64. That of a number of 16 bits is exact as a float32, of which four pairs are
+   added up as such: that rounds by three parts in ten millions at most, and by nothing if all are of one size. */
+#define LANES 32 /* sums that are added up side by side, in a few registers */
+
+#define SUM_OF_SINGLES                                                                                                 \
+    double sums[LANES] = {0}, more[LANES] = {0};                                                                       \
+    size_t i = 0;                                                                                                      \
+    for (; i + LANES <= count; i += LANES)                                                                             \
+        for (int lane = 0; lane < LANES; lane++) {                                                                     \
+            double value = float32_value(p[i + lane]);                                                                 \
+            sums[lane] += value, more[lane] += value * value;                                                          \
+        }                                                                                                              \
+    for (int lane = 0; lane < LANES; lane++)                                                                           \
+        sum += sums[lane], squares += more[lane];                                                                      \
+    for (; i < count; i++) {                                                                                           \
+        double value = float32_value(p[i]);                                                                            \
+        sum += value, squares += value * value;                                                                        \
+    }
+
+#define SUM_OF_HALVES(VALUE)                                                                                           \
+    size_t i = 0;                                                                                                      \
+    for (; i + 8 * LANES <= count; i += 8 * LANES) {                                                                   \
+        float sums[LANES] = {0}, more[LANES] = {0};                                                                    \
+        for (int j = 0; j < 8 * LANES; j += 2 * LANES)                                                                 \
+            for (int lane = 0; lane < LANES; lane++) {                                                                 \
+                float one = VALUE(p[i + j + lane]), other = VALUE(p[i + j + LANES + lane]);                            \
+                sums[lane] += one + other, more[lane] += one * one + other * other;                                    \
+            }                                                                                                          \
+        for (int lane = 0; lane < LANES; lane++)                                                                       \
+            sum += sums[lane], squares += more[lane];                                                                  \
+    }                                                                                                                  \
+    for (; i < count; i++) {                                                                                           \
+        double value = VALUE(p[i]);                                                                                    \
+        sum += value, squares += value * value;                                                                        \
+    }
+
+#define SCAN(NAME, UNSIGNED, SIGNED, NORMAL, INFINITE, SMALL, LARGE, SUM)                                              \
+    EACH_PROCESSOR static void NAME##_scan(const UNSIGNED *numbers, size_t length, const Cast *cast, Figures *f)       \
+    {                                                                                                                  \
+        const int sign = 8 * sizeof(UNSIGNED) - 1;                                                                     \
+        const UNSIGNED mask = (UNSIGNED)(((uint64_t)1 << sign) - 1);                                                   \
+        for (size_t position = 0; position < length; position += CHUNK) {                                              \
+            const UNSIGNED *p = numbers + position;                                                                    \
+            size_t count = length - position < CHUNK ? length - position : CHUNK;                                      \
+            UNSIGNED least = mask, top = 0;                                                                            \
+            SIGNED above = (SIGNED)(mask + 1);                                                                         \
+            for (size_t i = 0; i < count; i++) {                                                                       \
+                UNSIGNED magnitude = p[i] & mask;                                                                      \
+                least = magnitude < least ? magnitude : least;                                                         \
+                top = p[i] > top ? p[i] : top;                                                                         \
+                above = (SIGNED)p[i] > above ? (SIGNED)p[i] : above;                                                   \
+            }                                                                                                          \
+            UNSIGNED high = above < 0 ? 0 : (UNSIGNED)above, low = top >> sign ? top & mask : 0;                       \
+            UNSIGNED largest = high > low ? high : low;                                                                \
+            if (least < NORMAL) {                                                                                      \
+                UNSIGNED zeros = 0, small = 0; /* as narrow as the numbers, so that as many are counted at a time */   \
+                for (size_t i = 0; i < count; i++) {                                                                   \
+                    small += (UNSIGNED)(p[i] & mask) < NORMAL;                                                         \
+                    zeros += (UNSIGNED)(p[i] & mask) == 0;                                                             \
+                }                                                                                                      \
+                f->zeros += zeros, f->subnormals += (UNSIGNED)(small - zeros);                                         \
+            }                                                                                                          \
+            if (cast->wanted                                                                                           \
+                && (NAME##_value(least) <= cast->vanishing || largest >= INFINITE                                      \
+                    || NAME##_value(largest) > cast->largest)) {                                                       \
+                for (size_t i = 0; i < count; i++) {                                                                   \
+                    UNSIGNED magnitude = p[i] & mask;                                                                  \
+                    f->vanishing += magnitude != 0 && NAME##_value(magnitude) <= cast->vanishing;                      \
+                    f->overflowing += magnitude < INFINITE && NAME##_value(magnitude) > cast->largest;                 \
+                }                                                                                                      \
+            }                                                                                                          \
+            double sum = 0, squares = 0;                                                                               \
+            if (largest >= LARGE || (largest && largest < SMALL)) { /* one after the other: some are out of bounds */  \
+                for (size_t i = 0; i < count; i++) {                                                                   \
+                    UNSIGNED magnitude = p[i] & mask;                                                                  \
+                    if (magnitude < INFINITE) {                                                                        \
+                        double value = NAME##_value(p[i]);                                                             \
+                        f->minimum = value < f->minimum ? value : f->minimum;                                          \
+                        f->maximum = value > f->maximum ? value : f->maximum;                                          \
+                        sum += value, squares += value * value, f->finite++;                                           \
+                        continue;                                                                                      \
+                    }                                                                                                  \
+                    f->first = f->first < 0 ? (int64_t)(position + i) : f->first;                                      \
+                    *(magnitude > INFINITE ? &f->nan : p[i] >> sign ? &f->neg_inf : &f->pos_inf) += 1;                 \
+                }                                                                                                      \
+            } else {                                                                                                   \
+                double minimum = top >> sign ? NAME##_value(top) : NAME##_value(least);                                \
+                double maximum = above < 0 ? -NAME##_value(least) : NAME##_value((UNSIGNED)above);                     \
+                f->minimum = minimum < f->minimum ? minimum : f->minimum;                                              \
+                f->maximum = maximum > f->maximum ? maximum : f->maximum;                                              \
+                f->finite += count;                                                                                    \
+                SUM                                                                                                    \
+            }                                                                                                          \
+            f->sum += sum, f->squares += squares;                                                                      \
+        }                                                                                                              \
+    }
+
+SCAN(float32, uint32_t, int32_t, 0x00800000u, 0x7f800000u, 0, 0x7f800000u, SUM_OF_SINGLES)
+SCAN(float16, uint16_t, int16_t, 0x0400u, 0x7c00u, 0, 0x7c00u, SUM_OF_HALVES(float16_value))
+SCAN(bfloat16, uint16_t, int16_t, 0x0080u, 0x7f80u, 0x2400u, 0x5d80u, SUM_OF_HALVES(bfloat16_value))
+
+/* Adds up how often each byte is there. Four tables: adding to one entry twice in a row has to wait for the first. */
+static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
+{
+    while (length) {
+        uint32_t tables[4][256] = {{0}};
+        size_t count = length < (1u << 31) ? length : (1u << 31), i = 0;
+        for (; i + 8 <= count; i += 8) {
+            uint64_t word;
+            memcpy(&word, bytes + i, sizeof word);
+            for (int place = 0; place < 8; place++)
+                tables[place & 3][(word >> (8 * place)) & 0xff]++;
+        }
+        for (; i < count; i++)
+            tables[0][bytes[i]]++;
+        for (int code = 0; code < 256; code++)
+            counts[code] += (uint64_t)tables[0][code] + tables[1][code] + tables[2][code] + tables[3][code];
+        bytes += count, length -= count;
+    }
+}
+
+int ckptfix_interface(void) { return INTERFACE; }
+
+/* `kind`: 0 float32, 1 float16, 2 bfloat16, at a multiple of their size. */
+void ckptfix_scan(int kind, const void *numbers, size_t length, const Cast *cast, Figures *figures)
+{
+    fenv_t before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV); /* subnormals are not flushed, whatever mode the program is in */
+    Figures found = {.first = -1, .minimum = INFINITY, .maximum = -INFINITY};
+    if (kind == 0)
+        float32_scan(numbers, length, cast, &found);
+    else if (kind == 1)
+        float16_scan(numbers, length, cast, &found);
+    else
+        bfloat16_scan(numbers, length, cast, &found);
+    fesetenv(&before);
+    *figures = found;
+}
+
+/* Counts how often each of the 256 bytes is there. */
+void ckptfix_count(const uint8_t *bytes, size_t length, uint64_t *counts) { count_bytes(bytes, length, counts); }
