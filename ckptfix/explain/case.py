@@ -36,19 +36,28 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
     defects = [finding for finding in others if finding.level > Level.NOTE]
     if confirming:
         sentence = f"{report.source} has what the message tells of:"
-    elif codes and not defects:
+    elif codes and not defects and not (explanation and explanation.about_file):
         sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
-    elif codes:
+    elif codes and not (explanation and explanation.about_file):
         sentence = f"{report.source} shows nothing of the kind, but something else:"
+    elif explanation is not None and explanation.about_file:
+        sentence = _what_it_holds(report)
     elif defects:
         sentence = (
             f"The message is not about the file; {report.source} has {counted(len(defects), 'defect')} of its own:"
         )
     elif explanation:
-        sentence = f"{report.source} is clean, which agrees with this: the file is not at fault."
+        sentence = f"Nothing is wrong in {report.source} itself, which agrees with this: the file is not at fault."
     else:
         sentence = f"{report.source}: nothing is wrong with it{_as_far(report)}."
     return Verdict(sentence, confirming, others, next_command(report, telling))
+
+
+def _what_it_holds(report: Report) -> str:
+    """What the file is and where its weights are: for messages about that, no rule finds anything wrong."""
+    tensors = counted(report.tensors, "tensor")
+    place = f"a bare state_dict of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
+    return f"{report.source} is a {report.format} file and holds {place}."
 
 
 def finding_text(finding: Finding) -> str:

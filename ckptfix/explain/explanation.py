@@ -35,7 +35,8 @@ class Explanation:
     ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is
     about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
     ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
-    the message stands, empty where there is none. ``file`` is the checkpoint, where it is known.
+    the message stands, empty where there is none. ``file`` is the checkpoint, if it is known;
+    ``about_file`` says that the cause is what the file is or holds.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Explanation:
     others: tuple[str, ...] = ()
     chain: str = ""
     file: str | None = None
+    about_file: bool = False
 
 
 def recognise(message: Message) -> list[tuple[Record, Mapping[str, str]]]:
@@ -136,6 +138,7 @@ def _explanation(
         others=tuple(dict.fromkeys(n for n in (*(other.name for other, _ in rest), *others) if n != record.name)),
         chain=chain,
         file=subject.file,
+        about_file=record.about_file,
     )
 
 

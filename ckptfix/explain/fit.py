@@ -6,6 +6,7 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -234,6 +235,15 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "leaves the counters out",
             code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
         )
+    if missing or mismatch.shapes or (mismatch.missing and not named):
+        yield Advice(
+            "strict=False does not help: whatever does not match stays at random values, as in an untrained model."
+        )
+    elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
+        yield Advice(
+            "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"
+            " list first: layers that your model should have mean the wrong model."
+        )
     if "KEY102" in findings:
         rename = findings["KEY102"].fix.edits if findings["KEY102"].fix else ()
         prefix = _prefix(rename)
@@ -291,22 +301,31 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[s
     others = {key: pair for key, pair in shapes.items() if key not in empty}
     if not others:
         return
-    heads = {key for key, (stored, wanted) in others.items() if stored[1:] == wanted[1:] and stored and wanted}
-    inputs = {key for key, pair in others.items() if _is_input(*pair)}
-    positions = {key for key in others if "pos" in key.lower()}
-    if positions:
-        reason = "position embeddings of another resolution or length"
-    elif heads == others.keys() and len(others) <= 4:
-        (stored, wanted), key = next(iter(others.values())), next(iter(others))
+    positions = {key: pair for key, pair in others.items() if _POSITIONS.search(key)}
+    for group, is_positions in ((positions, True), ({k: others[k] for k in others if k not in positions}, False)):
+        if group:
+            reason = "position embeddings of another resolution or length" if is_positions else _shape_reason(group)
+            lines = tuple(
+                f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items()
+            )
+            yield f"{counted(len(group), 'key')} of another shape: {reason}.", lines
+
+
+_POSITIONS = re.compile(
+    r"(?:^|[._])(?:abs_|rel_)?pos(?:ition(?:al|s)?)?(?:_?emb(?:ed(?:ding)?s?)?)?(?:[._]|$)", re.IGNORECASE
+)
+"""Segments of keys that hold position embeddings."""
+
+
+def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
+    key, (stored, wanted) = next(iter(shapes.items()))
+    heads = {key for key, (stored, wanted) in shapes.items() if stored[1:] == wanted[1:] and stored and wanted}
+    if heads == shapes.keys() and len(shapes) <= 4:
         what = "entries of a vocabulary" if "emb" in key.lower() else "classes or output channels"
-        reason = f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
-    elif inputs == others.keys():
-        (stored, wanted) = next(iter(others.values()))
-        reason = f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
-    else:
-        reason = "a model of another size or configuration than the file's, so look for its variant first"
-    lines = tuple(f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in others.items())
-    yield f"{counted(len(others), 'key')} of another shape: {reason}. strict=False does not help here.", lines
+        return f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
+    if all(_is_input(*pair) for pair in shapes.values()):
+        return f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
+    return "a model of another size or configuration than the file's, so look for its variant first"
 
 
 def _is_input(stored: Shape, wanted: Shape) -> bool:

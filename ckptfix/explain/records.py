@@ -36,8 +36,9 @@ class Record:
     and a space matches any white space. The named groups fill ``cause`` and ``advice``; ``unknown`` stands in for
     groups that the message lacks. ``codes`` are the rules, or the beginnings of their codes, that find the cause. A
     ``general`` record, of a message that others come wrapped in, counts only if no other is found. ``frames`` are
-    patterns of traceback lines, for messages that say too little by themselves. ``read`` names the reader that looks at
-    the keys of the message."""
+    patterns of traceback lines, for messages that say too little by themselves. ``about_file``: the cause is what the
+    file is or holds, though no rule finds anything wrong with it. ``read`` names the reader that looks at the keys of
+    the message."""
 
     name: str
     example: str
@@ -48,6 +49,7 @@ class Record:
     codes: tuple[str, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)
     general: bool = False
+    about_file: bool = False
     read: str = ""
     frames: tuple[str, ...] = ()
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.cli.programs import ROOT, command, environment, run, run_here
+from tests.cli.programs import command, environment, run, run_here
 
 PREFIX = (
     'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'
@@ -153,10 +153,3 @@ def test_help_does_not_load_the_records(tmp_path):
         [sys.executable, "-c", program, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.stderr == "[]"
-
-
-def test_the_readme_shows_a_true_screen():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    message = "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."
-    file = "sample_checkpoints/imagenet_dataparallel_cuda3.pth"
-    assert run_here("explain", message, "--file", file, cwd=ROOT).stdout in readme

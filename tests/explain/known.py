@@ -36,6 +36,27 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
     "key-by-hand": ("KeyError: 'backbone.layer1.0.bn1.running_mean'",),
+    "not-a-tar": ("tarfile.ReadError: not a gzip file", "ValueError: model.pth.tar is not a tar archive"),
+    "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
+    "empty-shard": (),
+    "shape-of-loaded-tensor": (
+        'ValueError: Trying to set a tensor of shape torch.Size([43176, 8192]) in "weight" (which has shape'
+        " torch.Size([0])), this look incorrect.",
+    ),
+    "missing-adapter-keys": (),
+    "unused-checkpoint-keys": (
+        "Some model parameters or buffers are not found in the checkpoint: backbone.fc.bias",
+        "WARNING: roi_heads.box_head.fc1.weight is not in the checkpoint. Please double-check.",
+    ),
+    "empty-grad-scaler": (),
+    "optimizer-of-other-kind": ("KeyError: 'exp_avg'", "KeyError: 'momentum_buffer'"),
+    "code-of-other-python": (
+        "TypeError: code() argument 13 must be str, not int",
+        "TypeError: code expected at most 16 arguments, got 18",
+    ),
+    "source-changed": (
+        "serialization.py:868: SourceChangeWarning: source code of class 'models.resnet.ResNet' has changed.",
+    ),
     "optimizer-groups": (
         "ValueError: loaded state dict has a different number of parameter groups",
         "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
@@ -134,7 +155,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Invalid protocol version: 1002",
         "RuntimeError: Invalid magic number; corrupt file?",
     ),
-    "plain-pickle-load": (),
+    "plain-pickle-load": ("AttributeError: 'int' object has no attribute 'items'; got 119547037146038801333356",),
     "safetensors-cut": (
         'safetensors_rust.SafetensorError: Error while deserializing header: InvalidOffset("weight")',
         "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file not fully"

@@ -50,7 +50,7 @@ def test_without_a_model_names_cannot_be_compared(plain: Path):
 
 
 def test_a_clean_file_agrees_with_a_fault_of_the_environment(plain: Path):
-    assert verdict(CUDA, plain).sentence.endswith("is clean, which agrees with this: the file is not at fault.")
+    assert verdict(CUDA, plain).sentence.endswith("itself, which agrees with this: the file is not at fault.")
 
 
 def test_an_unknown_message(plain: Path):
@@ -72,5 +72,5 @@ def test_a_defect_that_the_message_is_not_about(wrapped: Path):
 
 
 def test_a_key_of_the_container_is_told_where_the_weights_are(plain: Path, wrapped: Path):
-    assert "it is a bare state_dict" in verdict(KEY, plain).sentence
-    assert "its weights stand under net" in verdict(KEY, wrapped, nn.DataParallel(nn.Linear(3, 2))).sentence
+    assert "holds a bare state_dict of 2 tensors" in verdict(KEY, plain).sentence
+    assert "holds 2 tensors under 'net'" in verdict(KEY, wrapped, nn.DataParallel(nn.Linear(3, 2))).sentence

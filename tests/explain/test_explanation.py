@@ -54,4 +54,4 @@ def test_the_nearest(text: str, name: str):
 def test_a_known_message_is_nearest_to_itself(record):
     close = nearest(record.example)
     if close is not None:  # two or three words are too little to go by
-        assert close[1] == pytest.approx(1)
+        assert close[1] == pytest.approx(1, abs=0.05)
