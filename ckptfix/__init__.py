@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.plan import Plan
     from ckptfix.core.report import Report
+    from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.spec import TensorSpec
     from ckptfix.errors import (
         CkptfixError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckSettings",
     "Checkpoint",
     "CkptfixError",
     "Difference",
@@ -37,7 +39,9 @@ __all__ = [
     "PlanError",
     "Recalibration",
     "Repair",
+    "RepairSettings",
     "Report",
+    "Settings",
     "TargetError",
     "TensorSpec",
     "UnreadableError",
@@ -54,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     **{name: "errors" for name in __all__ if name.endswith("Error")},
+    **{name: "core.settings" for name in __all__ if name.endswith("Settings")},
     "Checkpoint": "core.checkpoint",
     "Difference": "comparison",
     "TensorSpec": "core.spec",
@@ -66,12 +71,18 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    # The command line answers --version and --help without paying for the parsers.
-    if name not in __all__:
-        raise AttributeError(f"module 'ckptfix' has no attribute {name!r}")
-    import importlib
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
-    value = getattr(importlib.import_module(f"ckptfix.{_HOMES.get(name, 'repairing')}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        # The command line answers --version and --help without paying for the parsers.
+        if name not in __all__:
+            raise AttributeError(f"module 'ckptfix' has no attribute {name!r}")
+        import importlib
+
+        value = getattr(importlib.import_module(f"ckptfix.{_HOMES.get(name, 'repairing')}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

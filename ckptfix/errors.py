@@ -3,12 +3,40 @@
 Each message is one line that says what is wrong, in which file, and what to do next. Anything else that escapes from
 ckptfix is a bug of ours."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 LONGEST = 2000
 """Characters of a message: names in a file may be of any length."""
 
 
+@dataclass(frozen=True)
+class Opt:
+    """An option in a message. The library writes ``fill="target"``, the command line ``--fill target``.
+
+    ``Opt("fill")`` is the option without a value: ``fill=``, ``--fill``.
+    """
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return f"{self.name}=" if self.value is None else f"{self.name}={self.value!r}"
+
+
+Words = str | Opt
+"""A piece of a message."""
+
+
+def joined(words: Iterable[Words], word: Callable[[Opt], str] = str) -> str:
+    """Return the pieces of a message as one text, with the options as ``word`` writes them."""
+    return "".join(piece if isinstance(piece, str) else word(piece) for piece in words)
+
+
 def one_line(text: str) -> str:
-    """The text without line feeds, escape codes and other characters that no terminal shows: names in a file hold
+    """Return the text with line feeds, escape codes and other invisible characters escaped: names in a file hold
     anything.
     """
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
@@ -20,8 +48,15 @@ class CkptfixError(Exception):
     says.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+    def __init__(self, *words: Words) -> None:
+        super().__init__(*words)
+
+    def __str__(self) -> str:
+        return self.worded(str)
+
+    def worded(self, word: Callable[[Opt], str]) -> str:
+        """Return the message with the options as ``word`` writes them."""
+        return one_line(joined(self.args, word))
 
 
 class UnreadableError(CkptfixError):
@@ -37,7 +72,7 @@ class DamageWarning(UserWarning):
 class UnknownKeyError(CkptfixError, KeyError):
     """The checkpoint has no tensor under this key."""
 
-    __str__ = Exception.__str__  # that of KeyError puts the message in quotes
+    __str__ = CkptfixError.__str__  # that of KeyError puts the message in quotes
 
 
 class HostileError(UnreadableError):
@@ -45,13 +80,13 @@ class HostileError(UnreadableError):
 
 
 class TargetError(CkptfixError):
-    """The model or reference file that the checkpoint has to fit cannot be had.
+    """The model or reference file that the checkpoint has to fit is not available.
 
-    ``traceback_text`` is the user's own traceback where the user's factory raised, and empty otherwise.
+    ``traceback_text`` is the user's own traceback if the user's factory raised, and empty otherwise.
     """
 
-    def __init__(self, message: str, traceback_text: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, *words: Words, traceback_text: str = "") -> None:
+        super().__init__(*words)
         self.traceback_text = traceback_text
 
 

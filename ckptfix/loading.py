@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import counted
 from ckptfix.core.report import Report
+from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import repair
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from typing_extensions import Unpack
 
     from ckptfix.core.checkpoint import Checkpoint
+    from ckptfix.core.settings import RepairSettings
 
 
 SHOWN = 3
 """How many names a remark gives."""
-
-_WRITING = {"output", "beside", "in_place", "backup", "only_changes", "flush", "dry_run"}
 
 
 def load(
@@ -33,7 +34,7 @@ def load(
     *,
     map_location: str | torch.device | None = "cpu",
     assign: bool = False,
-    **settings: Any,
+    **settings: Unpack[RepairSettings],
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
@@ -47,8 +48,7 @@ def load(
     it may be removed or replaced; but it must not be written in place or cut short as long as the model lives.
 
     ``settings`` are those of ``repair``, but for those that write a file."""
-    if writes := _WRITING & settings.keys():
-        raise UsageError(f"{min(writes)} writes a file, and a load writes none; see ckptfix.repair")
+    checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)

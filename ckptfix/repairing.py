@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
+    from typing_extensions import Unpack
 
     from ckptfix.core.plan import Plan
-    from ckptfix.core.settings import Settings
+    from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.target import Target
     from ckptfix.engine.delivery import ForwardTest
     from ckptfix.engine.supplies import Measure
@@ -73,13 +74,13 @@ def check(
     *,
     like: str | os.PathLike[str] | None = None,
     model_args: Arguments = (),
-    **settings: Any,
+    **settings: Unpack[CheckSettings],
 ) -> Report:
-    """Say what is wrong with a checkpoint and what would be done about it; write nothing.
+    """Report what is wrong with a checkpoint and what a repair would do about it; write nothing.
 
-    ``settings`` are the fields of ``ckptfix.core.settings.Settings``.
+    ``ckptfix.Settings`` describes the settings.
     """
-    checked = checked_settings(settings, model, like)
+    checked = checked_settings(settings, model, like, "check")
     checkpoint = open_source(source, checked)
     target = _target(model, like, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, donor_of(target, checked), _measure(model, model_args, checked))
@@ -100,7 +101,7 @@ def repair(
     plan: Plan | None = None,
     like: str | os.PathLike[str] | None = None,
     model_args: Arguments = (),
-    **settings: Any,
+    **settings: Unpack[RepairSettings],
 ) -> Repair:
     """Repair a checkpoint, and write it to ``output``; without one, write nothing.
 
@@ -137,10 +138,15 @@ def repair(
 
 
 def repair_state_dict(
-    state_dict: Mapping[str, Any], model: nn.Module | str | None = None, **settings: Any
+    state_dict: Mapping[str, Any],
+    model: nn.Module | str | None = None,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    model_args: Arguments = (),
+    **settings: Unpack[RepairSettings],
 ) -> tuple[dict[str, Any], Report]:
     """Repair a state_dict in memory. Tensors that no edit touches are not copied; the argument is not changed."""
-    repaired = repair(state_dict, model, **settings)
+    repaired = repair(state_dict, model, like=like, model_args=model_args, **settings)
     return repaired.state_dict(), repaired.report
 
 

@@ -40,13 +40,12 @@ CIRCULAR = {
 }
 """Imports that close a circle and are still to be mended."""
 
-HEAVY = {"torch", "numpy", "safetensors", "rich", "typer", "jinja2", "fsspec", "xxhash", "ray"}
+HEAVY = {"torch", "numpy", "safetensors", "rich", "jinja2", "fsspec", "xxhash", "ray"}
 AT_THE_TOP = {
     "reading/tensors": {"torch"},
     "reading/live": {"torch"},
     "reading/memory": {"torch"},
     "values/casting": {"torch"},
-    "cli": {"typer", "rich"},
 }
 """The modules and rooms that may import a heavy package at the top."""
 
@@ -147,7 +146,7 @@ reference = file.with_name("plain.safetensors")
 reference.write_bytes(file.read_bytes().replace(b'"module.', b'"modulo.'))
 ckptfix.check(file, like=reference, values=False).to_json()
 ckptfix.repair(file, output=file.with_name("fixed.safetensors"), values=False)
-print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "rich", "typer", "safetensors"}))
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "rich", "safetensors"}))
 """
 
 

@@ -14,7 +14,7 @@ def main() -> None:
     """Run the program and exit."""
     gc.set_threshold(_NEW_OBJECTS)
     try:
-        from ckptfix.cli.app import run
+        from ckptfix.cli.program import run
     except KeyboardInterrupt:
         sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was begun\n")
         raise SystemExit(130) from None

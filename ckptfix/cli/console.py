@@ -13,13 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import typer
+import click
 
-from ckptfix.cli.choices import choose
 from ckptfix.cli.meter import SELDOM, Meter
-from ckptfix.core.config import load_configuration
 from ckptfix.core.progress import watched_by
 from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
 from ckptfix.report.style import Line, Paper, Span
@@ -49,7 +47,7 @@ def open_streams() -> None:
     os.close(descriptor)
 
 
-def heed_signals() -> None:
+def handle_signals() -> None:
     """Let a request to end, and a terminal that is closed, clear away what is half done; by default it would stay."""
 
     def stop(number: int, _frame: object) -> None:
@@ -106,8 +104,7 @@ class Console:
         """Show what is being done, on a terminal alone, until something else is written."""
         if sys.stderr.isatty() and not self.quiet:
             self.end_progress()
-            sys.stderr.write(Paper.of(sys.stderr).write([f"{text} …"]).rstrip("\n"))
-            sys.stderr.flush()
+            _write_error_text(Paper.of(sys.stderr).write([f"{text} …"]).rstrip("\n"))
             self._shows_progress = True
 
     @contextmanager
@@ -125,8 +122,7 @@ class Console:
     def end_progress(self) -> None:
         """Take the line of ``progress`` away."""
         if self._shows_progress:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _write_error_text("\r\x1b[K")
             self._shows_progress = False
 
     @contextmanager
@@ -139,28 +135,28 @@ class Console:
                 self.end_progress()
         except TargetError as error:
             # The user's own traceback, and nothing of ours.
-            sys.stderr.write(error.traceback_text)
-            self._fail(str(error))
+            _write_error_text(error.traceback_text)
+            self._fail(_worded(error))
             self.is_hopeless = True
         except UsageError as error:
-            self._fail(str(error))
+            self._fail(_worded(error))
             # What is not about this file would be said of all others too.
             self.is_hopeless = source not in str(error)
         except CkptfixError as error:
-            self._fail(_naming(source, str(error)))
+            self._fail(_naming(source, _worded(error)))
         except BrokenPipeError:
-            _close_quietly()
-            raise typer.Exit(_PIPE_CLOSED) from None
+            _close_quietly(sys.stdout)
+            raise click.exceptions.Exit(_PIPE_CLOSED) from None
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
             self._fail(_naming(source, f"{place}{error.strerror or error}"))
-        except (typer.Exit, typer.Abort):
+        except (click.exceptions.Exit, click.ClickException):
             raise
         except KeyboardInterrupt as stop:
-            raise typer.Exit(self.tell_stop(stop, source)) from None
+            raise click.exceptions.Exit(self.tell_stop(stop, source)) from None
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
             if self.verbose:
-                sys.stderr.write(traceback.format_exc())
+                _write_error_text(traceback.format_exc())
             self._fail(_naming(source, _bug(error)))
 
     @contextmanager
@@ -170,7 +166,7 @@ class Console:
         with self.surviving(source):
             yield
         if len(self.failures) > told:
-            raise typer.Exit(FAILED)
+            raise click.exceptions.Exit(FAILED)
 
     def tell_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
         """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
@@ -178,27 +174,16 @@ class Console:
         self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and no source was changed"))
         return _BY_SIGNAL + int(number)
 
+    def usage(self, error: click.ClickException) -> None:
+        """Show what is wrong with the command line, and how to get its help."""
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        _write_error_text(f"{context.get_usage()}\n" if context is not None else "")
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        self._fail(f"{error.format_message().rstrip('.')}{hint}")
+
     def _fail(self, message: str) -> None:
         self.failures.append(message)
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
-
-
-def begin(context: typer.Context, runs_model: bool = True) -> tuple[Console, dict[str, Any]]:
-    """The console of a command and what the user chose, on the command line or in the configuration file.
-
-    ``runs_model`` False: the command only names the model, so there is nothing to warn of.
-    """
-    console = Console(quiet=bool(context.params.get("quiet")), verbose=bool(context.params.get("verbose")))
-    with console.guarding():
-        configuration = load_configuration()
-        choices = choose(context.params, configuration)
-        if choices.get("quiet") and choices.get("verbose"):
-            raise UsageError("--quiet and --verbose exclude each other")
-        console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
-        if runs_model and "model" in choices and context.params.get("model") is None:
-            # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.
-            console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
-    return console, choices
 
 
 def write_output(text: str) -> None:
@@ -211,19 +196,34 @@ def write_output(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _close_quietly()
+        _close_quietly(sys.stdout)
         raise WriteError(f"the report cannot be written to stdout: {error.strerror}; let it go elsewhere") from error
 
 
 def _write_error(lines: Iterable[Line]) -> None:
-    sys.stderr.write(Paper.of(sys.stderr).write(lines))
-    sys.stderr.flush()
+    _write_error_text(Paper.of(sys.stderr).write(lines))
 
 
-def _close_quietly() -> None:
+def _write_error_text(text: str) -> None:
+    """Write to stderr if possible: a note that is lost there changes nothing of the result and of the exit code."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _close_quietly(sys.stderr)
+
+
+def _close_quietly(stream: TextIO) -> None:
     """Let Python's last flush go nowhere (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
+
+
+def _worded(error: CkptfixError) -> str:
+    """The message with its options as flags."""
+    from ckptfix.core.options import flag_text
+
+    return error.worded(flag_text)
 
 
 def _naming(source: str, message: str) -> str:

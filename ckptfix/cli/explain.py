@@ -5,15 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ckptfix.cli import options
-from ckptfix.cli.console import Console, begin, write_output
-from ckptfix.errors import UsageError
-from ckptfix.report.arguments import library_arguments, repair_command
+from ckptfix.cli.console import Console, write_output
+from ckptfix.cli.program import Argument, Run
+from ckptfix.core.options import CHECK, REPAIR, command_words, library_settings, option_words
+from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
     from ckptfix.explain import Explanation, Verdict
@@ -24,38 +23,18 @@ UNKNOWN = 1
 _MOST = 16_000_000
 """Bytes of stdin that are kept: the end of a log is where the error stands."""
 
-File = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH", help="The checkpoint that the message is about: it is checked, and the answer is for it."
+ARGUMENTS = (
+    Argument(
+        "text",
+        "TEXT",
+        "The message or the whole traceback, in quotes; without it, stdin is read.",
+        required=False,
+        many=True,
     ),
-]
-ExplanationFormat = Annotated[
-    Literal["full", "concise", "json"] | None,
-    typer.Option("--output-format", help="How the explanation is written.  [default: full]"),
-]
+)
 
 
-# The options are declared here for typer; their values come from the context, merged with the configuration file.
-def explain(
-    context: typer.Context,
-    text: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TEXT", help="The message or the whole traceback, in quotes; without it, stdin is read."
-        ),
-    ] = None,
-    file: File = None,
-    model: options.Model = None,
-    model_args: options.ModelArgs = None,
-    like: options.Like = None,
-    weights: options.Weights = None,
-    member: options.Member = None,
-    no_values: options.NoValues = None,
-    output_format: ExplanationFormat = None,
-    quiet: options.Quiet = None,
-    verbose: options.Verbose = None,
-) -> None:
+def explain(run: Run, text: tuple[str, ...]) -> int:
     """Say what an error message means, and what to do.
 
     It knows the messages of torch 0.3 to 2.13, safetensors, CUDA and others that meet people around loading and running
@@ -63,17 +42,12 @@ def explain(
 
     Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read.
     """
-    console, choices = begin(context, runs_model=file is not None)
-    code = 0
+    console, choices, file = run.console, run.choices, run.choices.get("file")
     with console.guarding(file or ""):
-        form = choices.get("output_format", "full")
-        if form not in ("full", "concise", "json"):
-            raise UsageError(f"explain has no output format {form}; use --output-format full, concise or json")
-        code = _explain(_given(text, console), file, choices, console, form)
-    raise typer.Exit(code)
+        return _explain(_given(text, console), file, choices, console, choices.get("output_format", "full"))
 
 
-def _explain(given: str, file: str | None, choices: dict[str, Any], console: Console, form: str) -> int:
+def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: Console, form: str) -> int:
     # Here and not above: --help and --version need nothing of the library.
     from ckptfix.explain import Subject, nearest
     from ckptfix.explain import explain as explain_text
@@ -95,36 +69,30 @@ def _explain(given: str, file: str | None, choices: dict[str, Any], console: Con
     return 0 if explanation is not None else UNKNOWN
 
 
-def _verdict(explanation: Explanation | None, file: str, choices: dict[str, Any], console: Console) -> Verdict:
+def _verdict(explanation: Explanation | None, file: str, choices: Mapping[str, Any], console: Console) -> Verdict:
     """What a check of the file says; a file that cannot be read is an answer too, where it is there at all."""
     import ckptfix
     from ckptfix.explain import Verdict, judge
     from ckptfix.report.telling import Mode, Telling
 
     if not Path(file).exists():
-        raise UsageError(f"--file {file}: there is no such file")
-    arguments = {name: value for name, value in choices.items() if name not in ("text", "file")}
+        raise UsageError(Opt("file", file), ": there is no such file")
     console.progress(f"checking {file}")
     try:
-        report = ckptfix.check(file, **library_arguments(arguments))
+        report = ckptfix.check(file, **library_settings(choices, CHECK))
     except ckptfix.UnreadableError as error:
         return Verdict(f"it cannot be read as it is: {error}")
-    return judge(explanation, report, Telling(Mode.CHECK, console.verbose, repair_command(file, arguments)))
+    return judge(explanation, report, Telling(Mode.CHECK, console.verbose, command_words(REPAIR, file, choices)))
 
 
-def _model_words(choices: dict[str, Any]) -> tuple[str, ...]:
+def _model_words(choices: Mapping[str, Any]) -> tuple[str, ...]:
     """The flags that name the model or the reference, as the user would type them."""
-    words = []
-    for name in ("model", "model_args", "like"):
-        if name in choices:
-            value = choices[name]
-            words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    return tuple(words)
+    return option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
 
 
-def _given(words: list[str] | None, console: Console) -> str:
+def _given(words: tuple[str, ...], console: Console) -> str:
     """The text that is to be explained. Raises ``UsageError`` where there is none, or where it is a file's name."""
-    if words and words != ["-"]:
+    if words and words != ("-",):
         if len(words) == 1 and _is_file(words[0]):
             raise UsageError(
                 f"{words[0]} is a file: give a log with `ckptfix explain < {words[0]}`; what is wrong with a"

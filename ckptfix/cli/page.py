@@ -78,16 +78,29 @@ def _lines(spool: IO[str]) -> Iterator[dict[str, Any]]:
 
 
 def facts_of_run() -> dict[str, str]:
-    """How, when and with what the page was made."""
-    from importlib.metadata import version
-
-    from ckptfix import __version__
-
+    """Return how, when and with what the page was made."""
     return {
         "Made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "Command": typed(["ckptfix", *sys.argv[1:]]),
+        **environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the versions of what ckptfix runs with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ckptfix import __version__
+    from ckptfix.values.kernel import kernel
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return {
         "ckptfix": __version__,
-        "torch": version("torch"),
+        "torch": torch,
+        "Kernel": "compiled" if kernel() is not None else "none: pure Python, slower",
         "Python": platform.python_version(),
-        "Platform": f"{platform.system()} {platform.machine()}",
+        "Platform": f"{platform.system()} {platform.release()} {platform.machine()}",
     }

@@ -1,72 +1,264 @@
-"""The commands of the program, each imported when it is asked for: ``ckptfix --version`` needs none of them."""
+"""The program: its commands, made from the table of options, and ``--version``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from typer.core import TyperGroup
+import click
+from click.core import ParameterSource
 
-from ckptfix.cli.command import Command, take_texts_as_they_are
-from ckptfix.cli.console import Console
+from ckptfix.cli.console import Console, handle_signals, open_streams, write_output
+from ckptfix.core.config import Configuration, load_configuration
+from ckptfix.errors import Opt, UsageError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from ckptfix.core.options import Option
 
 COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "rule", "explain")
 """The commands in the order of ``--help``. Each is the function of its name in the module of its name."""
 
-
-class Commands(Mapping[str, Any]):
-    """The commands by name, made when they are asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in COMMANDS:
-            raise KeyError(name)
-        return _command(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class Program(TyperGroup):
-    """The words in front of the command: its name, ``--version``, ``--help``."""
+@dataclass(frozen=True)
+class Run:
+    """What a command is run with: the options by name, from the command line or the configuration file.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = Commands()  # type: ignore[assignment]  # typer would let one add to them; nobody does
+    ``given`` holds the options that stand on the command line.
+    """
 
-    def make_context(self, *args: Any, **settings: Any) -> Any:
-        """Begin with the command line."""
-        with _telling_signals():
-            return super().make_context(*args, **settings)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with _telling_signals():
-            return super().invoke(ctx)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line up to the command's name."""
-        take_texts_as_they_are(self.get_params(ctx))
-        return super().parse_args(ctx, args)
+    console: Console
+    choices: Mapping[str, Any]
+    given: Mapping[str, Any]
 
 
-@contextmanager
-def _telling_signals() -> Iterator[None]:
-    """Before a command minds signals itself, and after that, typer would end all of them as Ctrl-C, without a word."""
+class Program(click.Group):
+    """The group of all commands. A command is imported when it is asked for: ``--version`` needs none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of this name."""
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, or print the version."""
+        if ctx.params["version"]:
+            with Console().guarding():
+                write_output("".join(f"{line}\n" for line in _version_lines(ctx.params["verbose"])))
+            return 0
+        return super().invoke(ctx)
+
+
+PROGRAM = Program(
+    "ckptfix",
+    params=[
+        click.Option(["--version"], is_flag=True, help="Print the version and exit; -v adds what a bug report needs."),
+        click.Option(["-v", "--verbose"], is_flag=True, hidden=True),
+    ],
+    no_args_is_help=True,
+    context_settings=_SETTINGS,
+    help="""Make PyTorch checkpoints load again.
+
+    ckptfix reads a checkpoint without running any of its code, finds what keeps it from loading or from working,
+    repairs that by named rules, and proves the result.
+
+    Exit codes: 0 nothing found, or all fixed and verified; 1 findings remain; 2 a file cannot be read, or the command
+    is wrong.
+
+    Shell completion: eval "$(_CKPTFIX_COMPLETE=bash_source ckptfix)", or zsh_source, fish_source.
+    """,
+)
+
+
+class Argument(click.Argument):
+    """An argument with a help text. Its usage is its ``metavar``: ``PATH...``."""
+
+    def __init__(self, name: str, metavar: str, text: str, *, required: bool = True, many: bool = False) -> None:
+        super().__init__([name], metavar=metavar, required=required, nargs=-1 if many else 1)
+        self.text = text
+
+    def make_metavar(self, ctx: click.Context | None = None) -> str:
+        """Return the word of the usage line."""
+        word = self.metavar if self.required else f"[{self.metavar}]"
+        return f"{word}{'...' if self.nargs == -1 else ''}"
+
+
+class Command(click.Command):
+    """A command whose help shows the arguments and the groups of options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the arguments, then the options by group."""
+        from ckptfix.core.options import GROUPS
+
+        arguments = [(str(each.metavar), each.text) for each in self.params if isinstance(each, Argument)]
+        with formatter.section("Arguments"):
+            formatter.write_dl(arguments)
+        shown = {each.name: each.get_help_record(ctx) for each in self.get_params(ctx)}
+        groups = {title: [option.name for option in group] for title, group in GROUPS.items()}
+        groups[[*groups][-1]].append("help")
+        for title, names in groups.items():
+            if rows := [row for name in dict.fromkeys(names) if (row := shown.get(name)) is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def run(words: Sequence[str] | None = None) -> None:
+    """Run the program and exit."""
+    open_streams()
+    handle_signals()
+    if instruction := os.environ.get("_CKPTFIX_COMPLETE"):
+        from click.shell_completion import shell_complete
+
+        raise SystemExit(shell_complete(PROGRAM, {}, "ckptfix", "_CKPTFIX_COMPLETE", instruction))
+    raise SystemExit(exit_code(sys.argv[1:] if words is None else words))
+
+
+def exit_code(words: Sequence[str]) -> int:
+    """Run a command line; return its exit code."""
+    console = Console()
     try:
-        yield
+        with PROGRAM.make_context("ckptfix", list(words)) as context:
+            return int(PROGRAM.invoke(context))
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        console.usage(error)
+        return error.exit_code
     except KeyboardInterrupt as stop:
-        raise typer.Exit(Console().tell_stop(stop)) from None
+        return console.tell_stop(stop)
 
 
 @cache
-def _command(name: str) -> Any:
-    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-    alone.command(cls=Command)(getattr(import_module(f"ckptfix.cli.{name}"), name))
-    return typer.main.get_command(alone)
+def _command(name: str) -> click.Command:
+    from ckptfix.core.options import options_of
+
+    module = import_module(f"ckptfix.cli.{name}")
+    function = getattr(module, name)
+    parameters = [*module.ARGUMENTS, *map(_click_option, options_of(name))]
+    return Command(
+        name, params=parameters, callback=partial(_call, function), help=function.__doc__, context_settings=_SETTINGS
+    )
+
+
+def _call(function: Callable[..., int], **parameters: Any) -> int:
+    context = click.get_current_context()
+    arguments = {
+        each.name: parameters.pop(str(each.name)) for each in context.command.params if isinstance(each, Argument)
+    }
+    given = {
+        name: value
+        for name, value in parameters.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    console = Console(quiet=bool(given.get("quiet")), verbose=bool(given.get("verbose")))
+    with console.guarding():
+        configuration = load_configuration()
+        choices = choose(function.__name__, given, configuration)
+        console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
+        runs_model = "model" in choices and (function.__name__ != "explain" or "file" in choices)
+        if runs_model and "model" not in given:
+            # In a folder that somebody else made, the user should know that its code runs.
+            console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
+        return function(Run(console, choices, given), **arguments)
+
+
+# Options that answer one question: one of them on the command line replaces all of them in the configuration.
+_QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
+
+
+def choose(command: str, given: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
+    """Return the options of a command by name: those given, else those of the configuration file.
+
+    Raises ``UsageError`` for given options that exclude each other, or that
+    have no meaning without a model.
+    """
+    from ckptfix.core.options import options_of, without_model
+
+    configured = {}
+    for option in options_of(command) if configuration.values else ():
+        if option.name in configuration.values and option.name not in given:
+            configured[option.name] = value = configuration.values[option.name]
+            if option.choices and value not in option.choices:
+                raise UsageError(
+                    f"{configuration.path}: {command} has no {option.name.replace('_', ' ')} {value}; give it ",
+                    *(Opt(option.name), f" with one of {', '.join(option.choices)}"),
+                )
+    for question in _QUESTIONS:
+        if any(name in given for name in question if name != "model_args"):
+            configured = {name: value for name, value in configured.items() if name not in question}
+    # The configuration has some options for the commands and files that have a model or a reference.
+    if configured.get("fill") == "target" and not {"model", "like"} & (configured.keys() | given.keys()):
+        del configured["fill"]
+    if "model" not in {**configured, **given}:
+        for name in without_model(configured):
+            del configured[name]
+        for name in without_model(given):
+            if given[name] is not False and name != "recalibrate":  # the library has better words for that
+                raise UsageError(
+                    *(Opt(name), " has no meaning without a model; add ", Opt("model", "PKG.MOD:FACTORY")),
+                    ", or leave it out",
+                )
+    if given.get("smoke") is False:
+        configured.pop("compare", None)
+    for first, second in (("model", "like"), ("quiet", "verbose")):
+        if first in given and second in given:
+            raise UsageError(Opt(first), " and ", Opt(second), " exclude each other")
+    return {**configured, **given}
+
+
+def _click_option(option: Option) -> click.Option:
+    from ckptfix.core.options import Kind
+
+    flags = [f"{option.long}/{option.no}" if option.no else option.long, *([option.short] if option.short else [])]
+    kinds: Mapping[Kind, Any] = {Kind.WHOLE: click.INT, Kind.NUMBER: click.FLOAT}
+    is_list = option.kind in (Kind.NAMES, Kind.INPUTS)
+    return click.Option(
+        [option.name, *flags],
+        is_flag=option.kind is Kind.SWITCH,
+        default=None,
+        multiple=is_list,
+        type=click.Choice(option.choices) if option.choices else kinds.get(option.kind),
+        metavar=option.metavar or None,
+        help=f"{option.help}{f'  [default: {option.default}]' if option.default else ''}",
+        shell_complete=None if option.choices else partial(_completions, option),
+    )
+
+
+def _completions(option: Option, _context: object, _parameter: object, begun: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    from ckptfix.core.options import Kind
+
+    if option.name in ("select", "ignore"):
+        before, comma, code = begun.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
+    items = [CompletionItem(word) for word in option.words if word.startswith(begun)]
+    return [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.INPUTS) else items
+
+
+def rule_codes(begun: str) -> Iterator[str]:
+    """Yield the codes of the rules that begin so."""
+    from ckptfix.rules import RULES
+
+    return (rule.code for rule in RULES if rule.code.startswith(begun.upper()))
+
+
+def _version_lines(verbose: bool) -> Iterator[str]:
+    from ckptfix import __version__
+
+    yield f"ckptfix {__version__}"
+    if verbose:
+        from ckptfix.cli.page import environment
+
+        yield from (f"{name}: {text}" for name, text in environment().items() if name != "ckptfix")

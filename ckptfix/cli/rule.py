@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from ckptfix.cli.program import Argument, Run, rule_codes
+from ckptfix.errors import Opt, UsageError
 
-from ckptfix.cli.console import begin
-from ckptfix.errors import UsageError
+if TYPE_CHECKING:
+    import click
+    from click.shell_completion import CompletionItem
 
 
-def rule(
-    context: typer.Context,
-    code: Annotated[str | None, typer.Argument(metavar="CODE", help="A rule's code or name, such as KEY101.")] = None,
-    all: Annotated[bool, typer.Option("--all", help="List every rule with one line each.")] = False,
-) -> None:
+class _Code(Argument):
+    """A rule's code, which a shell completes."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the codes that begin so."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(code) for code in rule_codes(incomplete)]
+
+
+ARGUMENTS = (_Code("code", "CODE", "A rule's code or name, such as KEY101.", required=False),)
+
+
+def rule(run: Run, code: str | None) -> int:
     """Print the manual of a rule.
 
-    What it finds, why that matters, when the fix is safe, an example, and sources.
+    It says what the rule finds, why that matters, when the fix is safe, with an example and sources.
     """
-    console, _ = begin(context)
+    console, all = run.console, run.choices.get("all", False)
     with console.guarding():
         from ckptfix.rules import RULES
 
         if all == (code is not None):
-            raise UsageError("name one rule, or list them with --all")
+            raise UsageError("name one rule, or list them with ", Opt("all"))
         if code is None:
             console.write(f"{entry.code} {entry.name}: {_summary(entry.manual)}" for entry in RULES)
-            return
+            return 0
         known = {name: entry for entry in RULES for name in (entry.code.lower(), entry.name)}
         if code.lower() not in known:
             close = difflib.get_close_matches(code.lower(), known, 1)
             hint = f"did you mean {known[close[0]].code} {known[close[0]].name}?" if close else "see ckptfix rule --all"
             raise UsageError(f"there is no rule {code}; {hint}")
         console.write(known[code.lower()].manual.splitlines())
+    return 0
 
 
 def _summary(manual: str) -> str:

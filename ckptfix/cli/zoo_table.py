@@ -6,31 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from ckptfix.cli.console import Console, write_output
+from ckptfix.core.options import Scope, scope_of
 from ckptfix.core.settings import parse_size
 from ckptfix.core.shell import no_option, typed
-from ckptfix.errors import UsageError
+from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
     from ckptfix.zoo.table import Table
 
-_OF_FILES = ("member", "salvage", "disarm")
-"""Flags that give something of a file up, or pick a part of it."""
 
-
-def given_here(context: typer.Context, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a repair on the command line, without those of the configuration file."""
-    chosen = _of_a_repair(choices)
-    return {name: value for name, value in chosen.items() if context.params.get(name) not in (None, [], ())}
-
-
-def _of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
-    from ckptfix.zoo.table import DEFAULT_KEYS
-
-    known = {key.replace("-", "_") for key in DEFAULT_KEYS if key != "output"} | set(_OF_FILES)
-    return {name: value for name, value in choices.items() if name in known}
+def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that say how files are repaired, which a table may have too."""
+    return {name: value for name, value in choices.items() if scope_of(name) in (Scope.REPAIR, Scope.ONE_FILE)}
 
 
 def table_name() -> str:
@@ -51,7 +39,7 @@ def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any
     """The table, and the same with what is decided for single files."""
     from ckptfix.zoo.table import plain_table, read_table
 
-    file, everything = _table_file(choices), _of_a_repair(choices)
+    file, everything = _table_file(choices), of_a_repair(choices)
     if file is not None and choices.get("table") is None:
         console.note(f"the table of the zoo is {file}")
 
@@ -63,9 +51,9 @@ def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any
         return table
 
     if not choices.get("only") or not given:
-        for name in _OF_FILES:
-            if name in given:
-                raise UsageError(f"--{name} is a decision about single files; name them with --only")
+        for name in given:
+            if scope_of(name) is Scope.ONE_FILE:
+                raise UsageError(Opt(name), " is a decision about single files; name them with ", Opt("only"))
         return made(everything), None
     common = {name: value for name, value in everything.items() if name not in given}
     return made(common), made(everything)
@@ -79,12 +67,12 @@ def draft(console: Console, source: str, destination: str | None, goal: Path, ch
     from ckptfix.zoo.places.opening import split_source
 
     if goal.exists():
-        raise UsageError(f"{goal}: is there already; move it away, or name another file with --table")
+        raise UsageError(f"{goal}: exists already; move it away, or name another file with ", Opt("table"))
     place_name, pattern = split_source(source)
     console.progress(f"looking at {place_name}")
     place = open_place(place_name)
     items = list_zoo(place, () if pattern is None else (pattern,), choices.get("only"))
-    room = parse_size("--temp-space", choices["temporary"]) if "temporary" in choices else None
+    room = parse_size("temporary", choices["temporary"]) if "temporary" in choices else None
     text = draft_table(place, items, room)
     with goal.open("x", encoding="utf-8") as file:
         file.write(text)

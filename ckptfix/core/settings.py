@@ -1,12 +1,18 @@
-"""Every setting of a check or a repair, with its default, in one place."""
+"""The settings of a check or a repair as the code reads them, and as the library's functions take them.
+
+Each is an option with ``is_setting`` in the table of options; ``tests/core/test_options.py`` holds them together.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypedDict
 
-from ckptfix.errors import UsageError
+from ckptfix.errors import Opt, UsageError
 
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*")
 _UNITS = {
@@ -41,23 +47,54 @@ _OF_TWINS = "VAL301"
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes from ``5GB`` or ``500 MiB``. Raises ``UsageError`` where the text is no size."""
+    """Return the bytes that ``5GB`` or ``500 MiB`` stands for. Raises ``UsageError`` if the text is not a size."""
     match = _SIZE.fullmatch(text.upper())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size <= 0:
-        raise UsageError(f"{option} {text!r} is no size; write it like 5GB or 500MB")
+        raise UsageError(Opt(option, text), ": not a size; write it like 5GB or 500MB")
     return size
+
+
+class CheckSettings(TypedDict, total=False):
+    """The settings of ``ckptfix.check``; ``Settings`` describes them."""
+
+    weights: str | None
+    member: str | None
+    salvage: bool
+    select: str | Sequence[str]
+    ignore: str | Sequence[str]
+    unsafe_fixes: bool
+    fill: str | os.PathLike[str] | None
+    drop_mismatched: bool
+    replace: str | Sequence[str]
+    reset_running_stats: bool
+    zero_non_finite: bool
+    flush_subnormals: bool
+    dtype: str | None
+    for_torch: str | None
+    values: bool
+    seed: int
+    format: str | None
+
+
+class RepairSettings(CheckSettings, total=False):
+    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``; ``Settings`` describes them."""
+
+    disarm: bool
+    recalibrate: str | None
+    shard_size: str | None
+    smoke: bool | None
+    input: str | Sequence[str]
+    device: str
+    timeout: float
+    train_mode: bool
+    backward: bool
+    compare: str | None
 
 
 @dataclass(frozen=True)
 class SmokeSettings:
-    """How the forward test runs.
-
-    ``inputs`` are the texts given with ``--input``, one for each argument of ``forward``: a shape (``2x3x224x224``), a
-    shape with an integer range (``2x16:int:0:1000``), a name before either (``input_ids=2x16:int:0:1000``), or a file
-    (``.npy``, ``.pt``, ``.safetensors``). Empty: an input is derived from the model. ``timeout`` is in seconds.
-    ``train_mode`` adds a forward pass in training mode, and ``backward`` such a pass with a backward pass after it.
-    ``compare`` is a checkpoint with whose outputs those of the result are compared: a file, or ``source``."""
+    """How the forward test runs; the settings of these names (``inputs`` is ``input``)."""
 
     inputs: tuple[str, ...] = ()
     device: str = "auto"
@@ -73,14 +110,21 @@ class Settings:
     """What the user asked for.
 
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
-    whole of a damaged file, and ``disarm`` the weights alone of one that is built to run code. ``select`` and
+    complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target``, ``twin`` (the other
     set of weights of the file) or the path of a donor file. ``replace`` names the broken tensors that ``fill``
     replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``). ``dtype`` is what the
-    floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``smoke`` None means: where a factory is given.
-    ``recalibrate`` is a file of data on which the statistics of broken norms are measured anew.
+    floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names and shapes only.
+    ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
     ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of
-    at most so many bytes with an index, and None one file."""
+    at most that size with an index, and None one file.
+
+    ``smoke`` is whether the forward test runs; None means: if a factory is given. ``input`` holds a text for each
+    argument of ``forward``: a shape (``2x3x224x224``), a shape with an integer range (``2x16:int:0:1000``), a name
+    before either (``input_ids=2x16:int:0:1000``), or a file (``.npy``, ``.pt``, ``.safetensors``); empty: an input is
+    derived from the model. ``timeout`` is in seconds. ``train_mode`` adds a forward pass in training mode, and
+    ``backward`` such a pass with a backward pass after it. ``compare`` is the checkpoint that the outputs are compared
+    with: a file, or ``source``."""
 
     weights: str | None = None
     member: str | None = None
@@ -103,7 +147,19 @@ class Settings:
     format: str | None = None
     shard_size: str | None = None
     smoke: bool | None = None
-    smoke_settings: SmokeSettings = field(default_factory=SmokeSettings)
+    input: tuple[str, ...] = ()
+    device: str = "auto"
+    timeout: float = 300.0
+    train_mode: bool = False
+    backward: bool = False
+    compare: str | None = None
+
+    @property
+    def smoke_settings(self) -> SmokeSettings:
+        """The settings of the forward test."""
+        return SmokeSettings(
+            self.input, self.device, self.timeout, self.seed, self.train_mode, self.backward, self.compare
+        )
 
     def selects(self, code: str) -> bool:
         """Whether the rule of this code is to run."""
@@ -117,7 +173,7 @@ class Settings:
 
     @property
     def fill_file(self) -> str | None:
-        """The donor file, None where ``fill`` names none."""
+        """The donor file, None if ``fill`` does not name one."""
         return None if self.fill in ("target", "twin") else self.fill
 
     @property
@@ -128,26 +184,26 @@ class Settings:
 
     @property
     def cast_dtype(self) -> str | None:
-        """What floats are cast to, by torch's name. Raises ``UsageError`` where ``dtype`` is no float that is known."""
+        """What floats are cast to, by torch's name. Raises ``UsageError`` if ``dtype`` is not a known float."""
         if self.dtype is None:
             return None
         name = _SHORT_DTYPES.get(self.dtype, self.dtype)
         if name not in CAST_DTYPES:
-            raise UsageError(f"--dtype {self.dtype!r} is not known; give one of {', '.join(CAST_DTYPES)}")
+            raise UsageError(Opt("dtype", self.dtype), f": unknown dtype; give one of {', '.join(CAST_DTYPES)}")
         return name
 
     @property
     def shard_bytes(self) -> int | None:
         """The most bytes of tensors in one file, None for one file of any size.
 
-        Raises ``UsageError`` where ``shard_size`` is no size.
+        Raises ``UsageError`` if ``shard_size`` is not a size.
         """
-        return None if self.shard_size is None else parse_size("--shard-size", self.shard_size)
+        return None if self.shard_size is None else parse_size("shard_size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
         """Whether the result is meant for a torch older than ``release``.
 
-        Raises ``UsageError`` where ``for_torch`` is no version.
+        Raises ``UsageError`` if ``for_torch`` is not a version.
         """
         if self.for_torch is None:
             return False
@@ -156,4 +212,4 @@ class Settings:
         try:
             return Version(self.for_torch) < Version(release)
         except InvalidVersion as error:
-            raise UsageError(f"--for-torch {self.for_torch!r} is no version; write it like 0.4.0") from error
+            raise UsageError(Opt("for_torch", self.for_torch), ": not a version; write it like 0.4.0") from error

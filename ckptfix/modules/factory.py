@@ -179,7 +179,9 @@ def _error_of_user(spec: str, error: BaseException) -> TargetError:
         return TargetError(
             f"--model {spec} cannot be called like this: {error}; give its arguments with --model-args JSON"
         )
-    return TargetError(f"--model {spec} raised {what}", "".join(traceback.format_exception(type(error), error, frames)))
+    return TargetError(
+        f"--model {spec} raised {what}", traceback_text="".join(traceback.format_exception(type(error), error, frames))
+    )
 
 
 def _from_user_on(frames: TracebackType | None) -> TracebackType | None:

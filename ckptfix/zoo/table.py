@@ -21,8 +21,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.config import FLAG, KEYS, TEXT, TEXTS, Kind, checked, parse_toml
-from ckptfix.errors import UsageError
+from ckptfix.core.config import parse_toml
+from ckptfix.core.options import Scope, from_toml, is_texts, key_text, toml_keys, without_model
+from ckptfix.errors import Opt, UsageError
 from ckptfix.zoo.items.naming import check_template
 from ckptfix.zoo.patterns import compile_patterns
 from ckptfix.zoo.treatment import Treatment, treatment_of_choices
@@ -32,20 +33,8 @@ __all__ = ["EMPTY", "FILE_NAME", "Table", "Treatment", "plain_table", "read_tabl
 FILE_NAME = "zoo.toml"
 """What the table is called where nobody names it."""
 
-PATTERNS = Kind(
-    "a pattern, or a list of patterns", lambda value: TEXT.fits(value) or (TEXTS.fits(value) and bool(value))
-)
-
-_OF_A_REPORT = ("output-format", "quiet", "verbose", "backup")
-DEFAULT_KEYS: Mapping[str, Kind] = {
-    **{key: kind for key, kind in KEYS.items() if key not in _OF_A_REPORT},
-    "shard-size": TEXT,
-    "output": TEXT,
-}
-"""The keys of ``[defaults]``."""
-
-FILE_KEYS: Mapping[str, Kind] = {"match": PATTERNS, **DEFAULT_KEYS, "member": TEXT, "salvage": FLAG, "disarm": FLAG}
-"""The keys of a table ``[[files]]``. What gives something of a file up is decided for files by name alone."""
+_OF_DEFAULTS = toml_keys(Scope.REPAIR)
+_OF_FILES = toml_keys(Scope.REPAIR, Scope.ONE_FILE)
 
 _SHOWN = 80
 """Characters of its patterns by which a table is known in messages."""
@@ -53,7 +42,6 @@ _SHOWN = 80
 TOP_KEYS = ("exclude", "defaults", "files")
 
 _TARGET = ("model", "model_args", "like")
-_OF_A_MODEL = ("model_args", "smoke", "input", "device", "timeout", "train_mode", "backward", "compare", "recalibrate")
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
     for key in document:
         if key not in TOP_KEYS:
             raise UsageError(f"{path}: {_no_such_key(key, document[key])}")
-    if not TEXTS.fits(document.get("exclude", [])):
+    if not is_texts(document.get("exclude", [])):
         raise UsageError(f"{path}: exclude is to be a list of patterns and not {document['exclude']!r:.60}")
     defaults = document.get("defaults", {})
     if not isinstance(defaults, dict):
@@ -124,7 +112,7 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
 
     folder = path.parent
     where = f"{path}: [defaults]"
-    common = {_snake(key): checked(where, folder, key, value, DEFAULT_KEYS) for key, value in defaults.items()}
+    common = _options(where, folder, defaults, _OF_DEFAULTS)
     treatments = []
     for number, table in enumerate(tables, 1):
         patterns = table.get("match")
@@ -133,8 +121,9 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
         where = f"{path}: {place}"
         if patterns is None:
             raise UsageError(f'{where} says for no file what it says; add match = "…"')
-        own = {_snake(key): checked(where, folder, key, value, FILE_KEYS) for key, value in table.items()}
-        patterns = own.pop("match")
+        if not isinstance(patterns, str) and not (is_texts(patterns) and patterns):
+            raise UsageError(f"{where}: match has to be a pattern, or a list of patterns, not {patterns!r:.60}")
+        own = _options(where, folder, table, _OF_FILES, "match")
         patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         treatments.append(_treatment(where, folder, patterns, common, own, given or {}, place))
     _check_patterns(f"{path}: exclude", document.get("exclude", []))
@@ -154,9 +143,19 @@ def _no_such_key(key: str, value: object) -> str:
     if close:
         hint = {"files": "[[files]]", "defaults": "[defaults]"}.get(close[0], close[0])
         return f"there is no {key}; did you mean {hint}?"
-    if key in FILE_KEYS:
+    if key in (*_OF_FILES, "output", "match"):
         return f"{key} stands outside of a table; put it under [defaults], or under the [[files]] that it is for"
     return f"there is no {key}; a table of files begins with [[files]]"
+
+
+def _options(
+    where: str, folder: Path, table: Mapping[str, Any], keys: Mapping[str, Any], *others: str
+) -> dict[str, Any]:
+    """The options of a table, with its template of outputs."""
+    output = table.get("output", "")
+    if not isinstance(output, str):
+        raise UsageError(f"{where}: output has to be a string, not {output!r:.60}")
+    return from_toml(where, folder, table, keys, "output", *others) | ({"output": output} if "output" in table else {})
 
 
 def _treatment(
@@ -172,19 +171,21 @@ def _treatment(
     _check_patterns(where, patterns)
     chosen = {**_without_rival_target(common, own), **own}
     chosen = {**_without_rival_target(chosen, given), **given}
-    for name in [name for name in _OF_A_MODEL if name in chosen and "model" not in chosen]:
+    output = chosen.pop("output", None)
+    for name in [] if "model" in chosen else without_model(chosen):
         if name in own and chosen[name] is not False:
-            raise UsageError(f'{where}: {_kebab(name)} has no meaning without a model; add model = "pkg.mod:factory"')
+            raise UsageError(
+                f'{where}: {key_text(Opt(name))} has no meaning without a model; add model = "pkg.mod:factory"'
+            )
         del chosen[name]  # the defaults have it for the files that have a model
     if chosen.get("fill") == "target" and "fill" not in own and not {"model", "like"} & chosen.keys():
         del chosen["fill"]  # and this for those that have a target
-    output = chosen.pop("output", None)
     try:
         if output is not None:
             check_template(output)
         return treatment_of_choices(tuple(patterns), chosen, output, place)
     except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(f"{where}: {error.worded(key_text)}") from error
 
 
 def _without_rival_target(choices: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,11 +202,3 @@ def _check_patterns(where: str, patterns: Iterable[str]) -> None:
             raise UsageError(f"{where}: {pattern!r} is no pattern ({error}); write [[] for a bracket") from error
         if not pattern.strip("/ "):
             raise UsageError(f"{where}: {pattern!r} matches nothing; write * for all files")
-
-
-def _snake(key: str) -> str:
-    return key.replace("-", "_")
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptfix.core.options import REPAIR, command_words, library_settings
 from ckptfix.core.settings import Settings
-from ckptfix.errors import UsageError
-from ckptfix.report.arguments import library_arguments, repair_command
+from ckptfix.errors import Opt, UsageError
 from ckptfix.zoo.items.naming import MIRRORED, output_name
 
 
@@ -41,7 +41,7 @@ class Treatment:
 
     def command(self, source: str, **more: Any) -> tuple[str, ...]:
         """The ``ckptfix repair`` of one file with these settings, word by word."""
-        return repair_command(source, {**self.choices, **more})
+        return command_words(REPAIR, source, {**self.choices, **more})
 
     def output_name(self, name: str, form: str | None = None, *, is_folder: bool = False) -> str:
         """What the output for a source is called. ``form`` is the format of the source, where it is known."""
@@ -56,14 +56,11 @@ class Treatment:
     @cached_property
     def _fingerprint(self) -> str:
         settings = Settings(**self.settings)
-        smoke = settings.smoke_settings
         bare = replace(
             settings,
             fill=settings.fill if settings.fill_file is None else "file",
             recalibrate=settings.recalibrate and "file",
-            smoke_settings=replace(
-                smoke, compare=smoke.compare and ("source" if smoke.compare == "source" else "file")
-            ),
+            compare=settings.compare and ("source" if settings.compare == "source" else "file"),
         )
         facts = {
             "model": self.model,
@@ -81,10 +78,10 @@ class Treatment:
             "like": self.like,
             "fill": settings.fill_file,
             "recalibrate": settings.recalibrate,
-            "compare": None if settings.smoke_settings.compare == "source" else settings.smoke_settings.compare,
+            "compare": None if settings.compare == "source" else settings.compare,
         }
         yield from ((name, file) for name, file in named.items() if file is not None)
-        for text in settings.smoke_settings.inputs:
+        for text in settings.input:
             if Path(file := text.rpartition("=")[2]).is_file():
                 yield "input", file
         if self.model is not None:
@@ -97,18 +94,20 @@ def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
     """The treatment of flags by name. Raises ``UsageError`` where one has no meaning."""
-    from ckptfix.engine.validation import checked_settings  # the rules and formats come with it
+    from ckptfix.engine.validation import parsed_settings  # the rules and formats come with it
 
-    arguments = library_arguments(choices)
+    arguments = library_settings(choices)
     model, like = arguments.pop("model", None), arguments.pop("like", None)
     model_args = arguments.pop("model_args", ())
-    settings = checked_settings(arguments)
-    if (settings.fill == "target" or settings.drop_mismatched) and model is None and like is None:
-        name = "fill = 'target'" if settings.fill == "target" else "drop-mismatched"
-        raise UsageError(f"{name} needs something to fit; add model or like")
+    settings = parsed_settings(arguments)
+    if model is not None and like is not None:
+        raise UsageError(Opt("model"), " and ", Opt("like"), " exclude each other")
     if settings.smoke and model is None:
-        raise UsageError('smoke runs a model; add model = "pkg.mod:factory"')
-    _ = settings.cast_dtype  # says that a dtype is none
+        raise UsageError(Opt("smoke"), " runs a model; add ", Opt("model", "pkg.mod:factory"))
+    if (settings.fill == "target" or settings.drop_mismatched) and model is None and like is None:
+        needy = Opt("fill", "target") if settings.fill == "target" else Opt("drop_mismatched")
+        raise UsageError(needy, " needs something to fit; add ", Opt("model"), " or ", Opt("like"))
+    _ = settings.cast_dtype  # raises for an unknown dtype
     try:
         json.dumps(model_args)
     except TypeError as error:

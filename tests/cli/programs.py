@@ -13,12 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
-import typer
-import typer.core
-import typer.main
+import click
 
-from ckptfix.cli.app import app
+from ckptfix.cli.program import PROGRAM, exit_code
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -56,15 +53,13 @@ def run_here(*words: str | Path, cwd: Path, **changes: str) -> subprocess.Comple
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _warnings_on_stderr(),
-        pytest.raises(SystemExit) as end,
     ):
-        app()
-    assert isinstance(end.value.code, int)
+        code = exit_code(argv[1:])
     said = []
     for stream in (out, err):
         stream.seek(0)
         said.append(stream.read())
-    return subprocess.CompletedProcess(argv, end.value.code, *said)
+    return subprocess.CompletedProcess(argv, code, *said)
 
 
 @contextlib.contextmanager
@@ -99,6 +94,6 @@ def parse(line: str) -> None:
     """Let the program's own parser read a command, without running it."""
     first, name, *words = shlex.split(line)
     assert first == "ckptfix"
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    group.commands[name].make_context(name, words)
+    command = PROGRAM.get_command(click.Context(PROGRAM), name)
+    assert command is not None, f"there is no command {name}"
+    command.make_context(name, words)

@@ -1,8 +1,8 @@
 import io
 import sys
 
+import click
 import pytest
-import typer
 
 from ckptfix.cli.console import Console, Stopped
 from ckptfix.core.progress import tell_slower
@@ -68,7 +68,7 @@ def test_what_concerns_every_file(error, hopeless, capsys):
 
 
 def test_a_user_sees_the_own_traceback_and_then_one_line(capsys):
-    _, err = told(TargetError("--model m:f raised ValueError", "Traceback: mine\n"), capsys)
+    _, err = told(TargetError("--model m:f raised ValueError", traceback_text="Traceback: mine\n"), capsys)
     assert err == "Traceback: mine\nckptfix: error: --model m:f raised ValueError\n"
 
 
@@ -90,7 +90,7 @@ def test_our_bug_has_a_traceback_with_verbose(capsys):
     [(KeyboardInterrupt(), 130, "Interrupt"), (Stopped(15), 143, "Terminated"), (Stopped(1), 129, "Hangup")],
 )
 def test_a_signal_ends_it_with_one_line(error, code, name, capsys):
-    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
         raise error
     assert end.value.exit_code == code
     line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
@@ -98,8 +98,8 @@ def test_a_signal_ends_it_with_one_line(error, code, name, capsys):
 
 
 def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
-    monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda: None)
-    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+    monkeypatch.setattr("ckptfix.cli.console._close_quietly", lambda stream: None)
+    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
         raise BrokenPipeError
     assert end.value.exit_code == 141
     assert capsys.readouterr() == ("", "")
@@ -121,7 +121,7 @@ def test_what_took_a_slower_way(settings, line, capsys):
 
 
 def test_guarding_ends_with_two(capsys):
-    with pytest.raises(typer.Exit) as end, Console().guarding("a.pth"):
+    with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
         raise UnreadableError("a.pth: cut short")
     assert end.value.exit_code == 2
     assert capsys.readouterr().err == "ckptfix: error: a.pth: cut short\n"

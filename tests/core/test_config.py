@@ -38,7 +38,7 @@ input = ["2x3x8x8"]
         "model": "zoo:resnet18",
         "model_args": {"depth": 18},
         "select": ["KEY", "BUF101"],
-        "no_values": True,
+        "values": False,
         "seed": 3,
         "timeout": 1.5,
         "output_format": "json",
@@ -65,9 +65,11 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     inner.mkdir()
     (tmp_path / "ckptfix.toml").write_text(
         'like = "good.pth"\nfill = "/abs/donor.pth"\ncompare = "good.pth"\nrecalibrate = "data.npy"\n'
+        'input = ["ids=data.npy", "2x3", "x.pt"]\n'
     )
     good, data = str(tmp_path / "good.pth"), str(tmp_path / "data.npy")
-    expected = {"like": good, "fill": "/abs/donor.pth", "compare": good, "recalibrate": data}
+    expected: dict[str, object] = {"like": good, "fill": "/abs/donor.pth", "compare": good, "recalibrate": data}
+    expected |= {"input": [f"ids={data}", "2x3", str(tmp_path / "x.pt")]}
     assert load_configuration(inner).values == expected
 
 
@@ -80,23 +82,23 @@ def test_words_that_stand_for_a_file_are_no_paths(tmp_path):
     ("text", "said"),
     [
         pytest.param("unsafe-fix = true", "there is no key unsafe-fix; did you mean unsafe-fixes?", id="a slip"),
-        pytest.param("xyzzy = 1", "there is no key xyzzy; the keys are model, ", id="an unknown key"),
+        pytest.param("xyzzy = 1", "there is no key xyzzy; the keys are ", id="an unknown key"),
         pytest.param(
             "unsafe_fixes = true", "there is no key unsafe_fixes; did you mean unsafe-fixes?", id="snake case"
         ),
         pytest.param("output = 'x'", "there is no key output", id="a flag of one run"),
-        pytest.param("seed = true", "seed is to be a whole number and not True", id="a bool is no number"),
-        pytest.param("seed = 1.5", "seed is to be a whole number and not 1.5", id="a fraction"),
-        pytest.param("select = 'KEY'", "select is to be a list of texts and not 'KEY'", id="a text is no list"),
-        pytest.param("select = [1]", "select is to be a list of texts", id="a list of numbers"),
-        pytest.param("no-values = 'yes'", "no-values is to be true or false", id="a text is no bool"),
-        pytest.param("model = ['a']", "model is to be a text", id="a list is no text"),
-        pytest.param("timeout = true", "timeout is to be a number", id="a bool is no time"),
+        pytest.param("seed = true", "seed has to be an integer, not True", id="a bool is no number"),
+        pytest.param("seed = 1.5", "seed has to be an integer, not 1.5", id="a fraction"),
+        pytest.param("select = 'KEY'", "select has to be a list of strings, not 'KEY'", id="a text is no list"),
+        pytest.param("select = [1]", "select has to be a list of strings", id="a list of numbers"),
+        pytest.param("no-values = 'yes'", "no-values has to be true or false", id="a text is no bool"),
+        pytest.param("model = ['a']", "model has to be a string", id="a list is no text"),
+        pytest.param("timeout = true", "timeout has to be a number", id="a bool is no time"),
         pytest.param(
-            "output-format = 'xml'", "output-format is to be one of full, concise, json, github", id="a choice"
+            "output-format = 'xml'", "output-format has to be one of full, concise, json, github", id="a choice"
         ),
-        pytest.param("format = 'onnx'", "format is to be one of pth, safetensors", id="another choice"),
-        pytest.param("seed = ", "this is no valid TOML", id="no TOML"),
+        pytest.param("format = 'onnx'", "format has to be one of pth, safetensors", id="another choice"),
+        pytest.param("seed = ", "invalid TOML", id="no TOML"),
     ],
 )
 def test_errors_name_the_file_and_the_key(tmp_path, text, said):
@@ -116,5 +118,5 @@ def test_other_encodings_are_refused(tmp_path):
 @pytest.mark.parametrize("text", ["tool.ckptfix = 3", "[[tool.ckptfix]]"])
 def test_the_table_is_to_be_a_table(tmp_path, text):
     (tmp_path / "pyproject.toml").write_text(text)
-    with pytest.raises(UsageError, match="to be a table"):
+    with pytest.raises(UsageError, match="has to be a table"):
         load_configuration(tmp_path)

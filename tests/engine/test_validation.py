@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckptfix.core.settings import Settings, SmokeSettings
+from ckptfix.core.settings import Settings
 from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings
 from ckptfix.errors import UsageError
 
@@ -25,26 +25,26 @@ def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0.001, LONGEST_TIMEOUT])
 def test_a_timeout_that_clocks_can_wait_for(seconds):
-    checked_settings({"smoke_settings": SmokeSettings(timeout=seconds)})
+    checked_settings({"timeout": seconds})
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        pytest.param({"strict": True}, "a setting is not known", id="unknown"),
-        pytest.param({"select": ("XYZ",)}, "no rule has a code that begins with 'XYZ'", id="no code"),
-        pytest.param({"ignore": "EY101"}, "no rule has a code", id="the end of a code"),
-        pytest.param({"select": 101}, "the codes of rules are 101", id="a number for a code"),
-        pytest.param({"fill": 3}, "fill is 3; give", id="fill with a number"),
-        pytest.param({"replace": ("VAL",)}, "add --fill", id="replace without fill"),
-        pytest.param({"dtype": "float16", "values": False}, "leave --no-values out", id="cast unseen"),
+        pytest.param({"strict": True}, r"repair\(\) has no setting 'strict'", id="unknown"),
+        pytest.param({"filll": "x"}, "no setting 'filll'; did you mean 'fill'\\?", id="a slip"),
+        pytest.param({"select": ("XYZ",)}, "select='XYZ': no rule has a code", id="no code"),
+        pytest.param({"ignore": "EY101"}, "ignore='EY101': .* did you mean KEY101", id="the end of a code"),
+        pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
+        pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
+        pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
+        pytest.param({"replace": ("VAL",)}, "add fill='twin', ", id="replace without fill"),
+        pytest.param({"dtype": "float16", "values": False}, "leave out values=False", id="cast unseen"),
         pytest.param({"format": "h5"}, "give pth or safetensors", id="format"),
         pytest.param({"for_torch": "new"}, "new", id="version"),
         pytest.param({"shard_size": "many"}, "many", id="size"),
         *(
-            pytest.param(
-                {"smoke_settings": SmokeSettings(timeout=seconds)}, "has no meaning", id=f"timeout of {seconds}"
-            )
+            pytest.param({"timeout": seconds}, f"timeout={seconds}: give seconds", id=f"timeout of {seconds}")
             for seconds in (0, -1, math.nan, math.inf, LONGEST_TIMEOUT + 1)
         ),
     ],

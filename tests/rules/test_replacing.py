@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -72,7 +74,7 @@ def test_a_fresh_norm_has_all_its_statistics():
 
 
 def test_which_values_without_by_which_is_refused():
-    with pytest.raises(UsageError, match="--fill twin, target or FILE"):
+    with pytest.raises(UsageError, match="fill='twin', fill='target' or fill= with a file"):
         ckptfix.repair_state_dict(STATE, replace="VAL101")
 
 
@@ -104,7 +106,7 @@ def test_all_repairs_together_leave_nothing_to_repair():
     state["3.weight"], state["4.weight"] = torch.zeros(16, 16), torch.full((16, 16), 0.3)
     state["5.weight"] *= 1e5
     state["6.weight"][0] = 1e-41
-    settings = {"reset_running_stats": True, "flush_subnormals": True, "zero_non_finite": True, "dtype": "bf16"}
+    settings: Any = {"reset_running_stats": True, "flush_subnormals": True, "zero_non_finite": True, "dtype": "bf16"}
     settings |= {"replace": ("VAL2",), "fill": "target", "select": ("VAL",)}
     repaired, report = ckptfix.repair_state_dict(state, model, **settings)
     assert [finding.code for finding in report.remaining if finding.level] == []

@@ -110,7 +110,8 @@ def test_the_picked_set_is_taken_alone(name, given):
 
 def test_the_set_is_picked_whatever_is_selected():
     state = wrapped(Pair().state_dict())
-    for settings in ({"ignore": ("FIL101",)}, {"select": ("KEY",)}):
+    cases: list[Any] = [{"ignore": ("FIL101",)}, {"select": ("KEY",)}]
+    for settings in cases:
         fitting, _ = ckptfix.repair_state_dict(state, net(), weights="teacher", **settings)
         assert_same(fitting, dict(Pair().get_submodule("teacher").state_dict()))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfix.core.finding import Level
-from ckptfix.core.settings import Settings, SmokeSettings
+from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import CkptfixError, UsageError
@@ -207,7 +207,7 @@ def test_training_and_gradients_change_nothing_about_it(save: Save, tmp_path: Pa
 
 
 def settings(compare: str, smoke: bool | None = None) -> Settings:
-    return Settings(smoke=smoke, weights="ema", smoke_settings=SmokeSettings(compare=compare))
+    return Settings(smoke=smoke, weights="ema", compare=compare)
 
 
 def test_the_source_is_opened_as_it_was() -> None:
@@ -229,8 +229,8 @@ def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "has_factory", "said"),
     [
-        pytest.param(settings("source", smoke=False), True, "no --no-smoke", id="no forward test"),
-        pytest.param(settings("source"), False, "needs --model", id="no model"),
+        pytest.param(settings("source", smoke=False), True, "leave out smoke=False", id="no forward test"),
+        pytest.param(settings("source"), False, "add model=", id="no model"),
         pytest.param(settings("source"), True, "in memory", id="no file"),
     ],
 )

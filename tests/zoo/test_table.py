@@ -52,19 +52,18 @@ def test_the_first_match_wins_and_its_keys_outdo_the_defaults(tmp_path):
     table = table_of(tmp_path, EXAMPLE)
     first = table.treatment_of("x/resnet18-abc.pth")
     assert (first.model, first.model_args, first.like) == ("torchvision.models:resnet18", {"num_classes": 10}, None)
-    assert first.settings.keys() == {"format", "ignore", "weights", "smoke_settings"}
-    assert (first.settings["format"], first.settings["ignore"]) == ("safetensors", ("VAL203",))
-    smoke = first.settings["smoke_settings"]
-    assert (smoke.inputs, smoke.timeout) == (("1x3x32x32",), 20)
+    assert first.settings.keys() == {"format", "ignore", "weights", "input", "timeout"}
+    assert (first.settings["format"], first.settings["ignore"]) == ("safetensors", ("val203",))
+    assert (first.settings["input"], first.settings["timeout"]) == (("1x3x32x32",), 20)
     assert first.output_name("x/resnet18-abc.pth") == "resnets/resnet18-abc.safetensors"
 
     second = table.treatment_of("resnet50.pth")
     assert second is table.treatment_of("other/deep/er/x.pth")
     assert second.like == str(tmp_path / "good.pth")
-    assert second.settings == {"format": "pth", "ignore": ("VAL203",), "fill": "target", "values": False}
+    assert second.settings == {"format": "pth", "ignore": ("val203",), "fill": "target", "values": False}
 
     rest = table.treatment_of("bert.bin")
-    assert rest.settings == {"format": "safetensors", "ignore": ("VAL203",)}
+    assert rest.settings == {"format": "safetensors", "ignore": ("val203",)}
     assert table.excludes("a/runs/debug/x.pth") is False
     assert table.excludes("runs/debug/x.pth") is True
 
@@ -83,8 +82,8 @@ def test_arguments_are_those_of_repair(tmp_path):
 def test_the_command_of_one_file(tmp_path):
     treatment = table_of(tmp_path, EXAMPLE.replace('like = "good.pth"', 'model = "m:f"')).treatment_of("resnet50.pth")
     assert " ".join(treatment.command("old/resnet50.pth", output="new/x.pth", unsafe_fixes=True)) == (
-        "ckptfix repair old/resnet50.pth --model m:f --fill target --output new/x.pth --format pth --timeout 20"
-        " --ignore val203 --unsafe-fixes --no-values"
+        "ckptfix repair old/resnet50.pth --model m:f --no-values --ignore val203 --unsafe-fixes --fill target"
+        " --timeout 20 --output new/x.pth --format pth"
     )
 
 
@@ -123,8 +122,8 @@ def test_the_command_line_wins(tmp_path):
         pytest.param("defaults = 1", "defaults is to be a table", id="defaults is no table"),
         pytest.param("[files]\nmatch = 'a'", "files is to be one table for each group", id="one pair of brackets"),
         pytest.param("[[files]]\nmodel = 'm:f'", "[[files]] 1 says for no file", id="no pattern"),
-        pytest.param("[[files]]\nmatch = []", "[[files]] 1: match is to be a pattern, or a list", id="an empty list"),
-        pytest.param("[[files]]\nmatch = 5", "[[files]] 1 (5): match is to be a pattern, or a list", id="a number"),
+        pytest.param("[[files]]\nmatch = []", "[[files]] 1: match has to be a pattern, or a list", id="an empty list"),
+        pytest.param("[[files]]\nmatch = 5", "[[files]] 1 (5): match has to be a pattern, or a list", id="a number"),
         pytest.param("[[files]]\nmatch = ''", "[[files]] 1: '' matches nothing", id="an empty pattern"),
         pytest.param(
             "[[files]]\nmatch = 'a'\n[[files]]\nmatch = ['b', 'c']\nmodell = 'm:f'",
@@ -133,28 +132,30 @@ def test_the_command_line_wins(tmp_path):
         ),
         pytest.param("[[files]]\nmatch = 'a'\nquiet = true", "(a): there is no key quiet", id="a flag of a report"),
         pytest.param("[defaults]\nsalvage = true", "[defaults]: there is no key salvage", id="a blank cheque"),
-        pytest.param("[defaults]\nseed = 'x'", "[defaults]: seed is to be a whole number", id="a text for a number"),
-        pytest.param("[defaults]\nformat = 'onnx'", "format is to be one of pth, safetensors", id="an unknown format"),
-        pytest.param("[defaults]\nignore = ['FOO']", "[defaults]: --ignore FOO: no rule", id="an unknown rule"),
-        pytest.param("[defaults]\ndtype = 'fp17'", "[defaults]: --dtype 'fp17' is not known", id="an unknown dtype"),
-        pytest.param("[defaults]\nshard-size = 'much'", "'much' is no size", id="no size"),
-        pytest.param("[defaults]\nfor-torch = 'x'", "'x' is no version", id="no version"),
+        pytest.param("[defaults]\nseed = 'x'", "[defaults]: seed has to be an integer", id="a text for a number"),
+        pytest.param("[defaults]\nformat = 'onnx'", "format has to be one of pth, safetensors", id="an unknown format"),
+        pytest.param("[defaults]\nignore = ['FOO']", '[defaults]: ignore = "FOO": no rule', id="an unknown rule"),
+        pytest.param("[defaults]\ndtype = 'fp17'", '[defaults]: dtype = "fp17": unknown dtype', id="an unknown dtype"),
+        pytest.param("[defaults]\nshard-size = 'much'", 'shard-size = "much": not a size', id="no size"),
+        pytest.param("[defaults]\nfor-torch = 'x'", 'for-torch = "x": not a version', id="no version"),
         pytest.param(
             "[defaults]\noutput = '{stm}'", "[defaults]: output = '{stm}': there is no {stm}", id="a template"
         ),
         pytest.param("[[files]]\nmatch='a'\nmodel='m'", "model = 'm': write it as pkg.mod:factory", id="no factory"),
         pytest.param(
-            "[[files]]\nmatch='a'\nmodel='m:f'\nlike='x'", "--model and --like exclude each other", id="two targets"
+            "[[files]]\nmatch='a'\nmodel='m:f'\nlike='x'", "model and like exclude each other", id="two targets"
         ),
         pytest.param("[[files]]\nmatch='a'\nlike='nowhere.pth'", "there is no such file", id="no file"),
         pytest.param("[[files]]\nmatch='a'\nlike='s3://b/x.pth'", "like = 's3://b/x.pth': is a URL", id="a URL"),
         pytest.param("[[files]]\nmatch='a'\ninput=['1x3']", "input has no meaning without a model", id="no model"),
-        pytest.param("[[files]]\nmatch='a'\nfill='target'", "fill = 'target' needs something to fit", id="no target"),
-        pytest.param("[[files]]\nmatch='a'\nreplace=['x']", "add --fill", id="a setting that needs another"),
+        pytest.param("[[files]]\nmatch='a'\nfill='target'", 'fill = "target" needs something to fit', id="no target"),
+        pytest.param(
+            "[[files]]\nmatch='a'\nreplace=['x']", "replace needs a source of values", id="a setting that needs another"
+        ),
         pytest.param(
             "[[files]]\nmatch='a'\nmodel='m:f'\nmodel-args={x=2020-01-01}", "give texts, numbers", id="a date"
         ),
-        pytest.param("[[files]\n", "this is no valid TOML", id="no TOML"),
+        pytest.param("[[files]\n", "invalid TOML", id="no TOML"),
     ],
 )
 def test_errors_name_the_file_the_table_and_the_key(tmp_path, text, said):

@@ -34,8 +34,8 @@ _SLOWEST = 1e6
 
 def patience(job: Job) -> float:
     """Seconds after which a job is taken for one that never ends."""
-    smoke = job.treatment.settings.get("smoke_settings")
-    return _PATIENCE + job.item.size / _SLOWEST + (8 * smoke.timeout if smoke is not None else 0)
+    timeout: float = job.treatment.settings.get("timeout", 0)
+    return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ckptfix.core.options import CHECK, settings_of
 from ckptfix.repairing import check
 from ckptfix.zoo.books.record import Outcome
 from ckptfix.zoo.places import Place
@@ -14,24 +15,16 @@ from ckptfix.zoo.work.mirroring import digest_of
 from ckptfix.zoo.work.treating import account
 from ckptfix.zoo.work.workplace import Workplace
 
-_OF_A_REPAIR = {
-    "format",
-    "smoke",
-    "smoke_settings",
-    "salvage",
-    "disarm",
-    "weights",
-    "member",
-    "shard_size",
-    "recalibrate",
-}
+_OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
+"""Settings that the output has gone through already: the part of the source, and the format."""
 
 
 def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
     """The record of an output that somebody else wrote."""
     assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
     goal = destination.root / job.written_name
-    arguments = {name: value for name, value in job.treatment.arguments.items() if name not in _OF_A_REPAIR}
+    known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
+    arguments = {name: value for name, value in job.treatment.arguments.items() if name in known}
     report = replace(check(str(goal), **arguments), source=job.item.name)
     record = job.record(
         Outcome.REPAIRED,

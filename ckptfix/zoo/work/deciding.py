@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptfix.core.finding import Level
+from ckptfix.core.options import option_words
 from ckptfix.core.report import Report
-from ckptfix.core.shell import typed
+from ckptfix.core.shell import no_option, typed
 from ckptfix.engine.delivery import refusal
-from ckptfix.engine.validation import checked_settings
+from ckptfix.engine.validation import parsed_settings
 from ckptfix.report.advice import next_words
-from ckptfix.report.arguments import repair_command
 from ckptfix.report.telling import Mode, Telling
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.zoo.books.record import Outcome
@@ -29,7 +29,7 @@ def command_for(job: Job, report: Report) -> str:
     if cure := next_words(report, Telling(Mode.REPAIR, command=given)):
         return _command(job, *cure[len(given) :])
     codes = list(dict.fromkeys(finding.code for finding in report.remaining if finding.level > Level.NOTE))
-    if refusal(report, checked_settings(job.treatment.settings)):
+    if refusal(report, parsed_settings(job.treatment.settings)):
         for code in codes:
             if code in _WAYS_ON:
                 return _command(job, *_WAYS_ON[code])
@@ -67,5 +67,7 @@ def _command(job: Job, *flags: str, ignored: Sequence[str] = ()) -> str:
     choices = dict(job.decision or {})
     if ignored:
         choices["ignore"] = [*job.treatment.choices.get("ignore", ()), ",".join(ignored)]
-    _, _, name, *decided = repair_command(job.item.name, choices)
-    return typed((*job.again, "--only", name, *decided, *(flag for flag in flags if flag not in decided)))
+    decided = option_words(choices)
+    return typed(
+        (*job.again, "--only", no_option(job.item.name), *decided, *(flag for flag in flags if flag not in decided))
+    )

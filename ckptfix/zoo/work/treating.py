@@ -12,7 +12,7 @@ from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.report import Report
 from ckptfix.engine.delivery import refusal
-from ckptfix.engine.validation import checked_settings
+from ckptfix.engine.validation import parsed_settings
 from ckptfix.repairing import repair
 from ckptfix.report.weights import weights_to_json
 from ckptfix.zoo.books.journal import line_of
@@ -85,7 +85,7 @@ def _in_shards(job: Job) -> bool:
 def is_refused(job: Job, report: Report) -> bool:
     """Whether no file may be written, for a reason that the report tells."""
     failed = report.smoke is not None and report.smoke.passed is False
-    return failed or bool(refusal(report, checked_settings(job.treatment.settings)))
+    return failed or bool(refusal(report, parsed_settings(job.treatment.settings)))
 
 
 def account(job: Job, report: Report, workplace: Workplace) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _rewritten(
 def _with_name(job: Job, report: Report, sha256: str) -> Report:
     """The report, with the finding that the hash in the source's name is none of its content."""
     finding = None if job.item.parts else wrong_hash(job.item.name, sha256)
-    if finding is None or not checked_settings(job.treatment.settings).selects(finding.code):
+    if finding is None or not parsed_settings(job.treatment.settings).selects(finding.code):
         return report
     return replace(report, findings=(*report.findings, finding))
 

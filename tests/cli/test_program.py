@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from ckptfix import __version__
-from tests.cli.programs import ROOT, command, environment, run
+from ckptfix.cli.program import COMMANDS, choose
+from ckptfix.core.config import Configuration
+from ckptfix.core.options import options_of
+from ckptfix.errors import UsageError
+from tests.cli.programs import ROOT, command, environment, run, run_here
 
 FULL = Path("/dev/full")
 SLOW = ("torch", "numpy", "rich", "safetensors")
@@ -18,6 +22,17 @@ SLOW = ("torch", "numpy", "rich", "safetensors")
 def test_version(tmp_path):
     done = run("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"ckptfix {__version__}\n", "")
+
+
+def test_what_a_bug_report_needs(tmp_path):
+    done = run("--version", "-v", cwd=tmp_path)
+    assert done.returncode == 0
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == [
+        "torch",
+        "Kernel",
+        "Python",
+        "Platform",
+    ]
 
 
 def test_the_version_is_that_of_the_package():
@@ -35,7 +50,7 @@ def test_help(tmp_path, words):
 
 
 def test_help_says_that_the_model_is_code(tmp_path):
-    assert "This runs your code" in run("check", "--help", cwd=tmp_path).stdout.replace("\n", " ").replace("  ", "")
+    assert "This runs your code" in " ".join(run("check", "--help", cwd=tmp_path).stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -166,3 +181,75 @@ def test_a_closed_stream_swallows_what_is_written_to_it(closed, tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
     assert torch.load(tmp_path / "b.pth")["w"].tolist() == [1, 1, 1]
     assert done.stdout == b"" or ">&-" not in closed.replace("2>&-", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("check", "check [OPTIONS] PATH..."),
+        ("repair", "repair [OPTIONS] PATH"),
+        ("migrate", "migrate [OPTIONS] SRC [DST]"),
+        ("rule", "rule [OPTIONS] [CODE]"),
+        ("explain", "explain [OPTIONS] [TEXT]..."),
+    ],
+)
+def test_the_usage_line(command, usage, tmp_path):
+    assert run_here(command, "--help", cwd=tmp_path).stdout.splitlines()[0].endswith(f"ckptfix {usage}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_shows_every_option_once(command, tmp_path):
+    shown = run_here(command, "--help", cwd=tmp_path).stdout
+    for option in options_of(command):
+        assert len(re.findall(rf"^  (?:-\w, )?{option.long}(?![\w-])", shown, re.MULTILINE)) == 1, option.name
+
+
+@pytest.mark.parametrize(
+    ("line", "suggested"),
+    [
+        ("ckptfix rule KEY10", "KEY101"),
+        ("ckptfix check --select VAL1", "VAL101"),
+        ("ckptfix check --ignore KEY101,VAL1", "KEY101,VAL101"),
+        ("ckptfix repair --fill t", "target"),
+        ("ckptfix repair --output-format j", "json"),
+        ("ckptfix repair --drop", "--drop-mismatched"),
+    ],
+)
+def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
+    asked = {"_CKPTFIX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    assert f"plain,{suggested}" in run(cwd=tmp_path, **asked).stdout.splitlines()
+
+
+def chosen(given, configured):
+    return choose("repair", given, Configuration(configured))
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "expected"),
+    [
+        pytest.param({}, {}, {}, id="nothing"),
+        pytest.param({}, {"jobs": 3}, {}, id="a key of another command"),
+        pytest.param({}, {"seed": 3}, {"seed": 3}, id="only the configuration"),
+        pytest.param({"seed": 0}, {"seed": 3}, {"seed": 0}, id="the command line wins"),
+        pytest.param({"unsafe_fixes": False}, {"unsafe_fixes": True}, {"unsafe_fixes": False}, id="it can say no"),
+        pytest.param({"select": ["KEY"]}, {"select": ["BUF"]}, {"select": ["KEY"]}, id="lists are not merged"),
+        pytest.param({"like": "a.pth"}, {"model": "m:f", "model_args": {}}, {"like": "a.pth"}, id="another target"),
+        pytest.param(
+            {"model_args": "[]"},
+            {"model": "m:f"},
+            {"model": "m:f", "model_args": "[]"},
+            id="arguments for the same target",
+        ),
+        pytest.param({"verbose": True}, {"quiet": True}, {"verbose": True}, id="loud against quiet"),
+        pytest.param({}, {"compare": "a.pth"}, {}, id="a comparison is for commands with a model"),
+        pytest.param({"model": "m:f"}, {"compare": "a.pth"}, {"model": "m:f", "compare": "a.pth"}, id="with a model"),
+    ],
+)
+def test_the_command_line_wins(given, configured, expected):
+    assert chosen(given, configured) == expected
+
+
+@pytest.mark.parametrize("given", [{"compare": "a.pth"}, {"model_args": "{}"}, {"model": "m:f", "like": "a.pth"}])
+def test_options_without_meaning(given):
+    with pytest.raises(UsageError):
+        chosen(given, {})

@@ -1,0 +1,134 @@
+import typing
+
+import pytest
+
+from ckptfix.core.options import (
+    CHECK,
+    OPTIONS,
+    REPAIR,
+    Kind,
+    command_words,
+    flag_text,
+    key_text,
+    library_settings,
+    option_words,
+    settings_of,
+)
+from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
+from ckptfix.errors import Opt, UsageError
+
+FORMS = {
+    Kind.SWITCH: bool,
+    Kind.WHOLE: int,
+    Kind.NUMBER: float,
+    Kind.NAMES: tuple[str, ...],
+    Kind.INPUTS: tuple[str, ...],
+    Kind.TEXT: str,
+    Kind.FILE: str,
+}
+
+
+def test_the_settings_of_the_library_are_those_of_the_table():
+    """One table: whoever adds an option to it is told here what else knows its name."""
+    kinds = {option.name: option.kind for option in OPTIONS if option.is_setting}
+    assert CheckSettings.__annotations__.keys() == settings_of(CHECK)
+    assert RepairSettings.__annotations__.keys() == settings_of(REPAIR) == kinds.keys()
+    hints = typing.get_type_hints(Settings)
+    assert hints.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        assert hints[name] in (FORMS[kind], FORMS[kind] | None), name
+
+
+def test_a_command_has_each_option_once():
+    for command in {command for option in OPTIONS for command in option.commands}:
+        named = [option for option in OPTIONS if command in option.commands]
+        flags = [flag for option in named for flag in (option.name, option.long, option.no, option.short) if flag]
+        assert len(flags) - len(named) <= len(set(flags)) <= len(flags)
+        longs = [flag for option in named for flag in (option.long, option.no, option.short) if flag]
+        assert len(longs) == len(set(longs)), command
+
+
+def test_no_choices_are_no_arguments():
+    assert library_settings({}) == {}
+
+
+def test_every_choice_reaches_its_setting():
+    arguments = library_settings(
+        {
+            "model": "m:f",
+            "model_args": '{"depth": 18}',
+            "select": ["key,BUF101", "VAL"],
+            "replace": ["VAL101,layer4.*", "fc.weight"],
+            "values": False,
+            "fill": "target",
+            "seed": 7,
+            "input": ["2x3", "mask=2x3:int:0:2"],
+            "output_format": "json",
+        }
+    )
+    assert arguments == {
+        "model": "m:f",
+        "model_args": {"depth": 18},
+        "select": ("key", "BUF101", "VAL"),
+        "replace": ("VAL101", "layer4.*", "fc.weight"),
+        "values": False,
+        "fill": "target",
+        "seed": 7,
+        "input": ("2x3", "mask=2x3:int:0:2"),
+    }
+
+
+def test_a_check_takes_no_settings_of_a_forward_test():
+    assert library_settings({"device": "cpu", "seed": 1}, CHECK) == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("{depth: 18}", "invalid JSON"), ("18", "give an object")],
+)
+def test_what_has_no_meaning(value, said):
+    with pytest.raises(UsageError, match=said) as error:
+        library_settings({"model": "m:f", "model_args": value})
+    assert str(error.value).startswith("model_args=")
+    assert error.value.worded(flag_text).startswith("--model-args")
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [
+        (Opt("fill"), ("fill=", "--fill", "fill")),
+        (Opt("fill", "target"), ("fill='target'", "--fill target", 'fill = "target"')),
+        (Opt("values", False), ("values=False", "--no-values", "values = false")),
+        (Opt("unsafe_fixes", True), ("unsafe_fixes=True", "--unsafe-fixes", "unsafe-fixes = true")),
+        (Opt("temporary"), ("temporary=", "--temp-space", "temp-space")),
+    ],
+    ids=str,
+)
+def test_an_option_is_worded_for_each_user(option, texts):
+    assert (str(option), flag_text(option), key_text(option)) == texts
+
+
+def test_a_command_repeats_what_was_given():
+    choices = {
+        "model": "m:f",
+        "model_args": {"depth": 18},
+        "input": ["2x3", "4x5"],
+        "ignore": ["key,VAL1", "BUF"],
+        "values": False,
+        "unsafe_fixes": True,
+        "drop_mismatched": False,
+        "smoke": False,
+        "backward": True,
+        "compare": "b.pth",
+        "seed": 7,
+        "output": "-o.pth",
+        "jobs": 3,
+    }
+    words = command_words(REPAIR, "-a.pth", choices)
+    assert words[:3] == ("ckptfix", "repair", "./-a.pth")
+    assert words[3:] == (
+        *("--model", "m:f", "--model-args", '{"depth": 18}', "--no-values", "--ignore", "key,VAL1,BUF"),
+        *("--unsafe-fixes", "--keep-mismatched", "--seed", "7", "--no-smoke", "--input", "2x3", "--input", "4x5"),
+        *("--backward", "--compare", "b.pth", "--output", "-o.pth"),
+    )
+    assert option_words({"smoke": False, "only": ["a.pth"]}) == ("--only", "a.pth", "--no-smoke")
