@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
 MOST_RANKS = 1 << 20
 """Ranks that a file may claim: more than any training ever had."""
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What reading the fields of inert data raises if they are not as a framework writes them."""
 
 _LISTED = 4
 _FACTS = 4096
@@ -56,13 +62,19 @@ class RankFiles:
     def __init__(self, folder: Path, salvage: bool, read: ReadContent) -> None:
         self.folder, self.salvage, self._read = folder, salvage, read
         self.names: set[str] = set()
+        self._home: Path | None = None
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
 
     def root(self, file: Path) -> Any:
-        """Return what a file holds; None if it cannot be read, which is damage."""
+        """Return what a file holds; None if it cannot be read, which is damage.
+
+        Raises ``HostileError`` for a link that leads out of the folder, or elsewhere than that of the first file: the
+        cache of the Hugging Face hub keeps all files of a snapshot in another place."""
+        self._home = self._home or file
+        found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
         try:
-            document = self._read(Content.of_file(str(file)), self.salvage)
+            document = self._read(Content.of_file(str(found)), self.salvage)
         except HostileError:
             raise
         except UnreadableError as error:
@@ -72,6 +84,19 @@ class RankFiles:
         self.remarks.update(dict.fromkeys(document.remarks))
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in document.damage]
         return document.root
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Raise ``UnreadableError`` in the place of what malformed data raises in the block, ``HostileError`` if the
+        files are built to run code."""
+        with refusing_payload(str(self.folder), self.names):
+            try:
+                yield
+            except MALFORMED as error:
+                raise UnreadableError(
+                    f"{self.folder}: its files are not as their framework writes them"
+                    f" ({type(error).__name__}: {error}); they are damaged or of an unknown release"
+                ) from error
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
         """Note as damage the ranks of ``world`` that have no file; ``pattern`` is what the files are called."""

@@ -28,7 +28,14 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, Reader, unlike_most
+from ckptfix.reading.folders.ranks.files import (
+    MALFORMED,
+    MOST_RANKS,
+    RankFiles,
+    ReadContent,
+    Reader,
+    unlike_most,
+)
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -96,7 +103,9 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
 
 def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of one set of files; None if they hold no tensors of ranks."""
-    return _Merge(RankFiles(folder, salvage, read), files).document()
+    merge = _Merge(RankFiles(folder, salvage, read), files)
+    with merge.files.merging():
+        return merge.document()
 
 
 @dataclass
@@ -138,7 +147,7 @@ class _Merge:
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
-        root = _replaced(first, (), tensors)
+        root = _replaced(first, (), tensors, {})
         for mark in [mark for mark in self.files.remarks if mark.kind is Kind.TENSOR_SUBCLASS]:
             if mark.data["name"].rpartition(".")[2] in self.kinds:
                 del self.files.remarks[mark]  # what is merged is a plain tensor
@@ -146,7 +155,7 @@ class _Merge:
         return self.files.document(NAME, root, producer)
 
     def _collect(self, rank: int, file: Path, root: Any) -> None:
-        for path, leaf in _leaves(root, (), 0):
+        for path, leaf in _leaves(root, (), set()):
             if isinstance(leaf, TensorSpec):
                 found = self.found.setdefault(path, _Collected())
                 if found.plain is None:
@@ -156,7 +165,7 @@ class _Merge:
             elif isinstance(leaf, Opaque):
                 try:
                     self._collect_parts(path, leaf)
-                except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                except MALFORMED as error:
                     raise UnreadableError(
                         f"{file}: the tensor {path_name(path)} does not say which part of the whole it is"
                         f" ({type(error).__name__}: {error}); the file is damaged or of an unknown release of torch"
@@ -209,38 +218,44 @@ class _Merge:
         return merge_parts(name, spec, found.copies, self.path)
 
 
-def _leaves(value: Any, path: _Path, depth: int) -> Iterator[tuple[_Path, Any]]:
-    """Yield the tensors, the parts of tensors and the numbers in a container, with their paths."""
-    if depth > _DEPTH:
-        return
+def _leaves(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, Any]]:
+    """Yield the tensors, the parts of tensors and the numbers in a container, with their paths.
+
+    A container that is held in several places, or by itself, is looked at once."""
     if isinstance(value, TensorSpec) or (isinstance(value, Opaque) and is_sharded(value)) or type(value) is int:
         if path:
             yield path, value
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            if isinstance(key, (str, int)):
-                yield from _leaves(child, (*path, key), depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield from _leaves(child, (*path, index), depth + 1)
+        return
+    if not isinstance(value, (dict, list, tuple)) or id(value) in seen or len(path) >= _DEPTH:
+        return
+    seen.add(id(value))
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(key, (str, int)):
+            yield from _leaves(child, (*path, key), seen)
 
 
-def _replaced(value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec]) -> Any:
-    """Return a container with other tensors in it; what holds none is the same object as before."""
+def _replaced(value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec], made: dict[int, Any]) -> Any:
+    """Return a container with other tensors in it; one that is held in several places stays one."""
     if path in tensors:
         return tensors[path]
-    if len(path) > _DEPTH:
+    if not isinstance(value, (dict, list, tuple)) or len(path) >= _DEPTH:
         return value
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, dict):
-        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        new: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        made[id(value)] = new
         for key, child in value.items():
-            made[key] = _replaced(child, (*path, key), tensors) if isinstance(key, (str, int)) else child
+            new[key] = _replaced(child, (*path, key), tensors, made) if isinstance(key, (str, int)) else child
         if isinstance(value, OrderedDict):
-            made.__dict__.update(value.__dict__)
-        return made
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(child, (*path, index), tensors) for index, child in enumerate(value)])
-    return value
+            new.__dict__.update(value.__dict__)  # torch's _metadata
+        return new
+    items: list[Any] = []
+    made[id(value)] = items
+    items.extend(_replaced(child, (*path, index), tensors, made) for index, child in enumerate(value))
+    if isinstance(value, tuple):
+        made[id(value)] = tuple(items)
+    return made[id(value)]
 
 
 _Parts = tuple[tuple[int, ...], int, list[tuple[Box, TensorSpec]]]
@@ -266,7 +281,7 @@ def _mesh_parts(tensor: Opaque) -> _Parts:
     mesh = spec["mesh"].attributes
     coordinates, counts = sizes(mesh["_coordinate_on_dim"]), _mesh_shape(mesh)
     placements = spec["placements"]
-    if not len(coordinates) == len(counts) == len(placements) or math.prod(counts) > MOST_RANKS:
+    if not len(coordinates) == len(counts) == len(placements) or not 0 < math.prod(counts) <= MOST_RANKS:
         raise ValueError(f"{len(placements)} placements on a mesh of shape {list(counts)}")
     offsets, lengths = [0] * len(shape), list(shape)
     for axis in _order(placements, spec.get("shard_order")):

@@ -59,7 +59,8 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
         return _split(name, rule, parts, params)
 
-    weights = OrderedDict(joining.join(list(states.values()), split_of))
+    with files.merging():
+        weights = OrderedDict(joining.join(list(states.values()), split_of))
     note_copies(files.remarks, joining.differing)
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 

@@ -26,7 +26,14 @@ from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.merging import merge_parts
-from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, ReadContent, Reader, note_copies, unlike_most
+from ckptfix.reading.folders.ranks.files import (
+    MOST_RANKS,
+    RankFiles,
+    ReadContent,
+    Reader,
+    note_copies,
+    unlike_most,
+)
 from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, agree, narrowed, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
@@ -45,6 +52,8 @@ _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
 _DEPTH = 8
+_ENTRIES = 1_000_000
+"""Entries that a rank may hold; a dict that holds itself many times over would take for ever to walk."""
 
 RULES = rules(
     "0 word_embeddings.weight output_layer.weight output_layer.bias word_embeddings_for_head.weight",
@@ -69,7 +78,9 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     if len(iterations) > 1:
         names = first_names([path.name for path in iterations])
         raise UnreadableError(f"{folder}: holds {len(iterations)} checkpoints of Megatron ({names}); name one of them")
-    return _Reading(RankFiles(iterations[0], salvage, read)).document()
+    reading = _Reading(RankFiles(iterations[0], salvage, read))
+    with reading.files.merging():
+        return reading.document()
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
@@ -299,11 +310,16 @@ def _chunk_number(key: str) -> int:
 
 def _flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """Return the entries of a nested state_dict by their paths; before megatron.core it was nested by module."""
-    if not isinstance(value, dict) or len(path) > _DEPTH:
-        return {path: value} if path else {}
     made: dict[tuple[str, ...], Any] = {}
-    for key, child in value.items():
-        made.update(_flat(child, (*path, str(key))))
+    pending = [(path, value)]
+    while pending:
+        path, found = pending.pop()
+        if isinstance(found, dict) and len(path) < _DEPTH:
+            pending += [((*path, str(key)), child) for key, child in reversed(found.items())]
+        elif path:
+            made[path] = found
+        if len(made) + len(pending) > _ENTRIES:
+            raise ValueError(f"it holds more than {_ENTRIES} entries")
     return made
 
 

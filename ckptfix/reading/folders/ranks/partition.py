@@ -140,7 +140,7 @@ class Joining:
                 if rule is None:
                     raise UnreadableError(
                         f"{self.path}: its ranks hold different values of {key}, and no rule says how it is divided;"
-                        " please report the name"
+                        " merge them with the tool of the framework"
                     )
                 self.differing[key] = None
             yield key, parts[0]

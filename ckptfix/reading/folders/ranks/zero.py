@@ -29,7 +29,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, unlike_most
+from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, ReadContent, Reader, by_rank, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -39,6 +39,7 @@ LATEST = "latest"
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+_FRAGMENTS = "frozen_param_fragments"
 _TAG_LIMIT = 1 << 10
 _PADDING = 16
 """Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
@@ -120,11 +121,10 @@ class _Reading:
     def document(self) -> Document:
         """Return the merged document."""
         optim, models = by_rank(self.folder, _OPTIM), by_rank(self.folder, _MODEL)
-        if any(parallel for _, parallel in optim):
+        if parallel := {rank for _, rank in (*optim, *models)} - {0}:
             raise UnreadableError(
-                f"{self.path}: ZeRO beside tensor or pipeline parallelism ({len(optim)} files of"
-                f" {len({parallel for _, parallel in optim})} model-parallel ranks) is not merged; make a universal"
-                " checkpoint with ds_to_universal.py"
+                f"{self.path}: ZeRO beside tensor or pipeline parallelism (on {len(parallel) + 1} ranks) is not merged;"
+                " make a universal checkpoint with ds_to_universal.py"
             )
         states = {rank: made for (rank, _), file in optim.items() if (made := self._states(file)) is not None}
         if not states:
@@ -134,20 +134,25 @@ class _Reading:
         prefix = next(iter(optim.values())).name.partition("zero_pp_rank")[0]
         present = {rank: file for (rank, _), file in optim.items() if rank in states}
         self.files.note_missing(first.world, present, f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
-        # The last file of a rank wins: model states of stage 3 have a rank, those of stages 1 and 2 do not.
-        roots = {rank: root for (rank, _), file in models.items() if (root := self.files.root(file)) is not None}
-        root = roots.get(0)
-        if not isinstance(root, dict) or not isinstance(root.get("module"), dict):
+        with self.files.merging():
+            roots = self._model_states({rank: file for (rank, _), file in models.items()})
+            return self._merged(first, states, roots)
+
+    def _model_states(self, files: Mapping[int, Path]) -> dict[int, Any]:
+        """Return the model states of rank 0, and of the others their shares of frozen parameters."""
+        roots, steps = {}, {}
+        for rank, file in files.items():
+            root = self.files.root(file)
+            if isinstance(root, dict):
+                steps[rank] = root.get("global_steps")
+                roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
+        if not isinstance(roots.get(0, {}).get("module"), dict):
             raise UnreadableError(
                 f"{self.path}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
             )
-        try:
-            return self._merged(first, states, roots)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise UnreadableError(
-                f"{self.path}: its files are not as DeepSpeed writes them ({type(error).__name__}: {error}); they are"
-                " damaged or of an unknown release"
-            ) from error
+        if odd := [files[rank].name for rank in unlike_most(steps)]:
+            raise UnreadableError(f"{self.path}: its ranks are of different saves: {first_names(odd)} have other steps")
+        return roots
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -155,7 +160,7 @@ class _Reading:
             return None
         try:
             return _states(root)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except MALFORMED as error:
             raise UnreadableError(
                 f"{file}: not optimizer states of ZeRO ({type(error).__name__}: {error}); fetch the file again"
             ) from error
@@ -261,7 +266,7 @@ class _Reading:
         made = {}
         for name, size in (root.get("frozen_param_shapes") or {}).items():
             shape = sizes(size)
-            parts: list[Any] = [(states.get("frozen_param_fragments") or {}).get(name) for states in roots.values()]
+            parts: list[Any] = [(states.get(_FRAGMENTS) or {}).get(name) for states in roots.values()]
             if not all(map(_is_flat, parts)) or len(parts) != world:
                 made[name] = self._lost(name, shape)
                 continue
