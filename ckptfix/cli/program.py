@@ -240,7 +240,7 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
 
     from ckptfix.core.options import Kind
 
-    if option.name in ("select", "ignore"):
+    if option.name in ("select", "ignore", "accept"):
         before, comma, code = begun.rpartition(",")
         return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
     items = [CompletionItem(word) for word in option.words if word.startswith(begun)]

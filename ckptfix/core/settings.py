@@ -81,6 +81,10 @@ class RepairSettings(CheckSettings, total=False):
     """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``; ``Settings`` describes them."""
 
     disarm: bool
+    accept: str | Sequence[str]
+    allow_untrained: bool
+    force: bool
+    untie: bool
     recalibrate: str | None
     shard_size: str | None
     smoke: bool | None
@@ -111,13 +115,15 @@ class Settings:
 
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
     complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
-    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``). ``fill`` is ``target``, ``twin`` (the other
-    set of weights of the file) or the path of a donor file. ``replace`` names the broken tensors that ``fill``
-    replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``). ``dtype`` is what the
-    floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names and shapes only.
-    ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
+    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
+    the report and stop nothing. ``fill`` is ``target``, ``twin`` (the other set of weights of the file) or the path of
+    a donor file. ``allow_untrained`` writes a result of which most parameters were filled. ``replace`` names the broken
+    tensors that ``fill`` replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
+    ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
+    and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
     ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of
-    at most that size with an index, and None one file.
+    at most that size with an index, and None one file. ``untie`` writes tied tensors of safetensors once for each key,
+    and ``force`` replaces a file that is already at ``output``.
 
     ``smoke`` is whether the forward test runs; None means: if a factory is given. ``input`` holds a text for each
     argument of ``forward``: a shape (``2x3x224x224``), a shape with an integer range (``2x16:int:0:1000``), a name
@@ -132,9 +138,11 @@ class Settings:
     disarm: bool = False
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
     unsafe_fixes: bool = False
     fill: str | None = None
     drop_mismatched: bool = False
+    allow_untrained: bool = False
     replace: tuple[str, ...] = ()
     reset_running_stats: bool = False
     recalibrate: str | None = None
@@ -146,6 +154,8 @@ class Settings:
     seed: int = 0
     format: str | None = None
     shard_size: str | None = None
+    untie: bool = False
+    force: bool = False
     smoke: bool | None = None
     input: tuple[str, ...] = ()
     device: str = "auto"

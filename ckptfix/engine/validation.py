@@ -44,6 +44,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         settings,
         select=_codes("select", settings.select),
         ignore=_codes("ignore", settings.ignore),
+        accept=_codes("accept", settings.accept),
         replace=_texts("replace", settings.replace),
         input=_texts("input", settings.input),
     )
