@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckptfix.zoo.drafting.known import PATH, head_widths, structure_digest
+from ckptfix.zoo.drafting.recognition import PATH, head_widths, structure_digest
 
 Shapes = dict[str, tuple[int, ...]]
 Build = Callable[[int], torch.nn.Module]

@@ -40,7 +40,7 @@ CIRCULAR = {
 }
 """Imports that close a circle and are still to be mended."""
 
-HEAVY = {"torch", "numpy", "safetensors", "rich", "jinja2", "fsspec", "xxhash", "ray"}
+HEAVY = {"torch", "numpy", "safetensors", "rich", "jinja2", "fsspec", "ray"}
 AT_THE_TOP = {
     "reading/tensors": {"torch"},
     "reading/live": {"torch"},

@@ -50,7 +50,7 @@ def _migrate(
     from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
     from ckptfix.zoo.items.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
-    from ckptfix.zoo.places.opening import split_source
+    from ckptfix.zoo.places import split_source
     from ckptfix.zoo.work.job import Others
 
     place, pattern = split_source(source)

@@ -13,8 +13,7 @@ from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.meter import bytes_text, time_text
 from ckptfix.core.finding import counted
 from ckptfix.report.style import Line, Span
-from ckptfix.zoo.books.duplicates import Duplicates, find_duplicates
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.summary import Summary
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def progress_text(summary: Summary) -> str:
 
 
 def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Iterator[Line]:
-    """The counts by outcome, the files that somebody has to look at, and what files have in common."""
+    """Yield the counts by outcome, and the files that need attention."""
     summary = migration.summary
     yield (Span(f"{'outcome':<18}{'files':>9}{'size':>11}", "faint"),)
     for outcome in Outcome:
@@ -102,9 +101,6 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
         yield "written: nothing; the same command without --dry-run writes it"
     else:
         yield f"written: {bytes_text(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
-    if new and (found := find_duplicates(migration.weights(), families=False)).repeated:
-        saved = f"{_saved(found)} would be saved by keeping each once"
-        yield f"in common: {found.repeated} of {found.tensors} tensors are copies of others; {saved}"
     yield from _attention(migration, limit)
 
 
@@ -131,7 +127,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
             if limit is not None and counts[outcome] > limit:
                 yield f"  … and {counts[outcome] - limit} more: -v lists them, --report FILE shows them"
             if outcome is Outcome.UNREADABLE:
-                yield "  the same command again takes what was mended meanwhile; exclude in zoo.toml leaves files out"
+                yield "  after replacing a file, run the same command again; exclude in zoo.toml leaves files out"
 
 
 def _entry(record: dict[str, Any], outcome: Outcome) -> Iterator[Line]:
@@ -193,27 +189,5 @@ class PageOfZoo:
                 migration.weights(),
                 facts={**facts_of_run(), "Command": command},
                 renames=renames,
-                duplicates=_shared(migration),
             ),
         )
-
-
-def _saved(found: Duplicates) -> str:
-    share = 100 * found.saved / max(found.nbytes, 1)
-    return f"{bytes_text(found.saved)} of {bytes_text(found.nbytes)} ({share:.0f} %)"
-
-
-def _shared(migration: Migration) -> dict[str, str]:
-    """What the files of a zoo have in common, in words."""
-    found = find_duplicates(migration.weights())
-    if not found.repeated:
-        return {}
-    return {
-        "Tensors there more than once": f"{found.repeated} of {found.tensors}",
-        "A store that keeps each once would save": _saved(found),
-        **{
-            f"Family {number}": f"{', '.join(family.files[:5])}{' …' if len(family.files) > 5 else ''}: "
-            f"{family.tensors} tensors, {bytes_text(family.nbytes)}"
-            for number, family in enumerate(found.families[:10], 1)
-        },
-    }

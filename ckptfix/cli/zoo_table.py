@@ -63,8 +63,7 @@ def draft(console: Console, source: str, destination: str | None, goal: Path, ch
     """Look at a zoo and write the table that says what belongs to what, as far as its files tell."""
     from ckptfix.zoo.drafting import draft_table
     from ckptfix.zoo.items.listing import list_zoo
-    from ckptfix.zoo.places import open_place
-    from ckptfix.zoo.places.opening import split_source
+    from ckptfix.zoo.places import open_place, split_source
 
     if goal.exists():
         raise UsageError(f"{goal}: exists already; move it away, or name another file with ", Opt("table"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ckptfix.core.report import Report
@@ -14,13 +13,12 @@ _ABOUT_VALUES = ("VAL", "FIL2", "RUN")
 """The rules that convict the values of a tensor, and not its name or its shape."""
 
 
-def weights_to_json(report: Report, hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The statistics of the tensors that the rules read, in the file's order; ``hashes`` are their xxh3, where known.
+def weights_to_json(report: Report) -> dict[str, Any]:
+    """Return the statistics of the tensors that the rules read, in the file's order.
 
     A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
     the flag says that there was something.
     """
-    hashes = hashes or {}
     flags = _flags(report)
     layers = []
     for key, figures in report.figures.items():
@@ -36,7 +34,6 @@ def weights_to_json(report: Report, hashes: Mapping[str, str] | None = None) -> 
                 "maximum": float(figures.maximum),
                 "zeros": int(figures.zeros),
                 "nonfinite": int(figures.nonfinite),
-                "xxh3": hashes.get(key),
                 "flagged": flags.get(key, []),
             }
         )

@@ -1,14 +1,14 @@
 """The story of a migration, from an old zoo to one that loads. Start reading here.
 
-    list      listing      what is in the zoo: files and folders that are checkpoints, and others
-    plan      planning     what zoo.toml wants of each, under which name, and what an earlier run has done
-    run       engines      the jobs, the largest first, each in a process that may crash
-    (a job)   performing   repair or copy, digests, into a scratch folder
-    commit    committing   outputs are flushed, renamed, and only then written down in the manifest
-    close     workspace    the manifest in order, renames.json, nothing temporary left
+    list      items      what is in the zoo: files and folders that are checkpoints, and others
+    plan      planning   what zoo.toml wants of each, under which name, and what an earlier run has done
+    run       engines    the jobs, the largest first, each in a process that may crash
+    (a job)   work       repair or copy, digests, into a scratch folder
+    commit    committing outputs are flushed, renamed, and only then written down in the manifest
+    close     workspace  the manifest in order, renames.json, nothing temporary left
 
-The driver reads no checkpoint. What it keeps of each file is in an index (``index``) and not in memory. Whatever kills
-it, the same command goes on where the manifest ends, and comes to the same tree.
+The driver reads no checkpoint. If anything kills it, the same command goes on where the manifest ends, and comes to the
+same tree.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.committing import Committer
-from ckptfix.zoo.books.manifest import Known, read_manifest, sizes_at
-from ckptfix.zoo.books.workspace import Workspace, opened
-from ckptfix.zoo.catalogue import Catalogue
+from ckptfix.zoo.committing import Committer
 from ckptfix.zoo.engines import Engine
-from ckptfix.zoo.engines.budget import Budget
-from ckptfix.zoo.engines.memory import memory_at_hand, room_at
-from ckptfix.zoo.index import explaining
-from ckptfix.zoo.items.listing import ABSENT, Item, walk_zoo
-from ckptfix.zoo.places import Place, open_place
+from ckptfix.zoo.items.grouping import Item
+from ckptfix.zoo.items.listing import ABSENT, list_zoo
+from ckptfix.zoo.manifest import Record, read_manifest
+from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import Plan
+from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
 from ckptfix.zoo.summary import Summary
 from ckptfix.zoo.table import Table
 from ckptfix.zoo.work.job import Done, Others
+from ckptfix.zoo.workspace import Workspace, opened
 
 MakeEngine = Callable[[Path], Engine]
 """Makes the engine of a migration, with a folder for temporary files."""
@@ -54,16 +52,16 @@ class Migration:
     remarks: tuple[str, ...] = ()
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The lines of the manifest, sorted by source: those of earlier runs too."""
+        """Yield the lines of the manifest, sorted by source: those of earlier runs too."""
         return self.workspace.manifest.lines()
 
     def chosen_records(self) -> Iterator[dict[str, Any]]:
-        """The lines of the sources that this run was for."""
+        """Yield the lines of the sources that this run was for."""
         chosen = self.chosen
         return (line for line in self.records() if chosen is None or line["source"] in chosen)
 
     def weights(self) -> Iterator[dict[str, Any]]:
-        """The lines of ``weights.jsonl``, sorted by source."""
+        """Yield the lines of ``weights.jsonl``, sorted by source."""
         return self.workspace.weights.lines()
 
 
@@ -87,55 +85,45 @@ def migrate(
     engine: MakeEngine | None = None,
     watch: Callable[[Summary], None] = lambda summary: None,
 ) -> Iterator[Migration]:
-    """Migrate a zoo: every checkpoint of ``source`` is repaired into ``destination``, or copied where it is fine.
+    """Migrate a zoo: every checkpoint of ``source`` is repaired into ``destination``, or copied if it is fine.
 
     ``source`` and ``destination`` are folders or fsspec URLs. ``patterns`` and ``listed`` choose files, and
-    ``decided`` is the table with what was decided for these alone. ``again`` is the command as the user typed it.
+    ``decided`` is the table with what was decided for only these. ``again`` is the command as the user typed it.
     ``jobs`` is how many run at the same time, ``memory`` and ``temporary`` are the bytes that all of them may take
-    together. ``watch`` is told a few times a second how far it is. The body of the ``with`` sees the finished
-    migration; of a dry run, all is gone after it."""
+    together. ``watch`` is called a few times a second with the counts. The body of the ``with`` sees the finished
+    migration; after that of a dry run, all is gone."""
     table = table or Table()
     old, new = open_place(source), open_place(destination)
     _refuse_overlap(old, new)
-    found = (item for item in walk_zoo(old, patterns, listed) if not table.excludes(item.name))
-    with explaining(), Catalogue(found) as items:
-        _check_chosen(source, items, patterns, listed, decided)
-        summary = Summary(files=len(items), bytes=items.nbytes)
-        with opened(new, dry_run) as workspace:
-            runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
-            items.learn(read_manifest(workspace.manifest))
-            workspace.weights.index()
-            with Plan(
-                items,
-                table,
-                source,
-                destination,
-                decided,
-                tuple(again),
-                others,
-                dry_run,
-                resumes=resume,
-                is_grouped=runs.is_grouped and new.root is not None,
-                verifies=verify,
-            ) as plan:
-                _run(runs, plan, workspace, summary, watch)
-            if not dry_run:
-                workspace.close_books()
-            summary.seconds = time.monotonic() - summary.began
-            chosen = items if patterns or listed is not None else None
-            idle = tuple(table.idle(item.name for item in items)) if table.treatments else ()
-            yield Migration(source, destination, summary, workspace, chosen, idle)
-
-
-def _check_chosen(
-    source: str, items: Catalogue, patterns: Sequence[str], listed: Sequence[str] | None, decided: Table | None
-) -> None:
-    """Raise where what was chosen is not there."""
-    if patterns and not items:
-        raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
-    absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []
-    if absent and (decided is not None or len(absent) == len(items)):
-        raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
+    items = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
+    _check_chosen(source, items, patterns, listed, decided)
+    summary = Summary(files=len(items), bytes=sum(item.size for item in items))
+    with opened(new, dry_run) as workspace:
+        runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
+        known = {record.source: record for record in read_manifest(workspace.manifest)}
+        workspace.weights.index()
+        plan = Plan(
+            items,
+            known,
+            table,
+            source,
+            destination,
+            decided,
+            tuple(again),
+            others,
+            dry_run,
+            resumes=resume,
+            is_grouped=runs.is_grouped and new.root is not None,
+            verifies=verify,
+        )
+        outputs = {name: record.output for name, record in known.items()}
+        _run(runs, plan, workspace, summary, outputs, watch)
+        if not dry_run:
+            workspace.close_journals(outputs)
+        summary.seconds = time.monotonic() - summary.began
+        chosen = {item.name for item in items} if patterns or listed is not None else None
+        idle = tuple(table.idle(item.name for item in items)) if table.treatments else ()
+        yield Migration(source, destination, summary, workspace, chosen, idle)
 
 
 def _run(
@@ -143,41 +131,58 @@ def _run(
     plan: Plan,
     workspace: Workspace,
     summary: Summary,
+    outputs: dict[str, str | None],
     watch: Callable[[Summary], None],
 ) -> None:
-    def stands(item: Item, before: Known) -> None:
+    def done_before(item: Item, before: Record) -> None:
         summary.count(before.outcome, item.size, before.output_size, earlier=True)
 
     def written(done: Done) -> None:
-        record = done.record
-        summary.count(record.outcome, record.size, record.output_size, record.seconds, earlier=done.is_known)
+        outputs[done.record.source] = done.record.output
+        summary.count(done.record.outcome, done.record.size, done.record.output_size, earlier=done.is_known)
         workspace.publish()
 
     def waiting(running: int) -> None:
         summary.running = running
         watch(summary)
 
-    books = workspace.manifest, workspace.weights
+    size_of = _sizes_at(workspace.destination)
     left_over = plan.left_over if not plan.dry_run else lambda record: ()
-    with (
-        sizes_at(workspace.destination) as size_of,
-        Committer(workspace.destination, workspace.scratch, *books, written, left_over) as committer,
-    ):
-        todo = plan.todo(workspace.manifest, size_of, stands)
-        engine.run_jobs(todo, committer.add, waiting)
-    summary.running = 0
-    watch(summary)
+    journals = workspace.manifest, workspace.weights
+    with Committer(workspace.destination, workspace.scratch, *journals, written, left_over) as committer:
+        engine.run_jobs(plan.todo(workspace.manifest, size_of, done_before), committer.add, waiting)
+    waiting(0)
+
+
+def _sizes_at(destination: Place) -> Callable[[str], int | None]:
+    """Return what gives the size of a file of the destination, None for one that is not there.
+
+    A remote store is listed once, which takes a request for a thousand files and not one for each."""
+    if destination.root is not None:
+        return lambda name: None if (entry := destination.entry(name)) is None else entry.size
+    return {entry.name: entry.size for entry in walk_if_there(destination)}.get
+
+
+def _check_chosen(
+    source: str, items: Sequence[Item], patterns: Sequence[str], listed: Sequence[str] | None, decided: Table | None
+) -> None:
+    """Raise if what was chosen is not there."""
+    if patterns and not items:
+        raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
+    absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []
+    if absent and (decided is not None or len(absent) == len(items)):
+        raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
 
 
 def _local(scratch: Path, jobs: int | None, memory: int | None, temporary: int | None) -> Engine:
     from ckptfix.zoo.engines.local import LocalEngine  # one engine of several
 
-    workers = jobs or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else jobs or os.cpu_count() or 1
-    return LocalEngine(workers, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return LocalEngine(jobs or cores, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)
 
 
 def _refuse_overlap(source: Place, destination: Place) -> None:
-    """Raise where a file that is written could be one of the sources, or be taken for one next time."""
+    """Raise if a file that is written could be one of the sources, or be taken for one next time."""
     if (source.root is None) != (destination.root is None):
         return
     old, new = (
@@ -186,6 +191,6 @@ def _refuse_overlap(source: Place, destination: Place) -> None:
     if old == new:
         raise UsageError(f"{destination.name}: is the source itself, which is never written; name another folder")
     if new.startswith(f"{old}/"):
-        raise UsageError(f"{destination.name}: lies in the source; name a folder outside of {source.name}")
+        raise UsageError(f"{destination.name}: is inside the source; name a folder outside of {source.name}")
     if old.startswith(f"{new}/"):
-        raise UsageError(f"{destination.name}: has the source in it; name a folder beside {source.name}")
+        raise UsageError(f"{destination.name}: contains the source; name a folder beside {source.name}")

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.journal import Journal
-from ckptfix.zoo.books.manifest import OWN_NAMES, Known, Standing, free_name, standing
-from ckptfix.zoo.books.record import Record
-from ckptfix.zoo.books.versions import version
-from ckptfix.zoo.catalogue import Catalogue
-from ckptfix.zoo.items.claims import Claims
-from ckptfix.zoo.items.listing import Item, Kind
-from ckptfix.zoo.table import Table, with_decision
-from ckptfix.zoo.treatment import Treatment
+from ckptfix.zoo.items.grouping import Item, Kind
+from ckptfix.zoo.journal import Journal
+from ckptfix.zoo.manifest import OWN_NAMES, Outcome, Record, free_name, version
+from ckptfix.zoo.table import Table, Treatment, with_decision
 from ckptfix.zoo.work.job import Job, Others
 
 _NOTHING = object()
 
 
+class Status(Enum):
+    """What an earlier run means for an item."""
+
+    NEW = "to be done"
+    DONE = "done"
+    BY_HAND = "an output was put in its place by hand"
+
+
 @dataclass
 class Plan:
-    """What a migration does with the items of a zoo."""
+    """What a migration does with the items of a zoo. ``known`` is what an earlier run wrote down, by source."""
 
-    items: Catalogue
+    items: list[Item]
+    known: Mapping[str, Record]
     table: Table
     source: str
     destination: str
     decided: Table | None = None
-    """The table with the flags that were given for these items alone: they are a decision, and no other settings."""
+    """The table with the options that were given for these items only: a decision, and not other settings."""
     again: tuple[str, ...] = ()
     others: Others = Others.COPY
     dry_run: bool = False
@@ -40,67 +48,62 @@ class Plan:
     _digests: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._claims = Claims(self._reserved(), self._claimed())
+        # What takes longest begins first, so that nothing is waited for at the end.
+        self.items = sorted(self.items, key=lambda item: (-item.size, item.name))
 
-    def __enter__(self) -> Plan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._claims.close()
-
-    def _reserved(self) -> Iterator[str]:
-        """The names that no output of this run may have."""
-        yield from OWN_NAMES
-        for before in self.items.known_beside():
-            # A run for some of the files must not write over what the others came to.
-            yield from before.parts or ((before.output,) if before.output is not None else ())
-
-    def _claimed(self) -> Iterator[str]:
-        """The names that the outputs of this run want."""
-        for _, item, before in self.items.all():
+    @cached_property
+    def _claims(self) -> Counter[str]:
+        """How many outputs claim a name below the destination."""
+        names = {item.name for item in self.items}
+        # A run for some of the files must not write over the outputs of the others.
+        beside = (name for source, record in self.known.items() if source not in names for name in _claimed(record))
+        claims = Counter({*OWN_NAMES, *beside})
+        for item in self.items:
             if item.kind is not Kind.OTHER or self.others is not Others.SKIP:
-                yield from _names(item, self._output(item, self._treatment_of(item, before)))
+                claims.update(_names(item, self._output(item, self._treatment_of(item))))
+        return claims
+
+    @cached_property
+    def _old_outputs(self) -> Counter[str | None]:
+        """How many sources an earlier run gave an output: copies of one file, named by their hash, share one."""
+        return Counter(record.output for record in self.known.values())
 
     def todo(
-        self, journal: Journal | None, size_of: Callable[[str], int | None], on_standing: Callable[[Item, Known], None]
+        self, journal: Journal | None, size_of: Callable[[str], int | None], on_done: Callable[[Item, Record], None]
     ) -> Iterator[Job]:
-        """The jobs that are left. ``journal`` is the manifest, for those that are verified; ``on_standing`` hears of
-        the items that an earlier run has done, before there is any job: how much is left is then known from the start.
+        """Yield the jobs that are left. ``journal`` is the manifest, for those that are verified; ``on_done`` gets the
+        items that an earlier run has done before there is any job, so that it is known from the start how much is left.
         """
-        verified = journal if self.verifies else None
-        found = bytearray(len(self.items) + 1)
-        for number, item, known in self.items.known_again() if self.resumes else ():
-            found[number] = standing(known, self._job(number, item, known), size_of)
-            if found[number] == Standing.DONE and verified is None:
-                on_standing(item, known)
-        for number, item, before in self.items.all(lambda number: found[number] != Standing.DONE or self.verifies):
-            job = self._job(number, item, before)
-            if found[number] == Standing.DECIDED:
+        statuses = [Status.NEW] * len(self.items)
+        for number, item in enumerate(self.items) if self.resumes else ():
+            if (known := self.known.get(item.name)) is not None:
+                statuses[number] = status = status_of(known, self._job(number, item), size_of)
+                if status is Status.DONE and not self.verifies:
+                    on_done(item, known)
+        for number, (item, status) in enumerate(zip(self.items, statuses, strict=True)):
+            if status is Status.DONE and not (self.verifies and journal is not None):
+                continue
+            job = self._job(number, item)
+            if status is Status.BY_HAND:
                 job = replace(job, adopts=True)
-            elif found[number] == Standing.DONE and verified is not None:
-                job = replace(job, known=Record.from_json(verified.entry(item.name)))
+            elif status is Status.DONE and journal is not None:
+                job = replace(job, known=Record.from_json(journal.entry(item.name)))
             yield job
 
     def left_over(self, record: Record) -> list[str]:
-        """The outputs of an earlier run that a new record of their source makes stale: it has another name now, or
-        none."""
-        before = self.items.known(record.source)
+        """Return the outputs of an earlier run that a new record makes stale: its output has another name, or none."""
+        before = self.known.get(record.source)
         if before is None or before.output_size is None:
             return []
         new = {*record.output_parts, record.output}
-        old = before.parts or (before.output,)
         return [
             name
-            for name in old
-            if name is not None
-            and name not in new
-            and name not in self._claims
-            and not self.items.is_shared(name, record.source)
+            for name in before.written
+            if name not in new and name not in self._claims and self._old_outputs[name] <= (name == before.output)
         ]
 
-    def _job(self, number: int, item: Item, before: Known | None) -> Job:
-        common = self.table.treatment_of(item.name)
-        treatment = self._treatment_of(item, before)
+    def _job(self, number: int, item: Item) -> Job:
+        common, treatment = self.table.treatment_of(item.name), self._treatment_of(item)
         changed = {
             name: value for name, value in treatment.choices.items() if common.choices.get(name, _NOTHING) != value
         }
@@ -121,43 +124,72 @@ class Plan:
             again=self.again or ("ckptfix", "migrate", self.source, self.destination),
         )
 
-    def _treatment_of(self, item: Item, before: Known | None) -> Treatment:
-        """What was decided for an item, now or in an earlier run, as long as it is the same file; else the table's."""
+    def _treatment_of(self, item: Item) -> Treatment:
+        """What was decided for an item, now or in an earlier run for the same file; else the table's treatment."""
         if self.decided is not None:
             return self.decided.treatment_of(item.name)
-        common = self.table.treatment_of(item.name)
-        if not self.resumes or before is None or not before.decision:
-            return common
-        if (before.size, before.stamp) != (item.size, item.stamp):
-            return common
-        try:
-            return with_decision(common, json.loads(before.decision))
-        except UsageError:  # it named a file that is gone since: the item needs a decision again, and says so
-            return common
+        common, before = self.table.treatment_of(item.name), self.known.get(item.name)
+        is_same = before is not None and (before.size, before.stamp) == (item.size, item.stamp)
+        if self.resumes and before is not None and is_same and before.decision:
+            with suppress(UsageError):  # it named a file that is gone: the item needs a decision again, and says so
+                return with_decision(common, before.decision)
+        return common
 
     def _taken(self, item: Item, treatment: Treatment, output: str) -> Iterator[str]:
         """Of the names that the output may get, those that it may not have."""
-        for name in _names(item, output):
-            if self._claims.is_contested(name):
-                yield name
+        yield from (name for name in _names(item, output) if self._claims[name] > 1)
         if item.kind is Kind.FOLDER:
             name = treatment.output_name(item.name, is_folder=True)
             if name in self._claims and name not in {part.name for part in item.parts}:
                 yield name
 
     def _output(self, item: Item, treatment: Treatment) -> str:
-        if item.kind is not Kind.FILE:
-            return free_name(item.name)
-        return free_name(treatment.output_name(item.name))
+        return free_name(item.name if item.kind is not Kind.FILE else treatment.output_name(item.name))
 
     def _digest(self, treatment: Treatment, item: Item) -> str:
         """What the result of an item depends on besides its bytes."""
+        if item.kind is Kind.OTHER:
+            return self.others.value
         key = id(treatment)
         if key not in self._digests:
             self._digests[key] = treatment.digest(version())
-        return f"{self.others.value}" if item.kind is Kind.OTHER else self._digests[key]
+        return self._digests[key]
+
+
+def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> Status:
+    """Return what an earlier run means for an item. It is done if the source is unchanged by size and stamp, the
+    settings are the same, and the output is there in its size. What failed is tried again.
+
+    A decision of an earlier run holds until there is another. A file in the place of an output that could not be
+    written is a decision too.
+    """
+    if (known.size, known.stamp, known.settings) != (job.item.size, job.item.stamp, job.settings):
+        return Status.NEW
+    if job.decision and _plain(job.decision) != _plain(known.decision or {}):
+        return Status.NEW
+    if known.is_to_be_tried_again:
+        return Status.NEW
+    sizes = [size_of(name) for name in known.written]
+    is_there = None not in sizes and (not sizes or sum(size or 0 for size in sizes) == known.output_size)
+    if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is Kind.OTHER:
+        return Status.DONE if is_there else Status.NEW
+    if not sizes:
+        is_free = job.written_name not in job.taken  # else it is the output of another source
+        return Status.BY_HAND if is_free and size_of(job.written_name) is not None else Status.DONE
+    if is_there:
+        return Status.DONE
+    return Status.BY_HAND if len(sizes) == 1 and sizes[0] is not None else Status.NEW
+
+
+def _plain(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """A decision as it comes back from JSON."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in decision.items()}
 
 
 def _names(item: Item, output: str) -> Iterable[str]:
     """The names in the destination that an item certainly claims."""
     return (part.name for part in item.parts) if item.kind is Kind.FOLDER else (output,)
+
+
+def _claimed(record: Record) -> tuple[str, ...]:
+    return record.output_parts or ((record.output,) if record.output is not None else ())

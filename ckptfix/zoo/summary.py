@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
-from ckptfix.zoo.books.record import Outcome
-from ckptfix.zoo.effort import Effort
+from ckptfix.zoo.manifest import Outcome
 
 BAD = (Outcome.UNREADABLE, Outcome.FAILED)
 
-_QUIET, _LONG, _TELLING = 5.0, 60.0, 0.03
-"""Seconds before anything is foretold; and seconds, or the share of the work, after which the rest is."""
+_QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
+"""Seconds before an estimate is shown; and seconds, or the share of the work, after which it is."""
 
-_WINDOW = 60.0
-"""Seconds that the present pace is judged by."""
+_EACH = 1_000_000
+"""Bytes that take as long as opening a file and writing its record."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,6 @@ class Pace:
 
     rate: float
     seconds_left: float
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What this run had done after so many seconds."""
-
-    seconds: float = 0.0
-    files: int = 0
-    nbytes: int = 0
 
 
 @dataclass
@@ -55,14 +45,9 @@ class Summary:
     began: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _effort: Effort = field(default_factory=Effort, repr=False)
-    _marks: deque[Mark] = field(default_factory=lambda: deque([Mark()]), repr=False)
-    """About one a second, back to the last in front of the window."""
 
-    def count(
-        self, outcome: Outcome, size: int, output_size: int | None, seconds: float = 0.0, *, earlier: bool = False
-    ) -> None:
-        """A file has come to its outcome, after so many seconds of work."""
+    def count(self, outcome: Outcome, size: int, output_size: int | None, *, earlier: bool = False) -> None:
+        """Count a file that has come to its outcome."""
         with self._lock:
             self.done_files += 1
             self.done_bytes += size
@@ -72,36 +57,17 @@ class Summary:
             if earlier:
                 self.earlier_files += 1
                 self.earlier_bytes += size
-                return
-            self._effort.learn(size, seconds)
-            if (now := self._now()).seconds - self._marks[-1].seconds >= 1:
-                self._before(now.seconds)
-                self._marks.append(now)
 
     def pace(self) -> Pace | None:
-        """How fast it goes at present; None as long as that is anybody's guess."""
+        """Return how fast it goes; None as long as too little is done to say."""
         with self._lock:
-            now = self._now()
-            then = self._before(now.seconds)
-            files, nbytes = self.files - self.done_files, self.bytes - self.done_bytes
-            left, done = self._effort.of(files, nbytes), self._effort.of(now.files, now.nbytes)
-            if now.files == then.files:  # all workers are at large files: then the whole run has to tell
-                then = Mark()
-            lately = self._effort.of(now.files - then.files, now.nbytes - then.nbytes)
-        if not lately or now.seconds < _QUIET or (done < _TELLING * (done + left) and now.seconds < _LONG):
+            seconds = time.monotonic() - self.began
+            nbytes, files = self.done_bytes - self.earlier_bytes, self.done_files - self.earlier_files
+            done = nbytes + _EACH * files
+            left = self.bytes - self.done_bytes + _EACH * (self.files - self.done_files)
+        if not done or seconds < _QUIET or (done < _SHARE * (done + left) and seconds < _LONG):
             return None
-        seconds = now.seconds - then.seconds
-        return Pace((now.nbytes - then.nbytes) / seconds, left * seconds / lately)
-
-    def _now(self) -> Mark:
-        done = self.done_files - self.earlier_files, self.done_bytes - self.earlier_bytes
-        return Mark(time.monotonic() - self.began, *done)
-
-    def _before(self, seconds: float) -> Mark:
-        """The last mark in front of the window; it forgets those before it."""
-        while len(self._marks) > 1 and self._marks[1].seconds <= seconds - _WINDOW:
-            self._marks.popleft()
-        return self._marks[0]
+        return Pace(nbytes / seconds, seconds * left / done)
 
     @property
     def exit_code(self) -> int:
@@ -111,7 +77,7 @@ class Summary:
         return int(self.outcomes[Outcome.DECISION] > 0)
 
     def to_json(self) -> dict[str, object]:
-        """As plain data."""
+        """Return the counts as plain data."""
         return {
             "files": self.files,
             "bytes": self.bytes,

@@ -5,43 +5,120 @@
     [defaults]                        # for every file
     format = "safetensors"
 
-    [[files]]                         # the first table that matches a file counts
+    [[files]]                         # the first table that matches a file applies
     match = "resnet50-*.pth"
     model = "torchvision.models:resnet50"
 
-The keys beside ``match`` and ``output`` are those of the configuration file, which are the flags of ``repair``.
+The keys besides ``match`` and ``output`` are those of the configuration file, which are the options of ``repair``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckptfix.core.config import parse_toml
-from ckptfix.core.options import Scope, from_toml, is_texts, key_text, toml_keys, without_model
+from ckptfix.core.options import (
+    REPAIR,
+    Scope,
+    command_words,
+    from_toml,
+    is_texts,
+    key_text,
+    library_settings,
+    toml_keys,
+    without_model,
+)
+from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
-from ckptfix.zoo.items.naming import check_template
+from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
-from ckptfix.zoo.treatment import Treatment, treatment_of_choices
-
-__all__ = ["EMPTY", "FILE_NAME", "Table", "Treatment", "plain_table", "read_table", "with_decision"]
 
 FILE_NAME = "zoo.toml"
-"""What the table is called where nobody names it."""
+"""What the table is called by default."""
 
 _OF_DEFAULTS = toml_keys(Scope.REPAIR)
 _OF_FILES = toml_keys(Scope.REPAIR, Scope.ONE_FILE)
-
-_SHOWN = 80
-"""Characters of its patterns by which a table is known in messages."""
-
 TOP_KEYS = ("exclude", "defaults", "files")
+_SHOWN = 80
+"""Characters of its patterns that name a table in messages."""
 
 _TARGET = ("model", "model_args", "like")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """The settings of ``repair`` for the files that match. It is plain data, for a worker or another node.
+
+    ``settings`` are fields of ``core.settings.Settings``, and ``choices`` what the user wrote, for the command that
+    carries on with one file. ``place`` is the table that it comes from."""
+
+    patterns: tuple[str, ...] = ()
+    model: str | None = None
+    model_args: Any = ()
+    like: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    output: str = MIRRORED
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``ckptfix.repair`` and ``ckptfix.check``."""
+        target = {"model": self.model, "like": self.like, "model_args": self.model_args or None}
+        return {**{name: value for name, value in target.items() if value is not None}, **self.settings}
+
+    def command(self, source: str, **more: Any) -> tuple[str, ...]:
+        """Return the ``ckptfix repair`` of one file with these settings, word by word."""
+        return command_words(REPAIR, source, {**self.choices, **more})
+
+    def output_name(self, name: str, form: str | None = None, *, is_folder: bool = False) -> str:
+        """Return what the output for a source is called. ``form`` is the format of the source, if it is known."""
+        return output_name(name, self.settings.get("format") or form, self.output, is_folder=is_folder)
+
+    def digest(self, version: str) -> str:
+        """Return what changes when the result may: with a setting, with the version of ckptfix, or with a file that is
+        read beside the source (by size and mtime, as they are when this is first called)."""
+        return hashlib.sha256(f"{version}\n{self._fingerprint}".encode()).hexdigest()[:32]
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        settings = Settings(**self.settings)
+        bare = replace(
+            settings,
+            fill=settings.fill if settings.fill_file is None else "file",
+            recalibrate=settings.recalibrate and "file",
+            compare=settings.compare and ("source" if settings.compare == "source" else "file"),
+        )
+        facts = {
+            "model": self.model,
+            "model_args": self.model_args,
+            "settings": asdict(bare),
+            "output": self.output,
+            "files": [[name, stamp_of(file)] for name, file in self.files()],
+        }
+        return json.dumps(facts, sort_keys=True, default=str)
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """Yield what is read beside the source: the settings' names and their files."""
+        settings = Settings(**self.settings)
+        named = {"like": self.like, "fill": settings.fill_file, "recalibrate": settings.recalibrate}
+        named["compare"] = None if settings.compare == "source" else settings.compare
+        yield from ((name, file) for name, file in named.items() if file is not None)
+        for text in settings.input:
+            if Path(file := text.rpartition("=")[2]).is_file():
+                yield "input", file
+        if self.model is not None:
+            # The code of the model, if it is in the working directory: its author works on it.
+            file = self.model.partition(":")[0].replace(".", "/")
+            yield from (("model", each) for each in (f"{file}.py", f"{file}/__init__.py") if Path(each).is_file())
 
 
 @dataclass(frozen=True)
@@ -53,28 +130,25 @@ class Table:
     """For the files that no treatment is for."""
     exclude: tuple[str, ...] = ()
     path: Path | None = None
-    _expressions: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
-    _excluded: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_expressions", tuple(compile_patterns(each.patterns) for each in self.treatments))
-        object.__setattr__(self, "_excluded", compile_patterns(self.exclude))
+    @cached_property
+    def _expressions(self) -> list[tuple[Treatment, re.Pattern[str]]]:
+        return [(treatment, compile_patterns(treatment.patterns)) for treatment in self.treatments]
+
+    @cached_property
+    def _excluded(self) -> re.Pattern[str]:
+        return compile_patterns(self.exclude)
 
     def treatment_of(self, name: str) -> Treatment:
-        """What to do with the file of this name, relative to the zoo's root: the first match wins."""
-        matching = (
-            treatment
-            for treatment, expression in zip(self.treatments, self._expressions, strict=True)
-            if expression.fullmatch(name)
-        )
-        return next(matching, self.rest)
+        """Return what to do with the file of this name, relative to the zoo's root: the first match wins."""
+        return next((each for each, expression in self._expressions if expression.fullmatch(name)), self.rest)
 
     def excludes(self, name: str) -> bool:
         """Whether a file is left out of the migration."""
         return self._excluded.fullmatch(name) is not None
 
     def idle(self, names: Iterable[str]) -> list[str]:
-        """A line for each treatment that none of these names gets."""
+        """Return a line for each treatment that none of these names gets."""
         used = {id(self.treatment_of(name)) for name in names}
         return [
             f"{self.path or FILE_NAME}: {treatment.place} matches no file, or only files that an earlier table has"
@@ -83,17 +157,13 @@ class Table:
         ]
 
 
-EMPTY = Table()
-"""The table of a zoo without one."""
-
-
 def plain_table(given: Mapping[str, Any] | None = None) -> Table:
-    """The table of a zoo without one: ``given`` are the flags of the command line, by name."""
-    return Table(rest=_treatment("the command line", Path(), (), {}, {}, given or {}))
+    """Return the table of a zoo without one: ``given`` are the flags of the command line, by name."""
+    return Table(rest=_treatment("the command line", (), {}, {}, given or {}))
 
 
 def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
-    """The table of a file. ``given``, the flags of the command line, win over it.
+    """Return the table of a file. ``given``, the flags of the command line, win over it.
 
     Paths in it are relative to the file. Raises ``UsageError`` that names the file, the table and the key.
     """
@@ -101,41 +171,38 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
     for key in document:
         if key not in TOP_KEYS:
             raise UsageError(f"{path}: {_no_such_key(key, document[key])}")
-    if not is_texts(document.get("exclude", [])):
-        raise UsageError(f"{path}: exclude is to be a list of patterns and not {document['exclude']!r:.60}")
-    defaults = document.get("defaults", {})
+    exclude, defaults, tables = document.get("exclude", []), document.get("defaults", {}), document.get("files", [])
+    if not is_texts(exclude):
+        raise UsageError(f"{path}: exclude must be a list of patterns, not {exclude!r:.60}")
     if not isinstance(defaults, dict):
-        raise UsageError(f"{path}: defaults is to be a table: write [defaults] above its keys")
-    tables = document.get("files", [])
+        raise UsageError(f"{path}: defaults must be a table: write [defaults] above its keys")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UsageError(f"{path}: files is to be one table for each group of files: write [[files]] above its keys")
+        raise UsageError(f"{path}: files must be one table for each group of files: write [[files]] above its keys")
+    _check_patterns(f"{path}: exclude", exclude)
 
-    folder = path.parent
-    where = f"{path}: [defaults]"
-    common = _options(where, folder, defaults, _OF_DEFAULTS)
+    common = _options(f"{path}: [defaults]", path.parent, defaults, _OF_DEFAULTS)
     treatments = []
     for number, table in enumerate(tables, 1):
-        patterns = table.get("match")
-        shown = ", ".join(map(str, patterns)) if isinstance(patterns, list) else str(patterns or "")
+        found = table.get("match")
+        shown = ", ".join(map(str, found)) if isinstance(found, list) else str(found or "")
         place = f"[[files]] {number}" + (f" ({shown[:_SHOWN]}{'…' * (len(shown) > _SHOWN)})" if shown else "")
         where = f"{path}: {place}"
-        if patterns is None:
-            raise UsageError(f'{where} says for no file what it says; add match = "…"')
-        if not isinstance(patterns, str) and not (is_texts(patterns) and patterns):
-            raise UsageError(f"{where}: match has to be a pattern, or a list of patterns, not {patterns!r:.60}")
-        own = _options(where, folder, table, _OF_FILES, "match")
-        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        treatments.append(_treatment(where, folder, patterns, common, own, given or {}, place))
-    _check_patterns(f"{path}: exclude", document.get("exclude", []))
-    rest = _treatment(f"{path}: [defaults]", folder, (), common, {}, given or {}, "[defaults]")
-    return Table(tuple(treatments), rest, tuple(document.get("exclude", ())), path)
+        if found is None:
+            raise UsageError(f'{where} has no match; add match = "…"')
+        if not isinstance(found, str) and not (is_texts(found) and found):
+            raise UsageError(f"{where}: match has to be a pattern, or a list of patterns, not {found!r:.60}")
+        own = _options(where, path.parent, table, _OF_FILES, "match")
+        patterns = (found,) if isinstance(found, str) else tuple(found)
+        treatments.append(_treatment(where, patterns, common, own, given or {}, place))
+    rest = _treatment(f"{path}: [defaults]", (), common, {}, given or {}, "[defaults]")
+    return Table(tuple(treatments), rest, tuple(exclude), path)
 
 
 def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatment:
-    """The treatment with the flags, by name, that were given for a file alone. Raises ``UsageError`` where they have no
-    meaning any more."""
+    """Return the treatment with the options, by name, that were given for a single file. Raises ``UsageError`` if they
+    have no meaning any more."""
     common = {**treatment.choices, "output": treatment.output}
-    return _treatment("an earlier decision", Path(), treatment.patterns, common, decision, {}, treatment.place)
+    return _treatment("an earlier decision", treatment.patterns, common, decision, {}, treatment.place)
 
 
 def _no_such_key(key: str, value: object) -> str:
@@ -144,7 +211,7 @@ def _no_such_key(key: str, value: object) -> str:
         hint = {"files": "[[files]]", "defaults": "[defaults]"}.get(close[0], close[0])
         return f"there is no {key}; did you mean {hint}?"
     if key in (*_OF_FILES, "output", "match"):
-        return f"{key} stands outside of a table; put it under [defaults], or under the [[files]] that it is for"
+        return f"{key} is outside of a table; put it under [defaults], or under the [[files]] that it is for"
     return f"there is no {key}; a table of files begins with [[files]]"
 
 
@@ -160,7 +227,6 @@ def _options(
 
 def _treatment(
     where: str,
-    folder: Path,
     patterns: Sequence[str],
     common: Mapping[str, Any],
     own: Mapping[str, Any],
@@ -188,8 +254,61 @@ def _treatment(
         raise UsageError(f"{where}: {error.worded(key_text)}") from error
 
 
+def treatment_of_choices(
+    patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
+) -> Treatment:
+    """Return the treatment of options by name. Raises ``UsageError`` if one has no meaning."""
+    from ckptfix.engine.validation import parsed_settings  # the rules and formats come with it
+
+    arguments = library_settings(choices)
+    model, like = arguments.pop("model", None), arguments.pop("like", None)
+    model_args = arguments.pop("model_args", ())
+    settings = parsed_settings(arguments)
+    if model is not None and like is not None:
+        raise UsageError(Opt("model"), " and ", Opt("like"), " exclude each other")
+    if settings.smoke and model is None:
+        raise UsageError(Opt("smoke"), " runs a model; add ", Opt("model", "pkg.mod:factory"))
+    if (settings.fill == "target" or settings.drop_mismatched) and model is None and like is None:
+        option = Opt("fill", "target") if settings.fill == "target" else Opt("drop_mismatched")
+        raise UsageError(option, " needs something to fit; add ", Opt("model"), " or ", Opt("like"))
+    _ = settings.cast_dtype  # raises for an unknown dtype
+    try:
+        json.dumps(model_args)
+    except TypeError as error:
+        raise UsageError(f"model-args = {model_args!r:.60}: {error}; give texts, numbers, lists and tables") from error
+    if model is not None and not all(model.partition(":")):
+        raise UsageError(f"model = {model!r}: write it as pkg.mod:factory, the module and the name in it")
+    treatment = Treatment(patterns, model, model_args, like, arguments, output or MIRRORED, dict(choices), place)
+    for name, file in treatment.files():
+        if "://" in file:
+            raise UsageError(
+                f"{name} = {file!r}: is a URL; copy the file to a disk that all workers see, and name it there"
+            )
+        if not Path(file).exists():
+            raise UsageError(f"{name} = {file!r}: there is no such file; check the path")
+    return treatment
+
+
+def stamp_of(file: str) -> object:
+    """Return what changes with a file: size and mtime; of a folder, or of an index with its shards, those of all its
+    files."""
+    path = Path(file)
+    folder = path if path.is_dir() else path.parent if file.endswith(".index.json") else None
+    if folder is None:
+        return _stamp(path)
+    return [[each.relative_to(folder).as_posix(), _stamp(each)] for each in sorted(folder.rglob("*"))]
+
+
+def _stamp(path: Path) -> list[int] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None  # it is missing when it is needed, and that is reported there
+    return [facts.st_size, facts.st_mtime_ns]
+
+
 def _without_rival_target(choices: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices without their target, where ``other`` names one: ``like`` in a table outdoes ``model``."""
+    """The choices without their target, if ``other`` names one: ``like`` in a table outdoes ``model``."""
     rival = any(name in other for name in _TARGET if name != "model_args")
     return {name: value for name, value in choices.items() if not (rival and name in _TARGET)}
 
@@ -199,6 +318,6 @@ def _check_patterns(where: str, patterns: Iterable[str]) -> None:
         try:
             compile_patterns([pattern])
         except re.error as error:
-            raise UsageError(f"{where}: {pattern!r} is no pattern ({error}); write [[] for a bracket") from error
+            raise UsageError(f"{where}: {pattern!r} is not a pattern ({error}); write [[] for a bracket") from error
         if not pattern.strip("/ "):
             raise UsageError(f"{where}: {pattern!r} matches nothing; write * for all files")

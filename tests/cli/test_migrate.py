@@ -16,7 +16,7 @@ from tests.zoo import zoos
 
 STOPPED = """
 import os, signal
-from ckptfix.zoo.books.journal import Journal
+from ckptfix.zoo.journal import Journal
 append, calls = Journal.append, []
 def stopping(*args):
     append(*args)

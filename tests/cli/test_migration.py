@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.cli.console import Console
 from ckptfix.cli.migration import MigrationMeter, progress_text
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.summary import Summary
 
 
@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_line_tells_files_bytes_rate_time_and_outcomes(clock):
     summary = Summary(files=4, bytes=4_000_000, began=0.0)
     assert progress_text(summary) == "0 of 4 files, 0 bytes of 4.0 MB"
-    summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000, 2.0)
+    summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000)
     clock[0] = 2.0
     assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB: 1 repaired"
     clock[0] = 10.0

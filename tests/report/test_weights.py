@@ -21,7 +21,7 @@ def test_nothing_read_nothing_said():
 
 
 def test_a_line():
-    line = weights_to_json(report(finding("VAL101", "b"), figures=FIGURES, layout=LAYOUT), {"a": "00ff"})
+    line = weights_to_json(report(finding("VAL101", "b"), figures=FIGURES, layout=LAYOUT))
     assert json.loads(json.dumps(line, allow_nan=False))["layers"] == [
         {
             "key": "a",
@@ -33,7 +33,6 @@ def test_a_line():
             "maximum": 1.5,
             "zeros": 1,
             "nonfinite": 0,
-            "xxh3": "00ff",
             "flagged": [],
         },
         {
@@ -46,7 +45,6 @@ def test_a_line():
             "maximum": 0.0,
             "zeros": 0,
             "nonfinite": 3,
-            "xxh3": None,
             "flagged": ["VAL101"],
         },
     ]

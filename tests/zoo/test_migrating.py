@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.places.errors import ForbiddenError
 from ckptfix.zoo.places.local import LocalPlace
+from ckptfix.zoo.places.place import ForbiddenError
 from ckptfix.zoo.table import plain_table
 from ckptfix.zoo.work.job import Others
 from tests.zoo import zoos
@@ -101,16 +101,16 @@ def test_a_second_run_does_nothing(zoo, whole, tmp_path):
 
 
 POINTS = {
-    "in the listing": ("ckptfix.zoo.migrating", "Catalogue", 1),
-    "before the first line": ("ckptfix.zoo.books.journal.Journal", "append", 1),
-    "between weights and manifest": ("ckptfix.zoo.books.journal.Journal", "append", 4),
-    "later": ("ckptfix.zoo.books.journal.Journal", "append", 9),
-    "at the first rename": ("ckptfix.zoo.books.committing", "put_in_place", 1),
-    "at a later rename": ("ckptfix.zoo.books.committing", "put_in_place", 14),
-    "at a flush": ("ckptfix.zoo.books.committing", "flush_file_system", 2),
-    "when the manifest is sorted": ("ckptfix.zoo.books.journal.Journal", "tidy", 1),
-    "between the books": ("ckptfix.zoo.books.journal.Journal", "tidy", 2),
-    "at the renames": ("ckptfix.zoo.books.workspace", "_write_renames", 1),
+    "in the listing": ("ckptfix.zoo.migrating", "list_zoo", 1),
+    "before the first line": ("ckptfix.zoo.journal.Journal", "append", 1),
+    "between weights and manifest": ("ckptfix.zoo.journal.Journal", "append", 4),
+    "later": ("ckptfix.zoo.journal.Journal", "append", 9),
+    "at the first rename": ("ckptfix.zoo.committing", "put_in_place", 1),
+    "at a later rename": ("ckptfix.zoo.committing", "put_in_place", 14),
+    "at a flush": ("ckptfix.zoo.committing", "flush_file_system", 2),
+    "when the manifest is sorted": ("ckptfix.zoo.journal.Journal", "tidy", 1),
+    "between the books": ("ckptfix.zoo.journal.Journal", "tidy", 2),
+    "at the renames": ("ckptfix.zoo.workspace", "_write", 1),
 }
 
 KILLED = """
@@ -130,7 +130,7 @@ def dying(*args, **kwargs):
 setattr(holder, name, dying)
 if name == "append":
     # A group for each job: how many come together otherwise is a matter of the machine's speed.
-    importlib.import_module("ckptfix.zoo.books.committing")._MOST = 1
+    importlib.import_module("ckptfix.zoo.committing")._MOST = 1
 from ckptfix.cli import main
 main()
 """

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptfix.zoo.books.manifest import Known
-from ckptfix.zoo.books.record import Outcome
-from ckptfix.zoo.catalogue import Catalogue
-from ckptfix.zoo.items.listing import Item, Kind
+from ckptfix.zoo.items.grouping import Item, Kind
+from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Entry
 from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.table import plain_table
@@ -21,15 +19,13 @@ def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...
     return Item(name, size, "s", kind, tuple(Entry(part, 1, "s") for part in parts))
 
 
-def jobs(*items: Item, known: dict[str, Known] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
-    catalogue = Catalogue(items)
-    catalogue.learn((known or {}).items())
-    plan = Plan(catalogue, plain_table(settings), "/old", "/new")
+def jobs(*items: Item, known: dict[str, Record] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
+    plan = Plan(list(items), known or {}, plain_table(settings), "/old", "/new")
     return {job.item.name: job for job in plan.todo(None, dict(sizes).get, lambda item, known: None)}
 
 
 def test_the_largest_come_first():
-    assert [each.name for each in Catalogue([item("a", 1), item("c", 9), item("b", 9)])] == ["b", "c", "a"]
+    assert list(jobs(item("a", 1), item("c", 9), item("b", 9))) == ["b", "c", "a"]
 
 
 def test_names_are_mirrored_and_follow_the_format():
@@ -65,7 +61,7 @@ def test_names_that_two_sources_want(items, settings, taken):
 
 
 def test_a_run_for_some_files_leaves_the_outputs_of_the_others():
-    known = {"a.pt": Known(1, "s", "x", Outcome.REPAIRED, "a.pth", 1)}
+    known = {"a.pt": Record("a.pt", 1, "s", "x", Outcome.REPAIRED, output="a.pth", output_size=1)}
     assert jobs(item("a.pth"), known=known)["a.pth"].taken == ("a.pth",)
 
 
@@ -73,9 +69,10 @@ def settings_of(one: Item) -> str:
     return jobs(one)[one.name].settings
 
 
-def known(outcome: Outcome, output: str | None = "a.pth", size: int | None = 7, **more: str) -> Known:
-    record = Known(1, "s", settings_of(item("a.pth")), outcome, output, size)
-    return replace(record, **more)  # type: ignore[arg-type]  # only texts are replaced
+def known(outcome: Outcome, output: str | None = "a.pth", size: int | None = 7, **more: Any) -> Record:
+    settings = settings_of(item("a.pth"))
+    record = Record("a.pth", 1, "s", settings, outcome, sha256="0", output=output, output_size=size)
+    return replace(record, **more)
 
 
 STANDINGS = {
@@ -91,7 +88,7 @@ STANDINGS = {
     "to decide, gone": (known(Outcome.DECISION), {}, "again"),
     "to decide, replaced by hand": (known(Outcome.DECISION), {"a.pth": 9}, "adopted"),
     "to decide, made by hand": (known(Outcome.DECISION, None, None), {"a.pth": 9}, "adopted"),
-    "decided": (known(Outcome.FINE, decision='{"salvage": true}'), {"a.pth": 7}, "done"),
+    "decided": (known(Outcome.FINE, decision={"salvage": True}), {"a.pth": 7}, "done"),
 }
 
 
@@ -104,9 +101,7 @@ def test_what_an_earlier_run_means(before, sizes, what):
 
 def test_what_stands_is_told_before_the_first_job():
     items, heard = [item("new.pth", 9), item("a.pth")], []
-    catalogue = Catalogue(items)
-    catalogue.learn([("a.pth", known(Outcome.FINE))])
-    plan = Plan(catalogue, plain_table(), "/old", "/new")
+    plan = Plan(items, {"a.pth": known(Outcome.FINE)}, plain_table(), "/old", "/new")
     todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))
     assert next(todo).item.name == "new.pth"
     assert heard == ["a.pth"]

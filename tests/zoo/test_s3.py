@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix.zoo.books.manifest import OWN_NAMES
+from ckptfix.zoo.manifest import OWN_NAMES
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.places import Place, open_place
 from tests.zoo import zoos
@@ -120,7 +120,7 @@ def test_what_never_comes_through_fails_alone_and_is_done_by_the_next_run(
     failed = {source: record["error"] for source, record in records.items() if record["outcome"] == "failed"}
     assert failed.keys() == {"fine/model0.pth", "fine/model1.pth", "old/deep/run0.pth"}
     assert "(4 tries); run it again later" in failed["fine/model0.pth"]  # by size, or by the checksum of the store
-    assert "Access Denied; get the right to it" in failed["fine/model1.pth"]
+    assert "Access Denied; get the permission" in failed["fine/model1.pth"]
     assert "bytes arrived (4 tries)" in failed["old/deep/run0.pth"]
     there = {entry.name for entry in open_place(f"{url}/new").walk()}
     assert not there & failed.keys()

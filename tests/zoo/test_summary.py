@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.summary import Summary
 
 
@@ -41,7 +41,7 @@ def run(summary: Summary, clock: list[float], sizes: list[int], seconds: float) 
     told = []
     for size in sizes:
         clock[0] += seconds
-        summary.count(Outcome.FINE, size, size, seconds)
+        summary.count(Outcome.FINE, size, size)
         pace = summary.pace()
         told.append(None if pace is None else pace.seconds_left)
     return told
@@ -83,20 +83,3 @@ def test_the_largest_first_do_not_foretell_hours(clock):
     assert soon == pytest.approx(95, rel=0.5)
     *_, last = run(summary, clock, [0] * 450, 0.1)
     assert last == pytest.approx(50, rel=0.1)  # half of them are left
-
-
-def test_another_pace_shows_within_a_minute_or_two(clock):
-    summary = Summary(files=1000, bytes=1000 * MB, began=0.0)
-    run(summary, clock, [MB] * 200, 1.0)
-    *_, last = run(summary, clock, [MB] * 30, 4.0)
-    assert last == pytest.approx(770 * 4.0, rel=0.05)
-
-
-def test_while_all_are_at_large_files_the_whole_run_tells(clock):
-    summary = Summary(files=10, bytes=10 * MB, began=0.0)
-    run(summary, clock, [MB], 10.0)
-    clock[0] += 100.0
-    pace = summary.pace()
-    assert pace is not None
-    assert pace.seconds_left == pytest.approx(9 * 110.0)
-    assert pace.rate == pytest.approx(MB / 110)

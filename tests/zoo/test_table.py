@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.table import EMPTY, Table, Treatment, plain_table, read_table
+from ckptfix.zoo.table import Table, Treatment, plain_table, read_table
 
 
 def table_of(folder: Path, text: str, **given) -> Table:
@@ -15,7 +15,7 @@ def table_of(folder: Path, text: str, **given) -> Table:
 
 
 def test_the_empty_table_gives_every_file_the_repairs_without_a_target(tmp_path):
-    for table in (EMPTY, plain_table(), table_of(tmp_path, "")):
+    for table in (Table(), plain_table(), table_of(tmp_path, "")):
         treatment = table.treatment_of("a/b.pth")
         assert (treatment.arguments, treatment.output_name("a/b.pth")) == ({}, "a/b.pth")
         assert not table.excludes("a/b.pth")
@@ -116,12 +116,12 @@ def test_the_command_line_wins(tmp_path):
         pytest.param("[default]", "there is no default; did you mean [defaults]?", id="a slip in a table's name"),
         pytest.param("[[file]]", "there is no file; did you mean [[files]]?", id="a slip in a list's name"),
         pytest.param("[resnet]", "there is no resnet; a table of files begins with [[files]]", id="another table"),
-        pytest.param('model = "m:f"', "model stands outside of a table", id="a key without a table"),
-        pytest.param("exclude = 'x'", "exclude is to be a list of patterns", id="exclude is no list"),
-        pytest.param("exclude = ['[z-a]']", "exclude: '[z-a]' is no pattern", id="a range upside down"),
-        pytest.param("defaults = 1", "defaults is to be a table", id="defaults is no table"),
-        pytest.param("[files]\nmatch = 'a'", "files is to be one table for each group", id="one pair of brackets"),
-        pytest.param("[[files]]\nmodel = 'm:f'", "[[files]] 1 says for no file", id="no pattern"),
+        pytest.param('model = "m:f"', "model is outside of a table", id="a key without a table"),
+        pytest.param("exclude = 'x'", "exclude must be a list of patterns", id="exclude is no list"),
+        pytest.param("exclude = ['[z-a]']", "exclude: '[z-a]' is not a pattern", id="a range upside down"),
+        pytest.param("defaults = 1", "defaults must be a table", id="defaults is no table"),
+        pytest.param("[files]\nmatch = 'a'", "files must be one table for each group", id="one pair of brackets"),
+        pytest.param("[[files]]\nmodel = 'm:f'", "[[files]] 1 has no match", id="no pattern"),
         pytest.param("[[files]]\nmatch = []", "[[files]] 1: match has to be a pattern, or a list", id="an empty list"),
         pytest.param("[[files]]\nmatch = 5", "[[files]] 1 (5): match has to be a pattern, or a list", id="a number"),
         pytest.param("[[files]]\nmatch = ''", "[[files]] 1: '' matches nothing", id="an empty pattern"),
@@ -181,7 +181,7 @@ def test_tables_that_match_nothing_are_told(tmp_path):
 class TestDigest:
     def test_it_is_the_same_for_the_same_settings(self, tmp_path):
         table = table_of(tmp_path, '[[files]]\nmatch = "a"\nunsafe-fixes = false\n[[files]]\nmatch = ["b", "c"]\n')
-        digests = {each.digest("1") for each in (*table.treatments, table.rest, EMPTY.rest, Treatment())}
+        digests = {each.digest("1") for each in (*table.treatments, table.rest, Table().rest, Treatment())}
         assert len(digests) == 1
 
     def test_it_changes_with_all_that_counts(self, tmp_path):

@@ -1,4 +1,4 @@
-"""Which files belong together, and the shortest patterns that mean exactly them."""
+"""Which files belong together, and the shortest patterns that match exactly them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptfix.zoo.drafting.survey import Layout, Sight
 from ckptfix.zoo.patterns import compile_patterns, literal
 
 _ALIKE = 3
-"""Files whose names differ in numbers alone, from which on a pattern stands for them."""
+"""Files whose names differ only in numbers, from which on a pattern stands for them."""
 
 _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)
 """The parts of a name that change from one file of a run to the next: hashes and numbers."""
@@ -32,7 +32,7 @@ class Group:
 
 
 def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
-    """The groups of equal layout, the largest first. ``others`` are names that no pattern may mean."""
+    """Return the groups of equal layout, the largest first. ``others`` are names that no pattern may match."""
     by_layout: dict[tuple[str, ...], list[Sight]] = defaultdict(list)
     for sight in sights:
         if sight.layout is not None:
@@ -51,7 +51,7 @@ def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
 
 
 class _Names:
-    """All names of a zoo, so that a pattern is known to mean no other."""
+    """All names of a zoo, so that a pattern is known to match no other."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.below: dict[str, set[str]] = defaultdict(set)
@@ -66,9 +66,8 @@ class _Names:
         self.folders = Counter(folder.rpartition("/")[2] for folder in self.below)
 
     def patterns(self, wanted: set[str]) -> Iterator[str]:
-        """Patterns that mean these names and no other: whole folders, then one name in several folders, then names that
-        are alike, then single ones.
-        """
+        """Yield patterns that match these names and no other: whole folders, then one name in several folders, then
+        similar names, then single ones."""
         left = set(wanted)
         for folder in sorted({name.rpartition("/")[0] for name in wanted} - {""}):
             place = self._highest(folder, wanted)
@@ -97,7 +96,7 @@ class _Names:
         return next((place for place in places if self.below[place] <= wanted), None)
 
     def _anchored(self, pattern: str, count: int) -> str:
-        """The pattern with a slash in front where it would mean something of that name elsewhere too."""
+        """The pattern with a leading slash, if it would match something of that name elsewhere too."""
         return pattern if "/" in pattern.rstrip("/") or count == 1 else f"/{pattern}"
 
 

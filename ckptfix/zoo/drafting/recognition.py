@@ -1,146 +1,216 @@
-"""Which architecture a layout is, how sure that is, and what says so."""
+"""Which architecture a layout is, how sure that is, and why.
+
+``known_structures.txt`` has a line for each structure that torchvision and timm build: a digest of the names and shapes
+of all its tensors but those of the head, the modules of the head, how wide these are, and the models.
+``benchmarks/structures.py`` writes it. ``families.toml`` has telling names of other models."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
-from ckptfix.zoo.drafting.families import describe_family
-from ckptfix.zoo.drafting.hints import CLASS, Hint, plain_word
-from ckptfix.zoo.drafting.known import Known, Shapes, find_known, named_models
-from ckptfix.zoo.drafting.likeness import Confidence, Likeness
+from ckptfix.zoo.drafting.survey import CLASS, Hint, Shapes, is_counter, plain_word
+
+PATH = Path(__file__).with_name("known_structures.txt")
+_FAMILIES = Path(__file__).with_name("families.toml")
 
 _SHOWN = 4
-_LEAST_PART = 0.2
-"""Of all tensors: a smaller part of a model is not worth a name."""
 
 
-def liken(shapes: Shapes, hints: Sequence[Hint], names: Iterable[str]) -> Likeness:
-    """The likeness of a layout, of the words that its files say, and of the files' names."""
-    words = Counter(hint.plain for hint in hints)
+class Confidence(Enum):
+    """How sure an architecture is."""
+
+    EXACT = "exact"
+    """Every name and shape is that of the model."""
+    LIKELY = "likely"
+    """The same, except for a head that only the model has."""
+    GUESS = "guess"
+    """Only words or names say so."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture. ``model`` and ``arguments`` are the lines of the table; ``needs`` is the package of the
+    factory."""
+
+    title: str
+    confidence: Confidence
+    evidence: tuple[str, ...] = ()
+    model: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Known:
+    """A structure that is exactly that of these models, apart from the number of classes.
+
+    ``classes`` is that of the head, None if the file has no head."""
+
+    names: tuple[str, ...]
+    head: tuple[str, ...]
+    classes: int | None
+
+
+def recognise(shapes: Shapes, hints: Sequence[Hint], names: Iterable[str]) -> Architecture:
+    """Return the architecture of a layout, from the words in its files and the files' names."""
     stems = [plain_word(name.rpartition("/")[2]) for name in names]
     if (known := find_known(shapes)) is not None:
-        return _with_words(_exact(known, words, stems), hints, stems)
-    found = describe_family(shapes)
-    if found is None or found.confidence is Confidence.GUESS:
-        found = _by_part(shapes, found)
-    if found is None:
-        found = _by_words(hints, stems)
-    return _with_words(found, hints, stems)
+        found = _exact(known, {hint.plain for hint in hints}, stems)
+    else:
+        found = _by_class(hints) or _by_family(shapes) or _by_words(hints, stems)
+    return replace(found, evidence=(*found.evidence, *_words(found, hints, stems)))
 
 
-def _exact(known: Known, words: Counter[str], stems: Sequence[str]) -> Likeness:
-    """One of the models that are built exactly so: torchvision's, or the one whose name the files say."""
-    models = [tuple(name.split(":")) for name in known.names]
-
-    def rank(model: tuple[str, ...]) -> tuple[bool, bool, bool, int]:
-        library, name = model
-        is_said = words[name] > 0 or any(name in stem for stem in stems)
-        # Of names for one structure the shortest is the plainest: resnet18 and not resnetblur18.
-        return (known.classes is None and library != "timm", not is_said, library != "torchvision", len(name))
-
-    (library, name), *others = sorted(models, key=rank)
-    also = [f"{each}'s {other}" if each != library else other for each, other in others]
-    head = "without a head" if known.classes is None else f"with {known.classes} classes"
-    evidence = [f"every name and shape is that of {library}'s {name} {head}"]
-    if also:
-        more = f" and {len(also) - _SHOWN} more" if len(also) > _SHOWN else ""
-        evidence.append(f"so are those of {', '.join(also[:_SHOWN])}{more}")
-    found = Likeness(name, Confidence.EXACT, tuple(evidence), needs=library)
-    if library == "timm":
-        arguments = {"model_name": name, "num_classes": known.classes or 0}
-        return replace(found, model="timm:create_model", arguments=arguments)
-    if known.classes is None:
-        evidence.append(f"torchvision builds it with its head ({', '.join(known.head)}), which these files do not have")
-        found = replace(found, confidence=Confidence.LIKELY, evidence=tuple(evidence))
-    arguments = {} if known.classes in (None, 1000) else {"num_classes": known.classes}
-    return replace(found, model=f"torchvision.models:{name}", arguments=arguments)
-
-
-def _by_part(shapes: Shapes, found: Likeness | None) -> Likeness | None:
-    """A known model inside of another: a detector's backbone, a segmentation's encoder."""
-    sizes = Counter(
-        key[: position + 1]
-        for key in shapes
-        for position, char in enumerate(key)
-        if char == "." and key.count(".", 0, position) < 3
-    )
-    for prefix, count in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
-        if count < max(_LEAST_PART * len(shapes), 8) or (count == len(shapes) and found is not None):
-            continue
-        part = {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
-        known = find_known(part)
-        if known is not None:
-            library, name = sorted(
-                (tuple(each.split(":")) for each in known.names), key=lambda each: each[0] != "torchvision"
-            )[0]
-            line = f"{prefix}* is exactly {library}'s {name}{'' if known.classes else ' without its head'}"
-            rest = Counter(key.partition(".")[0] for key in shapes if not key.startswith(prefix))
-            if rest:
-                listed = ", ".join(f"{part} ({count})" for part, count in rest.most_common(6))
-                line += f"; beside it {listed} tensors"
-            base = found or Likeness(f"a model around {name}", Confidence.GUESS)
-            return replace(base, evidence=(*base.evidence, line))
+def find_known(shapes: Shapes) -> Known | None:
+    """Return the models whose tensors have exactly these names and shapes; None if no known one has."""
+    own = {key.rpartition(".")[0] for key in shapes}
+    digests: dict[frozenset[str], str] = {}
+    found: Known | None = None
+    for modules, rows in _rows().items():
+        present = frozenset(own.intersection(modules))
+        if present not in digests:
+            digests[present] = structure_digest(shapes, present)
+        for widths, names in rows.get(digests[present], ()):
+            if not present:
+                found = Known((*found.names, *names) if found else names, modules, None)
+            elif head_widths(shapes, modules) == widths:
+                sizes = {shape[0] for key, shape in shapes.items() if key.rpartition(".")[0] in present and shape}
+                if len(sizes) == 1:
+                    return Known(names, modules, sizes.pop())
     return found
 
 
-def _by_words(hints: Sequence[Hint], stems: Sequence[str]) -> Likeness:
-    """What the words alone say: the class of a whole model, an entry, a name in the files' names."""
-    unknown = Likeness("unknown", Confidence.UNKNOWN, ("names and shapes are of no architecture that is known here",))
-    classes = Counter(hint.word for hint in hints if hint.place == CLASS and "." in hint.word)
-    if classes:
-        word = classes.most_common(1)[0][0]
-        module, _, own = word.rpartition(".")
-        return replace(
-            unknown,
-            title=own,
-            confidence=Confidence.GUESS,
-            model=f"{'your_script' if module == '__main__' else module}:{own}",
-        )
-    said = Counter(hint.plain for hint in hints)
-    library_names = named_models()
-    for word, _ in said.most_common():
-        if word in library_names:
-            return _named(unknown, word, library_names[word])
-    for stem in stems:
-        if (name := name_in(stem)) is not None:
-            return _named(unknown, name, library_names[name])
-    if said:
-        return replace(unknown, title=said.most_common(1)[0][0], confidence=Confidence.GUESS)
-    return unknown
+def head_widths(shapes: Shapes, modules: Iterable[str]) -> str:
+    """Return how wide a head's weights are, each without its number of classes: ``2048``, ``1280x1x1``."""
+    weights = (shapes.get(f"{module}.weight", ()) for module in modules)
+    return ",".join("x".join(map(str, shape[1:])) or "-" for shape in weights)
 
 
-def _named(unknown: Likeness, name: str, library: str) -> Likeness:
-    line = f"their words say {name}, but names and shapes are not those of {library}'s {name}"
-    found = replace(unknown, title=name, confidence=Confidence.GUESS, evidence=(line,), needs=library)
-    if library == "timm":
-        return replace(found, model="timm:create_model", arguments={"model_name": name})
-    return replace(found, model=f"torchvision.models:{name}")
+def structure_digest(shapes: Shapes, head: Iterable[str]) -> str:
+    """Return a digest of names and shapes in any order, without those of the head's modules and without counters."""
+    left_out = set(head)
+    lines = sorted(
+        f"{key} {'x'.join(map(str, shape))}"
+        for key, shape in shapes.items()
+        if key.rpartition(".")[0] not in left_out and not is_counter(key)
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@cache
+def _rows() -> Mapping[tuple[str, ...], Mapping[str, list[tuple[str, tuple[str, ...]]]]]:
+    """By the modules of the head and by digest: the widths of the head, and the models."""
+    rows: dict[tuple[str, ...], dict[str, list[tuple[str, tuple[str, ...]]]]] = {}
+    for line in PATH.read_text(encoding="utf-8").splitlines():
+        digest, head, widths, *names = line.split()
+        rows.setdefault(tuple(head.split(",")), {}).setdefault(digest, []).append((widths, tuple(names)))
+    return rows
+
+
+@cache
+def named_models() -> Mapping[str, str]:
+    """Return the names of the known models, with the library of each."""
+    known = (name for rows in _rows().values() for entries in rows.values() for _, names in entries for name in names)
+    pairs = sorted(each.partition(":")[::2] for each in known)  # torchvision comes last, and wins
+    return {name: library for library, name in pairs}
 
 
 def name_in(stem: str) -> str | None:
-    """The longest name of a model that a file's name holds, as words of its own."""
+    """Return the longest name of a model that a file's name holds, as words of its own."""
     text = f"_{stem}_"
-    found = [name for name in named_models() if f"_{name}_" in text]
-    return max(found, key=len, default=None)
+    return max((name for name in named_models() if f"_{name}_" in text), key=len, default=None)
 
 
-def _with_words(found: Likeness, hints: Sequence[Hint], stems: Sequence[str]) -> Likeness:
-    """The likeness with what the files say of it themselves, for and against."""
+def _exact(known: Known, words: set[str], stems: Sequence[str]) -> Architecture:
+    """One of the models that are built exactly so: the one whose name the files say, or torchvision's."""
+
+    def rank(model: tuple[str, str]) -> tuple[bool, bool, bool, int]:
+        library, name = model
+        is_said = name in words or any(name in stem for stem in stems)
+        # Of names for one structure the shortest is the plainest: resnet18 and not resnetblur18.
+        return (known.classes is None and library != "timm", not is_said, library != "torchvision", len(name))
+
+    (library, name), *others = sorted((each.partition(":")[::2] for each in known.names), key=rank)
+    head = "without a head" if known.classes is None else f"with {known.classes} classes"
+    evidence = [f"every name and shape is that of {library}'s {name} {head}"]
+    if also := [f"{each}'s {other}" if each != library else other for each, other in others]:
+        more = f" and {len(also) - _SHOWN} more" if len(also) > _SHOWN else ""
+        evidence.append(f"so are those of {', '.join(also[:_SHOWN])}{more}")
+    confidence = Confidence.EXACT
+    if library == "torchvision" and known.classes is None:
+        confidence = Confidence.LIKELY
+        evidence.append(f"torchvision builds it with its head ({', '.join(known.head)}), which these files do not have")
+    arguments: dict[str, Any] = {} if known.classes in (None, 1000) else {"num_classes": known.classes}
+    if library == "timm":
+        arguments = {"num_classes": known.classes or 0}
+    return _of_library(Architecture(name, confidence, tuple(evidence)), library, arguments)
+
+
+def _of_library(found: Architecture, library: str, arguments: Mapping[str, Any]) -> Architecture:
+    if library == "timm":
+        named = {"model_name": found.title, **arguments}
+        return replace(found, model="timm:create_model", arguments=named, needs=library)
+    return replace(found, model=f"torchvision.models:{found.title}", arguments=arguments, needs=library)
+
+
+def _by_class(hints: Sequence[Hint]) -> Architecture | None:
+    """The class of a whole model."""
+    classes = Counter(hint.word for hint in hints if hint.place == CLASS and "." in hint.word)
+    if not classes:
+        return None
+    module, _, own = classes.most_common(1)[0][0].rpartition(".")
+    model = f"{'your_script' if module == '__main__' else module}:{own}"
+    return Architecture(own, Confidence.GUESS, (f"saved as a whole model of the class {own}",), model)
+
+
+def _by_family(shapes: Shapes) -> Architecture | None:
+    """The family that one telling name gives away."""
+    for family in parse_toml(_FAMILIES)["family"]:
+        expression = re.compile(family["pattern"])
+        if (key := next(filter(expression.fullmatch, shapes), None)) is not None:
+            remark = f"; {family['remark']}" if "remark" in family else ""
+            return Architecture(family["title"], Confidence.GUESS, (f"by the name {key}{remark}",))
+    return None
+
+
+def _by_words(hints: Sequence[Hint], stems: Sequence[str]) -> Architecture:
+    """What only the words say: an entry, or a name in the files' names."""
+    said = [hint for hint, _ in Counter(hint.plain for hint in hints).most_common()]
+    library_names = named_models()
+    candidates = (*said, *(name for stem in stems if (name := name_in(stem)) is not None))
+    if (name := next((each for each in candidates if each in library_names), None)) is not None:
+        library = library_names[name]
+        line = f"the words say {name}, but names and shapes are not those of {library}'s {name}"
+        return _of_library(Architecture(name, Confidence.GUESS, (line,)), library, {})
+    if said:
+        return Architecture(said[0], Confidence.GUESS, ("names and shapes match no known architecture",))
+    return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
+
+
+def _words(found: Architecture, hints: Sequence[Hint], stems: Sequence[str]) -> list[str]:
+    """What the files say of the architecture themselves, for and against."""
     plain = plain_word(found.title)
     is_sure = found.confidence in (Confidence.EXACT, Confidence.LIKELY)
-    lines = []
-    for hint, count in sorted(Counter(hints).items(), key=lambda entry: (-entry[1], entry[0]))[:_SHOWN]:
-        against = is_sure and hint.plain in named_models() and not _agree(hint.plain, plain)
-        said = f"saved whole, as a {hint.word}" if hint.place == CLASS else f"{hint.place} says {hint.word}"
-        lines.append(f"{'BUT ' if against else ''}{said} ({counted(count, 'file')})")
+    counts = sorted(Counter(hints).items(), key=lambda entry: (-entry[1], entry[0]))[:_SHOWN]
+    said = [(f"{hint.place} says {hint.word}", hint.plain, count) for hint, count in counts if hint.place != CLASS]
     named = Counter(name for stem in stems if (name := name_in(stem)) is not None)
-    for name, count in sorted(named.items(), key=lambda entry: (-entry[1], entry[0]))[:_SHOWN]:
-        against = is_sure and not _agree(name, plain)
-        lines.append(f"{'BUT ' if against else ''}{counted(count, 'file')} with {name} in the name")
-    return replace(found, evidence=(*found.evidence, *lines))
+    said += [(f"the name says {name}", name, count) for name, count in named.most_common(_SHOWN)]
+    lines = []
+    for text, word, count in said:
+        is_against = is_sure and word in named_models() and not _agree(word, plain)
+        lines.append(f"{'BUT ' if is_against else ''}{text} ({counted(count, 'file')})")
+    return lines
 
 
 def _agree(word: str, name: str) -> bool:

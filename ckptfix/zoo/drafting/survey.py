@@ -1,54 +1,99 @@
-"""What can be seen of a checkpoint without its weights: the layout of its keys, and what stands around them."""
+"""What can be seen of a checkpoint without its weights: the layout of its keys, and the words around them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind as FactKind
+from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
-from ckptfix.core.wording import clause
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.reading.opening import open_file
+from ckptfix.reading.weights.modules import is_module, module_parts
 from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
-from ckptfix.zoo.drafting.hints import Configurations, Hint, hints_of
-from ckptfix.zoo.drafting.known import Shapes, is_counter
-from ckptfix.zoo.engines.memory import room_at
-from ckptfix.zoo.items.listing import Item, Kind
+from ckptfix.zoo.items.grouping import Item, Kind
 from ckptfix.zoo.places import Place
+from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.work.fetching import each_on_this_machine
+from ckptfix.zoo.workspace import temporary_folder
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names and shapes of a state_dict."""
+
+COUNTERS = (
+    "num_batches_tracked n_averaged position_ids total_ops total_params relative_position_index attn_mask".split()
+)
+"""Last parts of keys that come and go between releases, or that tools leave behind."""
 
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
 )
-"""Attributes under which trainers hold the model: where all keys begin with one, the model is what follows."""
+"""Attributes under which trainers hold the model: if all keys begin with one, the model is what follows."""
+
+ENTRIES = frozenset(
+    "arch architecture architectures model model_name model_type model_class model_arch backbone backbone_name encoder"
+    " encoder_name net network net_name net_type netG_name _name _target_ _class_name class_name arch_name".split()
+)
+"""Names under which trainers note what they train."""
+
+WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
+"""Classes that say nothing of the model in them."""
+
+CLASS = "class"
+"""The place of a hint that is the class of a whole model."""
+
+CONFIGURATION = "config.json"
+"""What libraries write beside the weights."""
+
+_LOOKS, _DEPTH, _LONGEST, _LARGEST = 4_000, 5, 80, 256 << 10
+_WORD = re.compile(r"[A-Za-z_][\w.:/+-]*")
+_DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
+
+
+@dataclass(frozen=True, order=True)
+class Hint:
+    """A word for the architecture, and where it is."""
+
+    place: str
+    word: str
+
+    @property
+    def plain(self) -> str:
+        """The word in the form that names of models have: ``ResNet-50`` is ``resnet_50``."""
+        return plain_word(self.word.rpartition("/")[2])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes without what wrappers put in front, and without what comes and goes between releases."""
+    """Names and shapes without the prefixes of wrappers, and without what comes and goes between releases."""
 
     shapes: Shapes
-    digest: str
-    names: str
-    """A digest of the names alone: equal for models that differ in their head."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of names and shapes."""
+        return _digest(f"{key} {shape}" for key, shape in self.shapes.items())
+
+    @cached_property
+    def names(self) -> str:
+        """A digest of only the names: equal for models that differ in their head."""
+        return _digest(self.shapes)
 
     @property
     def numel(self) -> int:
         """Elements of all tensors."""
-        total = 0
-        for shape in self.shapes.values():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 @dataclass(frozen=True)
@@ -58,47 +103,50 @@ class Sight:
     name: str
     layout: Layout | None = None
     prefix: str = ""
-    """What stood in front of the keys, as it stood there."""
+    """What was before the keys, as it was there."""
     dtypes: tuple[str, ...] = ()
     weights: str = "."
-    """The state_dict that is taken where nobody says which."""
+    """The state_dict that is taken by default."""
     candidates: tuple[str, ...] = ()
-    """All state_dicts that could be meant, where there are several."""
+    """All state_dicts that could be meant, if there are several."""
     hints: tuple[Hint, ...] = ()
-    damage: tuple[str, ...] = ()
+    is_damaged: bool = False
     counters: bool = True
     """Whether each running mean has its count: files from before torch 0.4.1 do not."""
     fault: str = ""
     is_hostile: bool = False
     whole: int = 0
-    """Of a file without a layout: how many tensors can be had by a decision."""
+    """Of a file without a layout: how many tensors a decision would give."""
 
 
 def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
-    """What is seen of each checkpoint, in the order of the items. Equal layouts are one object.
+    """Return what is seen of each checkpoint, in the order of the items. Equal layouts are one object.
 
-    ``room`` is the bytes that copies of files far away may take on this machine, by default most of what is free."""
+    ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
     layouts: dict[str, Layout] = {}
-    beside = Configurations(place)
+    beside: dict[str, tuple[Hint, ...]] = {}
+    items = [item for item in items if item.kind is not Kind.OTHER]
     sights = []
     task = Task(f"looking at {place.name}", sum(item.size for item in items))
-    with tempfile.TemporaryDirectory(prefix="ckptfix-init-", ignore_cleanup_errors=True) as scratch:
-        room = room_at(Path(scratch)) if room is None else room
-        found = each_on_this_machine(place, [item for item in items if _is_readable(item)], Path(scratch), room)
+    with temporary_folder() as scratch:
+        readable = [item for item in items if item.fault is None]
+        found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)
         for item in items:
-            if _is_readable(item):
-                sights.append(_seen(item, next(found), beside, layouts))
-            elif item.kind is not Kind.OTHER:
-                sights.append(Sight(item.name, fault=item.fault or ""))
+            if item.fault is None:
+                sights.append(_seen(item, next(found), place, beside, layouts))
+            else:
+                sights.append(Sight(item.name, fault=item.fault))
             task.advance(item.size)
     return sights
 
 
-def _is_readable(item: Item) -> bool:
-    return item.kind is not Kind.OTHER and item.fault is None
-
-
-def _seen(item: Item, path: Path | CkptfixError, beside: Configurations, layouts: dict[str, Layout]) -> Sight:
+def _seen(
+    item: Item,
+    path: Path | CkptfixError,
+    place: Place,
+    beside: dict[str, tuple[Hint, ...]],
+    layouts: dict[str, Layout],
+) -> Sight:
     if isinstance(path, CkptfixError):  # it could not be fetched
         return Sight(item.name, fault=str(path))
     try:
@@ -110,23 +158,14 @@ def _seen(item: Item, path: Path | CkptfixError, beside: Configurations, layouts
     if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarks if fact.kind is FactKind.PAYLOAD]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
-    return _sight(item, checkpoint, beside, layouts)
-
-
-def _salvaged(path: Path) -> int:
-    """How many tensors of a file that cannot be opened as it is are whole."""
-    try:
-        return len(open_file(str(path), salvage=True).specs)
-    except CkptfixError:
-        return 0
-
-
-def _sight(item: Item, checkpoint: Checkpoint, beside: Configurations, layouts: dict[str, Layout]) -> Sight:
     shapes, prefix = plain_names({key: spec.shape for key, spec in checkpoint.specs.items()})
     layout = layout_of(shapes)
     layout = layouts.setdefault(layout.digest, layout)
     dtypes = Counter(spec.dtype for spec in checkpoint.specs.values() if spec.numel > 1)
-    keys = checkpoint.specs.keys()
+    folder = item.name if item.kind is Kind.FOLDER and not item.name.endswith(".json") else item.name.rpartition("/")[0]
+    if folder not in beside:
+        beside[folder] = tuple(_configured(place, f"{folder}/{CONFIGURATION}" if folder else CONFIGURATION))
+    means = [key.removesuffix("running_mean") for key in checkpoint.specs if key.endswith("running_mean")]
     return Sight(
         item.name,
         layout,
@@ -134,16 +173,22 @@ def _sight(item: Item, checkpoint: Checkpoint, beside: Configurations, layouts: 
         tuple(name for name, _ in dtypes.most_common()),
         next((each.name for each in checkpoint.candidates if each.path == checkpoint.container), "."),
         tuple(each.name for each in checkpoint.candidates) if len(checkpoint.candidates) > 1 else (),
-        (*hints_of(checkpoint), *beside.of(item)),
-        tuple(map(clause, checkpoint.damage)),
-        all(
-            f"{key[: -len('running_mean')]}num_batches_tracked" in keys for key in keys if key.endswith("running_mean")
-        ),
+        (*dict.fromkeys((*_entries(checkpoint.root), *_class(checkpoint))), *beside[folder]),
+        bool(checkpoint.damage),
+        all(f"{mean}num_batches_tracked" in checkpoint.specs for mean in means),
     )
 
 
+def _salvaged(path: Path) -> int:
+    """How many tensors of a file that cannot be opened as it is are complete."""
+    try:
+        return len(open_file(str(path), salvage=True).specs)
+    except CkptfixError:
+        return 0
+
+
 def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
-    """Names as the model itself has them, and what was taken off in front of them."""
+    """Return names as the model itself has them, and the prefix that was removed."""
     new = {key: bare(key) for key in shapes}
     prefix = ""
     if segments := {part for key in shapes if has_wrapper_segment(key) for part in key.split(".")} & WRAPPER_SEGMENTS:
@@ -159,30 +204,101 @@ def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
 
 
 def _holder(names: Iterable[str]) -> str | None:
-    """The first segment of all names, where it is one that trainers use."""
+    """The first segment of all names, if it is one that trainers use."""
     first = {name.partition(".")[0] for name in names if not is_counter(name)}
-    alone = next(iter(first)) if len(first) == 1 else None
-    return alone if alone in HOLDERS and all("." in name for name in names) else None
-
-
-_DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
+    only = next(iter(first)) if len(first) == 1 else None
+    return only if only in HOLDERS and all("." in name for name in names) else None
 
 
 def modern_name(name: str) -> str:
-    """The name that newer releases give a tensor: of DenseNet's layers, and of BERT's LayerNorm."""
+    """Return the name that newer releases give a tensor: of DenseNet's layers, and of BERT's LayerNorm."""
     if "denselayer" in name:
         name = _DENSE.sub(r"\1\2", name)
-    if name.endswith(("LayerNorm.gamma", "LayerNorm.beta")):
-        name = name.removesuffix("gamma").removesuffix("beta") + ("weight" if name.endswith("gamma") else "bias")
+    for old, new in (("gamma", "weight"), ("beta", "bias")):
+        if name.endswith(f"LayerNorm.{old}"):
+            name = name.removesuffix(old) + new
     return name
 
 
+def plain_word(text: str) -> str:
+    """Return a name in lower case, with one underscore between its parts."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def is_counter(key: str) -> bool:
+    """Whether a key says nothing of the architecture."""
+    return key.rpartition(".")[2] in COUNTERS
+
+
 def layout_of(shapes: Shapes) -> Layout:
-    """The layout of names and shapes."""
-    counted = {key: shape for key, shape in shapes.items() if not is_counter(key)}
-    lines = sorted(f"{key} {shape}" for key, shape in counted.items())
-    return Layout(counted, _digest(lines), _digest(sorted(counted)))
+    """Return the layout of names and shapes."""
+    return Layout({key: shape for key, shape in shapes.items() if not is_counter(key)})
 
 
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _entries(root: object) -> Iterator[Hint]:
+    """Texts under the names that trainers use, anywhere around the weights."""
+    pending: list[tuple[str, object, int]] = [("", root, 0)]
+    seen: set[int] = set()
+    while pending and len(seen) < _LOOKS:
+        place, value, depth = pending.pop(0)
+        if id(value) in seen or depth > _DEPTH or is_module(value):
+            continue
+        seen.add(id(value))
+        members: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+        if isinstance(value, Opaque):
+            members = {**value.attributes, **value.pairs}
+        if any(isinstance(member, TensorSpec) for member in members.values()):
+            continue  # a state_dict
+        for name, child in members.items():
+            if not isinstance(name, str) or len(name) > _LONGEST:
+                continue
+            where = f"{place}.{name}" if place else name
+            if name in ENTRIES:
+                words = child if isinstance(child, list | tuple) else [child]
+                yield from (Hint(where, word) for word in words[:4] if isinstance(word, str) and _is_word(word))
+            if isinstance(child, Mapping | Opaque | list | tuple):
+                pending.append((where, child, depth + 1))
+
+
+def _is_word(text: str) -> bool:
+    return len(text) <= _LONGEST and _WORD.fullmatch(text) is not None
+
+
+def _class(checkpoint: Checkpoint) -> Iterator[Hint]:
+    """The class of a whole model."""
+    value = checkpoint.root
+    for step in checkpoint.container:
+        if isinstance(value, Opaque) and not is_module(value):
+            value = {**value.attributes, **value.pairs}.get(step)
+        elif isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
+            value = value[step]
+    for _ in range(4):
+        parts = module_parts(value)
+        if parts is None or not isinstance(value, Opaque):
+            return
+        if not str(value.cls).startswith(WRAPPERS):
+            yield Hint(CLASS, str(value.cls).removeprefix("__torch__."))
+            return
+        children = list(parts["_modules"].values())
+        value = children[0] if len(children) == 1 else None
+
+
+def _configured(place: Place, name: str) -> Iterator[Hint]:
+    """The hints of a ``config.json``."""
+    entry = place.entry(name)
+    if entry is None or entry.fault is not None or not 0 < entry.size <= _LARGEST:
+        return
+    try:
+        data = json.loads(place.head(name, entry.size))
+    except (ValueError, RecursionError):
+        return  # a file of that name that is not JSON says nothing
+    for key, value in data.items() if isinstance(data, dict) else ():
+        words = value if isinstance(value, list) else [value]
+        if key in ENTRIES:
+            yield from (Hint(f"{CONFIGURATION} {key}", word) for word in words if isinstance(word, str) and word)

@@ -1,53 +1,118 @@
 """The engine of one machine: worker processes that are kept alive over many jobs.
 
-A worker that dies takes one job with it: the one it was doing. That is tried again when no other runs, in case that it
-was the memory of its neighbours that it lacked, and fails for good if it dies again. One that lives on after memory ran
-out is replaced."""
+A worker that dies takes one job with it: the one it was doing. That is tried again when no other runs, in case it
+lacked the memory that its neighbours had, and fails for good if the worker dies again."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from selectors import EVENT_READ, PollSelector
 
-from ckptfix.zoo.engines.budget import Budget, cost_of
-from ckptfix.zoo.engines.child import Child, Order
-from ckptfix.zoo.work.job import Done, Job, failed
-from ckptfix.zoo.work.workplace import Workplace
-
-_TICK = 0.25
-"""Seconds between two calls of ``on_wait``."""
+from ckptfix.zoo.engines import TICK, patience
+from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
+from ckptfix.zoo.work.job import Done, Job, Workplace, failed
 
 _AHEAD = 64
-"""Jobs that are looked at for one that fits beside those that run, where the next does not."""
+"""Jobs that are considered if the next does not fit beside those that run."""
 
-_SMALL = 1 << 20
-"""Of files up to this size, several are sent to a worker at a time."""
+_SMALL, _BATCH = 1 << 20, 16
+"""Files up to this size are sent to a worker in batches of up to so many, so that it does not wait for the driver."""
 
-_PATIENCE = 1800.0
-_SLOWEST = 1e6
-"""A job may take half an hour, and a second for each of so many bytes; its forward test has a clock of its own."""
+_TAIL = 4096
 
 
-def patience(job: Job) -> float:
-    """Seconds after which a job is taken for one that never ends."""
-    timeout: float = job.treatment.settings.get("timeout", 0)
-    return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
+@dataclass
+class Batch:
+    """Jobs for one worker, which does one after the other."""
+
+    jobs: deque[Job]
+    cost: Cost
+
+
+class Worker:
+    """A worker process, as its driver sees it."""
+
+    def __init__(self, scratch: Path, number: int) -> None:
+        self.batch: Batch | None = None
+        self.began = 0.0
+        self._scratch = scratch
+        self._log = scratch / f"worker-{number}.log"
+        self.answers, theirs = Pipe()
+        with self._log.open("wb") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ckptfix.zoo.engines.worker", str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,  # what the user's own code prints, or a crash
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                # What it leaves when it is killed, such as the folder of a forward test, goes with the scratch folder.
+                env={**os.environ, "TMPDIR": str(scratch.resolve())},
+                start_new_session=True,
+            )
+
+    def give(self, batch: Batch) -> None:
+        """Send jobs to a worker that has none: it reads, so that the driver never waits for it."""
+        self.batch, self.began = batch, time.monotonic()
+        with contextlib.suppress(OSError):  # it has died, which shows when its answer is read
+            self.answers.send((list(batch.jobs), str(self._scratch)))
+
+    def take(self) -> Done | None:
+        """Return the next answer, when it comes; None if the worker has died."""
+        try:
+            done: Done = self.answers.recv()
+        except (EOFError, OSError):
+            return None
+        assert self.batch is not None, "an answer without a question"
+        self.batch.jobs.popleft()
+        self.began = time.monotonic()
+        return done
+
+    def end(self) -> None:
+        """Let it go when it has nothing more to do."""
+        self.answers.close()
+        self.process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait()
+        self.answers.close()
+
+    def cause_of_death(self) -> str:
+        """Say how it ended."""
+        code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return (
+                "the process that worked on it was killed (SIGKILL), also when no other ran, probably because memory"
+                " ran out; run the same command again on a machine with more"
+            )
+        if code < 0:
+            name = signal.Signals(-code).name if -code in {known.value for known in signal.Signals} else str(-code)
+            return f"the process that worked on it crashed with {name}"
+        lines = self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip().splitlines()
+        last = f" ({lines[-1]})" if lines else ""
+        return f"the process that worked on it ended by itself with exit status {code}{last}"
 
 
 @dataclass
 class LocalEngine:
-    """Runs jobs in ``workers`` processes at most, within a budget. ``scratch`` is a folder for temporary files."""
+    """Runs jobs in ``count`` processes at most, within a budget. ``scratch`` is a folder for temporary files."""
 
-    workers: int
+    count: int
     budget: Budget
     scratch: Path
     patience: Callable[[Job], float] = patience
     is_grouped: bool = True
-    _children: list[Child] = field(default_factory=list)
+    _workers: list[Worker] = field(default_factory=list)
     _again: list[Job] = field(default_factory=list)
     _started: int = 0
 
@@ -57,143 +122,141 @@ class LocalEngine:
         """Do all jobs; see ``Engine``."""
         self._again = []
         try:
-            self._run(_Queue(iter(jobs)), self.workers, on_done, on_wait)
+            self._run(_Queue(iter(jobs)), self.count, on_done, on_wait)
             self._run(_Queue(replace(job, attempt=2) for job in self._again), 1, on_done, on_wait)
-            for child in self._children:
-                child.end()
+            for worker in self._workers:
+                worker.end()
         except BaseException:
-            for child in self._children:
-                child.kill()
+            for worker in self._workers:
+                worker.kill()
             raise
         finally:
-            self._children = []
+            self._workers = []
 
-    def _run(
-        self, queue: _Queue, workers: int, on_done: Callable[[Done], None], on_wait: Callable[[int], None]
-    ) -> None:
-        told = 0.0
+    def _run(self, queue: _Queue, count: int, on_done: Callable[[Done], None], on_wait: Callable[[int], None]) -> None:
+        last = 0.0
         while True:
-            self._hand_out(queue, workers)
-            busy = [child for child in self._children if child.orders]
+            self._hand_out(queue, count)
+            busy = {worker.answers: worker for worker in self._workers if worker.batch}
             if not busy:
                 return
-            for child in _ready(busy, _TICK):
-                self._collect(child, queue, on_done)
-            self._end_endless(busy, queue, on_done)
-            if (now := time.monotonic()) - told >= _TICK:
-                told = now
-                on_wait(sum(len(child.orders) for child in busy))
+            for answers in wait(busy, TICK):
+                assert isinstance(answers, Connection)
+                self._collect(busy[answers], queue, on_done)
+            if (now := time.monotonic()) - last >= TICK:
+                last = now
+                self._end_endless(queue, on_done)
+                self._end_greedy(queue, on_done)
+                on_wait(sum(1 for worker in self._workers if worker.batch))
 
-    def _hand_out(self, queue: _Queue, workers: int) -> None:
-        """Give jobs to workers that have nothing to do, and small ones ahead to the others."""
-        while True:
-            order = queue.next_that_fits(self.budget)
-            if order is None:
+    def _hand_out(self, queue: _Queue, count: int) -> None:
+        """Give jobs to workers that have none."""
+        while sum(1 for worker in self._workers if worker.batch) < count:
+            batch = queue.next_that_fits(self.budget)
+            if batch is None:
                 return
-            child = self._child_for(order, workers)
-            if child is None:
-                queue.put_back(order)
-                return
-            self.budget.take(order.cost)
-            child.give(order)
+            idle = next((worker for worker in self._workers if not worker.batch), None)
+            if idle is None:
+                self._started += 1
+                idle = Worker(self.scratch, self._started)
+                self._workers.append(idle)
+            self.budget.take(batch.cost)
+            idle.give(batch)
 
-    def _child_for(self, order: Order, workers: int) -> Child | None:
-        idle = next((child for child in self._children if not child.orders), None)
-        if idle is not None and sum(1 for child in self._children if child.orders) < workers:
-            return idle
-        if idle is None and len(self._children) < workers:
-            self._started += 1
-            child = Child(self.scratch, self._started)
-            self._children.append(child)
-            return child
-        if _is_small(order.job):
-            open_ones = [
-                child
-                for child in self._children
-                if child.orders and child.has_room() and all(_is_small(each.job) for each in child.orders)
-            ]
-            return min(open_ones, key=lambda child: len(child.orders), default=None)
-        return None
-
-    def _collect(self, child: Child, queue: _Queue, on_done: Callable[[Done], None]) -> None:
-        answer = child.take()
-        if answer is None:
-            self._bury(child, child.cause_of_death(), queue, on_done)
+    def _collect(self, worker: Worker, queue: _Queue, on_done: Callable[[Done], None]) -> None:
+        done = worker.take()
+        if done is None:
+            self._bury(worker, worker.cause_of_death(), queue, on_done)
             return
-        order, done = answer
-        self.budget.give_back(order.cost)
         if done.is_exhausted:
-            self._dismiss(child, queue)
+            self._dismiss(worker, queue)
+        elif worker.batch is not None and not worker.batch.jobs:
+            self.budget.give_back(worker.batch.cost)
+            worker.batch = None
         on_done(done)
 
     def _bury(
-        self, child: Child, cause: str, queue: _Queue, on_done: Callable[[Done], None], again: bool = True
+        self, worker: Worker, cause: str, queue: _Queue, on_done: Callable[[Done], None], again: bool = True
     ) -> None:
-        """A worker is dead: what it was doing is tried once more, and the jobs behind that as if nothing had been."""
-        first = child.orders.popleft()
-        self._dismiss(child, queue)
-        self.budget.give_back(first.cost)
-        Workplace(self.scratch, first.job.number).clear()
-        if again and first.job.attempt == 1:
-            self._again.append(first.job)
+        """Replace a dead worker: what it was doing is tried once more, and the other jobs of its batch are put back."""
+        assert worker.batch is not None, "only workers with jobs are watched"
+        first = worker.batch.jobs.popleft()
+        self._dismiss(worker, queue)
+        Workplace(self.scratch, first.number).clear()
+        if again and first.attempt == 1:
+            self._again.append(first)
         else:
-            on_done(failed(first.job, f"{first.job.item.name}: {cause}"))
+            on_done(failed(first, f"{first.item.name}: {cause}"))
 
-    def _dismiss(self, child: Child, queue: _Queue) -> None:
+    def _dismiss(self, worker: Worker, queue: _Queue) -> None:
         """End a worker. The jobs that it has are still to be done, by another one."""
-        child.kill()
-        self._children.remove(child)
-        while child.orders:
-            order = child.orders.pop()
-            self.budget.give_back(order.cost)
-            Workplace(self.scratch, order.job.number).clear()
-            queue.put_back(order)
+        worker.kill()
+        self._workers.remove(worker)
+        if worker.batch is not None:
+            self.budget.give_back(worker.batch.cost)
+            for job in reversed(worker.batch.jobs):
+                Workplace(self.scratch, job.number).clear()
+                queue.put_back(job)
 
-    def _end_endless(self, busy: list[Child], queue: _Queue, on_done: Callable[[Done], None]) -> None:
-        for child in busy:
-            if child in self._children and child.orders:
-                first = child.orders[0]
-                limit = self.patience(first.job)
-                if time.monotonic() - first.begun > limit:
-                    self._bury(child, f"it took longer than {limit:.0f} s", queue, on_done, again=False)
+    def _end_endless(self, queue: _Queue, on_done: Callable[[Done], None]) -> None:
+        for worker in [worker for worker in self._workers if worker.batch]:
+            assert worker.batch is not None
+            limit = self.patience(worker.batch.jobs[0])
+            if time.monotonic() - worker.began > limit:
+                self._bury(worker, f"it took longer than {limit:.0f} s", queue, on_done, again=False)
+
+    def _end_greedy(self, queue: _Queue, on_done: Callable[[Done], None]) -> None:
+        """End the largest worker if all together hold more than the budget: what was expected of it was too little."""
+        busy = [(memory_of(worker.process.pid), worker) for worker in self._workers if worker.batch]
+        taken, worker = max(busy, key=lambda pair: pair[0], default=(0, None))
+        if worker is None or worker.batch is None:
+            return
+        if sum(nbytes for nbytes, _ in busy) > max(self.budget.memory, worker.batch.cost.memory):
+            cause = (
+                f"it took {taken >> 20} MiB of memory, and --memory allows less; run the same command again with more"
+            )
+            self._bury(worker, cause, queue, on_done, again=len(busy) > 1)
 
 
 def _is_small(job: Job) -> bool:
     return job.item.size <= _SMALL and not job.runs_model and not job.fetches
 
 
-def _ready(children: list[Child], timeout: float) -> list[Child]:
-    with PollSelector() as selector:  # it has no descriptor, which would have to be made and closed each time
-        for child in children:
-            selector.register(child.answers, EVENT_READ, child)
-        return [key.data for key, _ in selector.select(timeout)]
+def _cost(job: Job) -> Cost:
+    return cost_of(job.item.size, job.runs_model, job.fetches)
 
 
 class _Queue:
-    """The jobs that nobody has yet, in their order; of some of them one may be done before its turn."""
+    """The jobs that no worker has yet, in their order; one of the next may be done before its turn."""
 
     def __init__(self, jobs: Iterator[Job]) -> None:
         self._jobs = jobs
-        self._seen: deque[Order] = deque()
+        self._seen: deque[Job] = deque()
         self._passed_over = 0
 
-    def next_that_fits(self, budget: Budget) -> Order | None:
-        """Take the first job that fits into the budget; None where none of the next does, or there is none."""
+    def next_that_fits(self, budget: Budget) -> Batch | None:
+        """Take the first job that fits into the budget, and small ones after a small one; None if none fits."""
         for place in range(_AHEAD):
-            if place == len(self._seen):
-                job = next(self._jobs, None)
-                if job is None:
-                    return None
-                self._seen.append(Order(job, cost_of(job.item.size, job.runs_model, job.fetches)))
-            if budget.fits(self._seen[place].cost):
+            job = self._at(place)
+            if job is None:
+                return None
+            if budget.fits(_cost(job)):
                 self._passed_over = self._passed_over + 1 if place else 0
-                order = self._seen[place]
                 del self._seen[place]
-                return order
+                batch = Batch(deque([job]), _cost(job))
+                while _is_small(job) and len(batch.jobs) < _BATCH and (job := self._at(place)) and _is_small(job):
+                    batch.jobs.append(job)
+                    del self._seen[place]
+                return batch
             if self._passed_over >= _AHEAD:
-                return None  # its turn has come: what runs is to end first
+                return None  # its turn has come: what runs has to end first
         return None
 
-    def put_back(self, order: Order) -> None:
-        """Put a job in front of all others."""
-        self._seen.appendleft(order)
+    def _at(self, place: int) -> Job | None:
+        if place == len(self._seen) and (job := next(self._jobs, None)) is not None:
+            self._seen.append(job)
+        return self._seen[place] if place < len(self._seen) else None
+
+    def put_back(self, job: Job) -> None:
+        """Put a job before all others."""
+        self._seen.appendleft(job)

@@ -1,7 +1,7 @@
 """A worker: a process that does one job after another, and may crash at any of them without harm to the others.
 
-Jobs come through stdin and go back through stdout as frames. What the user's own code prints, or a crash, goes to
-stderr, where the driver keeps it."""
+Jobs and answers are pickled, which is right only here: both ends are ours, and no byte of a file from elsewhere is ever
+unpickled. What a file says travels inside as text and numbers."""
 
 from __future__ import annotations
 
@@ -12,47 +12,44 @@ import gc
 import os
 import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
-
-from ckptfix.zoo.engines.frames import framed, read_frame
 
 _PR_SET_PDEATHSIG = 1
 _NEW_OBJECTS = 5_000
-"""Objects after which Python looks for garbage among them, 700 by default. A file has many, and its garbage
-waits no longer than for a few others."""
+"""Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few
+others."""
 
 _EASY_PREY = b"600"
-"""Where memory runs out, the kernel is to end a worker and not the driver, nor somebody else's work."""
+"""If memory runs out, the kernel should end a worker and not the driver, nor another program."""
 
 
 def main() -> None:
     """Do jobs until the driver closes the pipe, or memory runs out."""
-    driver = int(sys.argv[1])
-    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - its descriptor is all that is wanted
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
+    driver, descriptor = map(int, sys.argv[1:])
+    os.set_inheritable(descriptor, False)
+    pipe = Connection(descriptor)
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
     _die_with(driver)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(_EASY_PREY)
-    from ckptfix.zoo.work.performing import perform  # only now: a driver that is gone is not to wait for it
+    from ckptfix.zoo.work.performing import perform  # only now: a worker without a driver ends at once
 
     while True:
         try:
-            job, scratch = read_frame(jobs)
-        except EOFError:
+            jobs, scratch = pipe.recv()
+        except (EOFError, ConnectionError):
             return
-        done = perform(job, Path(scratch))
-        answers.write(framed(done))
-        answers.flush()
-        if done.is_exhausted:
-            return
+        for job in jobs:
+            done = perform(job, Path(scratch))
+            pipe.send(done)
+            if done.is_exhausted:
+                return
 
 
 def _die_with(driver: int) -> None:
-    """End when the driver ends, however it ends; and leave Ctrl-C to it."""
+    """End when the driver ends, in whatever way; and leave Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

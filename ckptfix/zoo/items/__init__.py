@@ -1,1 +1,1 @@
-"""What lies in a zoo: its files as items, told by their bytes, and the names of what comes of them."""
+"""What is in a zoo: files and folders as items, recognised by content, and the names of their outputs."""

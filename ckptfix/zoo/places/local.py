@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
-from ckptfix.zoo.places.faults import changed, deny, explained
-from ckptfix.zoo.places.place import Entry
-from ckptfix.zoo.places.temporary import TEMPORARY, require_space, temporary_beside
+from ckptfix.zoo.places.place import Entry, NoSpaceError, changed, deny, explained
 
 SCHEMES = ("file://", "local://")
+
+SUFFIX = ".ckptfix-tmp"
+TEMPORARY = re.compile(r"\.[^/]*\.ckptfix-tmp", re.DOTALL)
+"""The names of files that are not complete yet. Listings leave them out."""
+
+RESERVE = 1 << 20
+"""Bytes that a disk keeps free: a full one fails the next writer, and in ways that are hard to read."""
+
+
+def temporary_name() -> str:
+    """Return a new name. That of the file is not in it: it may already be as long as a name may be."""
+    return f".{secrets.token_hex(6)}{SUFFIX}"
+
+
+@contextmanager
+def temporary_beside(goal: Path) -> Iterator[Path]:
+    """A path in the folder of the goal, whose file is gone at the end unless it was renamed."""
+    temporary = goal.with_name(temporary_name())
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def require_space(goal: Path, size: int, what: str) -> None:
+    """Raise ``NoSpaceError`` if the disk of a path has no room for so many bytes."""
+    free = shutil.disk_usage(goal.parent).free
+    if size + RESERVE > free:
+        raise NoSpaceError(
+            f"{what}: takes {size} bytes, and {goal.parent} has {free} free; make room there, or choose another disk"
+        )
 
 
 @dataclass(frozen=True)
@@ -32,10 +63,9 @@ class LocalPlace:
         return Path(self.name)
 
     def walk(self) -> Iterator[Entry]:
-        """All files below the folder, sorted by name.
+        """Yield all files below the folder, sorted by name.
 
-        Links are followed, each folder once: to go round in a circle, or twice through one folder, ends in an entry
-        with a fault."""
+        Links are followed, each folder once: a circle, or a second way into a folder, becomes an entry with a fault."""
         root = os.fspath(self.root)
         try:
             real = os.stat(root)  # noqa: PTH116 - as fast as it goes
@@ -44,7 +74,7 @@ class LocalPlace:
         yield from _Walk(root, {(real.st_dev, real.st_ino): "."}).files()
 
     def entry(self, name: str) -> Entry | None:
-        """The file of a name; None where there is none, or no plain file."""
+        """Return the file of a name; None if there is none, or it is not a regular file."""
         try:
             status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - as above
         except (FileNotFoundError, NotADirectoryError):
@@ -54,8 +84,16 @@ class LocalPlace:
         return _entry(name, status) if stat.S_ISREG(status.st_mode) else None
 
     def head(self, name: str, count: int) -> bytes:
-        """The first bytes of a file."""
-        return head_of(self.where(name), count)
+        """Return the first bytes of a file."""
+        path = self.where(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)  # one open, one read
+            try:
+                return os.read(descriptor, count)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise explained(error, path, "read") from error
 
     def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
         """Copy a file to another path."""
@@ -67,7 +105,7 @@ class LocalPlace:
             raise changed(self.where(name))
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a file here, and have it on the disk before its name."""
+        """Copy a file here, flushed to the disk before it gets its name."""
         to = self.root / name
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -84,20 +122,8 @@ class LocalPlace:
             raise explained(error, self.where(name), "removed") from error
 
     def where(self, name: str) -> str:
-        """The path of a file."""
+        """Return the path of a file."""
         return str(self.root / name)
-
-
-def head_of(path: str, count: int) -> bytes:
-    """The first bytes of a local file: one open, one read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            return os.read(descriptor, count)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise explained(error, path, "read") from error
 
 
 def _copy(source: Path, goal: Path) -> None:
@@ -124,7 +150,7 @@ class _Walk:
 
     def files(self) -> Iterator[Entry]:
         """The files below the root, in the order of their names."""
-        open_folders = [self._children("")]  # no recursion: a path has room for 2,000 folders in each other
+        open_folders = [self._children("")]  # no recursion: a path has room for 2,000 nested folders
         while open_folders:
             name, child = next(open_folders[-1], ("", None))
             if child is None:
@@ -140,19 +166,18 @@ class _Walk:
                 open_folders.append(self._children(name))
 
     def _children(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str] | Entry]]:
-        """What is in a folder by its name, that of a folder with ``/`` at its end; or the entry that it is closed."""
+        """What is in a folder by name, folders with ``/`` at the end; or one entry that says why there is nothing."""
         try:
             with os.scandir(f"{self.root}/{folder}") as found:
                 # A folder sorts as its files do, whose names go on with a slash.
-                return iter(
-                    sorted(((folder + child.name + "/" * _is_folder(child), child) for child in found), key=_by)
-                )
+                named = ((folder + child.name + "/" * _is_folder(child), child) for child in found)
+                return iter(sorted(named, key=lambda pair: pair[0]))
         except OSError as error:
             closed = f"the folder cannot be listed: {error.strerror or error}"
             return iter([(folder, Entry(folder.rstrip("/") or ".", 0, "", closed))])
 
     def _enter(self, name: str, child: os.DirEntry[str]) -> Entry | None:
-        """Note that a folder is entered; the entry that says why it is not."""
+        """Note that a folder is entered; or return the entry that says why it is not."""
         try:
             status = child.stat()
         except OSError as error:
@@ -165,7 +190,7 @@ class _Walk:
         return None
 
     def _target_inside(self, child: os.DirEntry[str]) -> str | None:
-        """Where below the root a link leads: that folder is walked by its own name, now or later."""
+        """Where below the root a link leads: that folder is walked under its own name, now or later."""
         real, root = os.path.realpath(child.path), os.path.realpath(self.root)
         return os.path.relpath(real, root) if os.path.commonpath((real, root)) == root else None
 
@@ -177,10 +202,10 @@ class _Walk:
             return Entry(name, 0, "", f"{what}: {error.strerror or error}")
         if stat.S_ISREG(status.st_mode):
             return _entry(name, status)
-        return Entry(name, 0, "", f"no file but {_special(status.st_mode)}", special=True)
-
-
-_by: Callable[[tuple[str, os.DirEntry[str]]], str] = itemgetter(0)
+        what = (
+            "a socket" if stat.S_ISSOCK(status.st_mode) else "a pipe" if stat.S_ISFIFO(status.st_mode) else "a device"
+        )
+        return Entry(name, 0, "", f"{what}, not a file", special=True)
 
 
 def _is_folder(child: os.DirEntry[str]) -> bool:
@@ -188,10 +213,3 @@ def _is_folder(child: os.DirEntry[str]) -> bool:
         return child.is_dir()
     except OSError:  # a link that cannot be followed: in a circle, or through a closed folder
         return False
-
-
-def _special(mode: int) -> str:
-    for test, words in ((stat.S_ISSOCK, "a socket"), (stat.S_ISFIFO, "a pipe")):
-        if test(mode):
-            return words
-    return "a device"

@@ -1,29 +1,37 @@
 """A place behind an fsspec URL: an object store, the Hugging Face hub, a server, a file system in memory.
 
-Every transfer is proven by a second look: the size, and that what is there is still what was there before. Object
-stores show an upload when it is whole. Elsewhere it goes under a temporary name first and is moved."""
+Every transfer is verified by a second look: the size, and that the version is still the one from before. Object stores
+show an upload when it is complete. Elsewhere it goes under a temporary name first and is moved."""
 
 from __future__ import annotations
 
+import random
+import time
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.places.errors import PlaceError, TransferError
-from ckptfix.zoo.places.faults import changed, deny
-from ckptfix.zoo.places.place import Entry
-from ckptfix.zoo.places.retrying import persistently
-from ckptfix.zoo.places.temporary import TEMPORARY, require_space, temporary_beside, temporary_name
+from ckptfix.zoo.places.local import TEMPORARY, require_space, temporary_beside, temporary_name
+from ckptfix.zoo.places.place import (
+    Entry,
+    PlaceError,
+    TransferError,
+    changed,
+    deny,
+    explained,
+    failures,
+    final_kind,
+)
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
-"""The schemes where an upload, in one piece or in many, shows when it is whole and not before."""
+"""The schemes that show an upload, in one piece or in many, only when it is complete."""
 
 FETCHING: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 1},
@@ -32,41 +40,60 @@ FETCHING: dict[str, dict[str, Any]] = {
 }
 SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
 """How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
-way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which else
-gets a request for every 5 MB, and counts them."""
+way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
+otherwise get, and count, a request for every 5 MB."""
 
-EXTRAS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "hf": "hf",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
+EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
 """The extra of ckptfix that brings the package of a scheme."""
 
-STAMPS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "blob_id",
-    "content_md5",
-    "LastModified",
-    "mtime",
-    "modified",
-    "updated",
-    "created",
-)
+STAMPS = "ETag etag md5Hash blob_id content_md5 LastModified mtime modified updated created".split()
 """Where backends say which version of a file is there, the most certain first."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often something is tried, and the seconds between the tries: about ``first``, twice that, and so on,
+    ``longest`` at most.
+
+    The pauses are up to half longer or shorter at random: workers that were throttled together come back one by one."""
+
+    attempts: int = 6
+    first: float = 0.5
+    longest: float = 30.0
+
+    def pause(self, tried: int) -> float:
+        """Return the pause after the given number of tries, in seconds."""
+        return float(min(self.first * 2 ** (tried - 1), self.longest) * random.uniform(0.5, 1.5))
+
+
+PATIENCE = Patience()
+"""About 15 seconds in all. Backends retry a few times by themselves before any of these tries fails."""
+
+
+def persistently(action: Callable[[], T], where: str, verb: str) -> T:
+    """Return what the action gives, and retry it if its failure may pass.
+
+    Raises a ``PlaceError`` at once if it cannot (no permission, not there, no space), and ``TransferError`` after the
+    last try."""
+    for tried in range(1, PATIENCE.attempts + 1):
+        try:
+            return action()
+        except failures() as error:
+            if final_kind(error) is not None:
+                raise explained(error, where, verb) from error
+            if tried == PATIENCE.attempts:
+                said = str(explained(error, where, verb))
+                raise TransferError(f"{said} ({tried} tries); run it again later") from error
+        time.sleep(PATIENCE.pause(tried))
+    raise AssertionError("nothing was tried")
 
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """A place behind a URL. How to reach it (keys, endpoints) is taken from where the backend looks for it: its
-    environment variables and files, and the configuration of fsspec.
-    """
+    """A place behind a URL. Keys and endpoints come from where the backend looks for them: its environment variables
+    and files, and the configuration of fsspec."""
 
     name: str
 
@@ -77,15 +104,15 @@ class RemotePlace:
 
     @property
     def scheme(self) -> str:
-        """What is in front of ``://``."""
+        """The part before ``://``."""
         return self.name.partition("://")[0]
 
     def reach(self) -> None:
-        """Raise ``UsageError`` where no package knows such a URL; nothing is sent yet."""
+        """Raise ``UsageError`` if no package knows such a URL; nothing is sent yet."""
         self._reached()
 
     def walk(self) -> Iterator[Entry]:
-        """All files below the URL, sorted by name."""
+        """Yield all files below the URL, sorted by name."""
         system, base = self._reached()
 
         def listed() -> dict[str, Any]:
@@ -107,11 +134,11 @@ class RemotePlace:
                 yield entry
 
     def entry(self, name: str) -> Entry | None:
-        """The file of a name; None where there is none."""
+        """Return the file of a name; None if there is none."""
         return persistently(lambda: self._look(name), self.where(name), "looked at")
 
     def head(self, name: str, count: int) -> bytes:
-        """The first bytes of a file, in one request; a second one where there are fewer than asked for."""
+        """Return the first bytes of a file, in one request; in two if there are fewer than asked for."""
         system, path = self._reached(name)
 
         def read() -> bytes:
@@ -141,7 +168,7 @@ class RemotePlace:
                 after, size = self._look(name), temporary.stat().st_size
                 if after != before:
                     raise changed(self.where(name)) if known else TransferError(f"{self.where(name)}: it changed")
-                # Who fetches ranges makes the file as large as it has to be first, and a short one leaves a hole.
+                # Fetching ranges makes the file as large as it has to be first, and a short transfer leaves a hole.
                 if size != before.size or 0 < came.value < size:
                     raise TransferError(f"{self.where(name)}: {came.value or size} of {before.size} bytes came")
                 temporary.replace(to)
@@ -168,7 +195,7 @@ class RemotePlace:
         persistently(lambda: self._discard(system, path), self.where(name), "removed")
 
     def where(self, name: str) -> str:
-        """The URL of a file."""
+        """Return the URL of a file."""
         return f"{self.name.rstrip('/')}/{name}"
 
     def _send(self, system: AbstractFileSystem, file: Path, path: str) -> None:
@@ -224,7 +251,7 @@ class RemotePlace:
             name.encode()
         except UnicodeEncodeError as error:
             raise PlaceError(
-                f"{self.where(name)}: the name is no text but bytes, which {self.scheme}:// cannot keep; rename it"
+                f"{self.where(name)}: the name is not valid text, and {self.scheme}:// cannot keep it; rename it"
             ) from error
         return system, f"{base}/{name}" if base else name
 
@@ -245,7 +272,7 @@ def _leads_out(name: str) -> str | None:
     """Why a key cannot be the path of a file below a folder, which any text can be a key of."""
     parts = name.split("/")
     if "" in parts or "." in parts or ".." in parts or "\0" in name:
-        return "its name is no path below a folder (it has empty parts, dots or NUL); rename it"
+        return "its name is not a path below a folder (it has empty parts, dots or NUL); rename it"
     if any(unicodedata.category(character) == "Cs" for character in name):
-        return "its name is no valid text; rename it"
+        return "its name is not valid text; rename it"
     return None

@@ -1,1 +1,1 @@
-"""The way of one item, in a worker or on another node: fetched, treated or copied, proven, and staged for its place."""
+"""The way of one item, in a worker or on another node: fetched, repaired or copied, hashed, and put in place."""

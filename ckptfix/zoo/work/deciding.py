@@ -13,7 +13,7 @@ from ckptfix.engine.validation import parsed_settings
 from ckptfix.report.advice import next_words
 from ckptfix.report.telling import Mode, Telling
 from ckptfix.smoke.outcome import ENVIRONMENT
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.work.job import Job
 
 _WAYS_ON = {"FIL901": ("--disarm",), "FIL201": ("--salvage",), "FIL104": ("--format", "pth")}

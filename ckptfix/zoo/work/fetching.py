@@ -11,18 +11,18 @@ from pathlib import Path
 from threading import Thread
 
 from ckptfix.errors import CkptfixError
-from ckptfix.zoo.items.listing import Item
+from ckptfix.zoo.items.grouping import Item
 from ckptfix.zoo.places import Place
 
 AHEAD = 8
-"""Copies of items that are on their way, or wait for their turn, at the same time."""
+"""Copies of items that are being fetched, or wait for their turn, at the same time."""
 
 
 @contextmanager
 def on_this_machine(place: Place, item: Item, folder: Path) -> Iterator[Path]:
-    """The local path of an item: where it lies; or that of a copy in ``folder``, which is gone at the end.
+    """The local path of an item: its own, or that of a copy in ``folder``, which is removed at the end.
 
-    Raises ``CkptfixError`` where it cannot be fetched, or is no longer what was listed."""
+    Raises ``CkptfixError`` if it cannot be fetched, or is no longer what was listed."""
     try:
         yield _fetched(place, item, folder)
     finally:
@@ -33,10 +33,10 @@ def on_this_machine(place: Place, item: Item, folder: Path) -> Iterator[Path]:
 def each_on_this_machine(
     place: Place, items: Sequence[Item], folder: Path, room: float
 ) -> Iterator[Path | CkptfixError]:
-    """The local path of each item, in their order, or why it cannot be fetched.
+    """Yield the local path of each item, in their order, or why it cannot be fetched.
 
-    Where they are far away, several are fetched ahead, as long as their copies take no more than ``room`` bytes
-    together, or there is one alone. A copy is gone when the next item is asked for."""
+    Remote items are fetched ahead, as long as their copies take no more than ``room`` bytes together, or there is only
+    one. A copy is removed when the next item is asked for."""
     waiting, under_way, taken = deque(enumerate(items)), deque[tuple[int, Path, Future[Path]]](), 0
     while waiting or under_way:
         while waiting and len(under_way) < AHEAD and (not under_way or taken + waiting[0][1].size <= room):
@@ -66,13 +66,13 @@ def _fetched(place: Place, item: Item, folder: Path) -> Path:
 
 
 def _begun(place: Place, item: Item, folder: Path) -> Future[Path]:
-    """An item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C is not to take minutes."""
+    """An item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C must not take minutes."""
     future: Future[Path] = Future()
 
     def fetch() -> None:
         try:
             future.set_result(_fetched(place, item, folder))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - it is raised when the result is asked for
             future.set_exception(error)
 
     if place.root is not None:

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ckptfix.zoo.books.record import Outcome, Record
-from ckptfix.zoo.books.versions import now, versions
-from ckptfix.zoo.items.listing import Item, Kind
-from ckptfix.zoo.treatment import Treatment
-from ckptfix.zoo.work.staging import Staged
-from ckptfix.zoo.work.workplace import Workplace
+from ckptfix.zoo.items.grouping import Item, Kind
+from ckptfix.zoo.manifest import Outcome, Record, now, versions
+from ckptfix.zoo.table import Treatment
+from ckptfix.zoo.work.copying import Staged
+
+SOURCE = "source"
+"""The folder for a source that is not on this machine: files in it have the names of the zoo."""
 
 
 class Others(str, Enum):
-    """What becomes of files that are no checkpoints."""
+    """What becomes of files that are not checkpoints."""
 
     COPY = "copy"
     SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where one job has its temporary files: all begin with its number, so that they are found if it dies.
+
+    Most jobs write one file, and a folder for it would cost more than the file."""
+
+    scratch: Path
+    number: int
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of the job."""
+        return self.scratch / f"{self.number}.{name}"
+
+    def folder(self, name: str) -> Path:
+        """Make a folder of the job."""
+        folder = self.file(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def clear(self) -> None:
+        """Remove all of it; also what a killed writer left, which begins with a dot."""
+        for left in [*self.scratch.glob(f"{self.number}.*"), *self.scratch.glob(f".{self.number}.*")]:
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -28,7 +59,7 @@ class Job:
     """What is to be done with one item."""
 
     number: int
-    """Names its temporary files; no two jobs of a run have the same."""
+    """Names its temporary files; unique in a run."""
     item: Item
     source: str
     """The place of the source, by its name."""
@@ -39,7 +70,7 @@ class Job:
     settings: str
     """Digest of the treatment, for the record."""
     taken: tuple[str, ...] = ()
-    """Names that the output may not have, because another source has it."""
+    """Names that the output may not have, because another source has them."""
     others: Others = Others.COPY
     dry_run: bool = False
     is_grouped: bool = False
@@ -47,9 +78,9 @@ class Job:
     known: Record | None = None
     """The record of an earlier run that is to be verified: if both digests still hold, nothing is done."""
     adopts: bool = False
-    """Whether the output was put there by hand since a decision was asked for: it is looked at, and kept."""
+    """Whether the output was put there by hand since a decision was asked for: it is checked, and kept."""
     decision: Mapping[str, Any] | None = None
-    """The flags that were given for this item alone."""
+    """The options that were given for this item only."""
     again: tuple[str, ...] = ()
     """The command of this migration, word by word, for the one that carries a decision out."""
     attempt: int = 1
@@ -66,17 +97,21 @@ class Job:
 
     @property
     def written_name(self) -> str:
-        """The name of the output where the checkpoint is written anew: a folder becomes one file."""
+        """The name of the output if the checkpoint is written anew: a folder becomes one file."""
         if self.item.kind is Kind.FOLDER:
             return self.treatment.output_name(self.item.name, is_folder=True)
         return self.output
 
     def shown(self, text: str, workplace: Workplace) -> str:
-        """A message with the names of the zoo in place of paths that only this run knows."""
-        return workplace.hidden(text).replace(f"{Path(self.source)}/", "")
+        """Return a message with the names of the zoo in place of paths that only this run knows."""
+        own = f"{workplace.scratch}/{workplace.number}."
+        for prefix in (f"{own}{SOURCE}/", own, f"{Path(self.source)}/"):
+            if prefix != "./":  # a path below "." has no such prefix, and one in "../" is not ours
+                text = re.sub(rf"(?<![\w./-]){re.escape(prefix)}", "", text)
+        return text
 
     def record(self, outcome: Outcome, **more: Any) -> Record:
-        """A record of this job's item."""
+        """Return a record of this job's item."""
         item = self.item
         return Record(
             item.name,
@@ -105,10 +140,9 @@ class Done:
     is_known: bool = False
     """Whether the record of an earlier run was verified, and there is nothing new to write down."""
     is_exhausted: bool = False
-    """Whether memory ran out, so that the process is to do nothing more: its heap may be in pieces, and what it keeps
-    from job to job half made."""
+    """Whether memory ran out, so that the process must not do more: what it keeps from job to job may be half made."""
 
 
 def failed(job: Job, reason: str) -> Done:
-    """What came of a job that could not be done."""
+    """Return what came of a job that could not be done."""
     return Done(job.number, job.record(Outcome.FAILED, error=reason))

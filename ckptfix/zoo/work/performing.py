@@ -2,48 +2,41 @@
 machine, and on another node.
 
     fetch     a source that is not on this machine is copied to it
-    repair    repairing.repair: what the treatment asks for, written beside the destination
-    copy      what needs no repair is copied bit for bit
-    prove     sha256 of the source, beside the rest, and of the output
-    deliver   put in place; or left in the scratch folder for the driver, who flushes many files in one go
+    treat     repaired as the table says, or copied bit for bit, in the scratch folder; hashed
+    deliver   put in place; or left in the scratch folder for the driver, which flushes many files in one go
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
-from ckptfix.zoo.books.record import Outcome
-from ckptfix.zoo.engines.memory import Peak
-from ckptfix.zoo.items.listing import Kind
+from ckptfix.zoo.items.grouping import Item, Kind
+from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Place, open_place
-from ckptfix.zoo.work.adopting import adopted
+from ckptfix.zoo.resources import Peak
+from ckptfix.zoo.work.copying import deliver_staged, sha256_of_file, sha256_of_files
 from ckptfix.zoo.work.deciding import command_after_error
 from ckptfix.zoo.work.fetching import on_this_machine
-from ckptfix.zoo.work.job import Done, Job, failed
-from ckptfix.zoo.work.mirroring import digest_of, mirrored
-from ckptfix.zoo.work.proving import still_holds
-from ckptfix.zoo.work.staging import deliver_staged
-from ckptfix.zoo.work.treating import treated
-from ckptfix.zoo.work.workplace import SOURCE, Workplace
+from ckptfix.zoo.work.job import SOURCE, Done, Job, Workplace, failed
+from ckptfix.zoo.work.treating import adopted, digest_of, mirrored, treated
 
 
 def perform(job: Job, scratch: Path) -> Done:
-    """Do a job, below a folder for temporary files. Whatever the file is, this returns; nothing is left in the folder
+    """Do a job, below a folder for temporary files. It returns whatever the file is, and leaves nothing in the folder
     but what is staged.
     """
     began, peak = time.perf_counter(), Peak()
     workplace = Workplace(scratch, job.number)
     try:
         done = _perform(job, workplace)
-    except UnreadableError as error:
-        done = _refused(job, Outcome.UNREADABLE, error, workplace)
-    except UsageError as error:
-        done = _refused(job, Outcome.DECISION, error, workplace)
+    except (UnreadableError, UsageError) as error:
+        done = _refused(job, error, workplace)
     except CkptfixError as error:
-        done = replace(_refused(job, Outcome.FAILED, error, workplace), is_exhausted=_is_of_memory(error))
+        done = replace(_refused(job, error, workplace), is_exhausted=_is_of_memory(error))
     except OSError as error:
         done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
     except MemoryError:
@@ -59,7 +52,7 @@ def perform(job: Job, scratch: Path) -> Done:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether it was too little memory, which the code of a model met."""
+    """Whether a model's code met too little memory."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__
     return error is not None
@@ -67,19 +60,19 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 def _perform(job: Job, workplace: Workplace) -> Done:
     source, destination = open_place(job.source), open_place(job.destination)
-    if job.known is not None and still_holds(job.known, job.item, source, destination, workplace):
+    if job.known is not None and _still_holds(job.known, job.item, source, destination, workplace):
         return Done(job.number, job.known, is_known=True)
     if job.item.fault is not None and job.item.kind is not Kind.OTHER:
         raise UnreadableError(f"{job.item.name}: {job.item.fault}")
     with on_this_machine(source, job.item, workplace.file(SOURCE)) as path:
         try:
             done = _done(job, path, destination, workplace)
-        except UnreadableError as error:
-            done = _refused(job, Outcome.UNREADABLE, error, workplace, path)
-        except UsageError as error:
-            done = _refused(job, Outcome.DECISION, error, workplace, path)
-        if job.item.fault is None and source.root is not None:  # what was fetched is proven to be what was listed
-            _refuse_changed(job, source)
+        except (UnreadableError, UsageError) as error:
+            done = _refused(job, error, workplace, path)
+        if job.item.fault is None and source.root is not None:  # what was fetched is known to be what was listed
+            for entry in job.item.entries:
+                if source.entry(entry.name) != entry:
+                    raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
     if done.staged and not job.is_grouped:
         deliver_staged(done.staged, destination)
         workplace.clear()
@@ -88,15 +81,11 @@ def _perform(job: Job, workplace: Workplace) -> Done:
 
 
 def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
-    """What comes of an item that lies at a path of this machine."""
+    """What comes of an item that is at a path of this machine."""
     if job.item.kind is Kind.OTHER:
         return mirrored(job, path, workplace)
     if job.adopts:
         return adopted(job, path, destination, workplace)
-    return _treated(job, path, workplace)
-
-
-def _treated(job: Job, path: Path, workplace: Workplace) -> Done:
     try:
         return treated(job, path, workplace)
     except HostileError:
@@ -107,23 +96,40 @@ def _treated(job: Job, path: Path, workplace: Workplace) -> Done:
         raise
 
 
-def _refuse_changed(job: Job, source: Place) -> None:
-    """Raise where the source is no longer the file that was listed: its record would tell of another one."""
-    for entry in job.item.entries:
-        if source.entry(entry.name) != entry:
-            raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
-
-
-def _refused(job: Job, outcome: Outcome, error: CkptfixError, workplace: Workplace, path: Path | None = None) -> Done:
-    text = job.shown(str(error), workplace)
-    sha256 = None if path is None else _sha256_of_bytes(job, path)
+def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | None = None) -> Done:
+    outcome = Outcome.FAILED
+    if isinstance(error, (UnreadableError, UsageError)):
+        outcome = Outcome.UNREADABLE if isinstance(error, UnreadableError) else Outcome.DECISION
+    text, sha256 = job.shown(str(error), workplace), None
+    if path is not None:
+        try:
+            sha256 = digest_of(job, path)  # its bytes can perhaps be read
+        except OSError:
+            sha256 = None
     command = command_after_error(job, outcome, text)
     return Done(job.number, job.record(outcome, error=text, sha256=sha256, command=command))
 
 
-def _sha256_of_bytes(job: Job, path: Path) -> str | None:
-    """The digest of what could not be read as a checkpoint; as bytes it perhaps can."""
-    try:
-        return digest_of(job, path)
-    except OSError:
+def _still_holds(known: Record, item: Item, source: Place, destination: Place, workplace: Workplace) -> bool:
+    """Whether the source and the output have the digests that an earlier run wrote down."""
+    names = [part.name for part in item.parts] or [item.name]
+    if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), workplace):
+        return False
+    if known.output is None:
+        return True
+    written = known.output_parts or (known.output,)
+    return known.output_sha256 == _digest(destination, written, bool(known.output_parts), workplace)
+
+
+def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Workplace) -> str | None:
+    """The sha256 of files of a place; None if one is missing."""
+    names = list(names)
+    if any(place.entry(name) is None for name in names):
         return None
+    root = place.root
+    if root is None:
+        root = workplace.folder("proof")
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            place.fetch(name, root / name)
+    return sha256_of_files(root, names) if is_folder else sha256_of_file(root / names[0])

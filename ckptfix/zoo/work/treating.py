@@ -1,94 +1,180 @@
-"""A checkpoint gets its treatment: it is repaired or copied, and every digest is taken."""
+"""Repair or copy one item, and take its digests."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from posixpath import basename, dirname, join, splitext
 from typing import Any
 
 from ckptfix.bytes.threads import background, without_threads
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.options import CHECK, settings_of
 from ckptfix.core.report import Report
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.repairing import repair
+from ckptfix.errors import CkptfixError
+from ckptfix.repairing import check, repair
 from ckptfix.report.weights import weights_to_json
-from ckptfix.zoo.books.journal import line_of
-from ckptfix.zoo.books.record import Outcome
-from ckptfix.zoo.items.renames import name_with_hash, wrong_hash
+from ckptfix.zoo.items.naming import name_with_hash, wrong_hash
+from ckptfix.zoo.journal import line_of
+from ckptfix.zoo.manifest import Outcome, free_name
+from ckptfix.zoo.places import Place
+from ckptfix.zoo.work.copying import Staged, copy_file, flush, sha256_of_file, sha256_of_files
 from ckptfix.zoo.work.deciding import command_for, fault_of_the_machine
-from ckptfix.zoo.work.fingerprint import fingerprints
-from ckptfix.zoo.work.hashing import sha256_of_file, sha256_of_files
-from ckptfix.zoo.work.job import Done, Job
-from ckptfix.zoo.work.mirroring import GROUPED, copied, digest_of, facts_of, refuse_taken
-from ckptfix.zoo.work.staging import Staged
-from ckptfix.zoo.work.workplace import Workplace
+from ckptfix.zoo.work.job import Done, Job, Others, Workplace
 
-ALONE = 64 << 20
-"""Up to this size a job has no threads of its own: other files keep the other processors busy meanwhile, and handing
-work over would take time from them."""
+SMALL = 64 << 20
+"""Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is
+flushed with others."""
+
+_OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
+"""Settings that an output has gone through already: the part of the source, and the format."""
 
 
 def treated(job: Job, path: Path, workplace: Workplace) -> Done:
-    """Repair a checkpoint below the scratch folder, or copy it there where there is nothing to repair."""
-    goal = job.written_name
-    draft = _draft(job, goal, workplace)
-    with _threads(job):
+    """Repair a checkpoint below the scratch folder, or copy it there if there is nothing to repair."""
+    goal, in_shards = job.written_name, job.treatment.settings.get("shard_size") is not None
+    # The suffix says in which format it is written; shards need their names in a folder.
+    draft = workplace.folder("shards") / basename(goal) if in_shards else workplace.file(f"draft{splitext(goal)[1]}")
+    with without_threads() if job.item.size <= SMALL else nullcontext():
         done = repair(
             str(path),
             output=draft,
             only_changes=True,
-            flush=not _waits(job),
+            flush=not _is_flushed_later(job),
             dry_run=job.dry_run,
             **job.treatment.arguments,
         )
-    sha256, written_sha256 = _digests(job, path, draft)
+        # A large file takes minutes to hash: source and output at the same time.
+        with background() as pool:
+            hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not in_shards else None
+            sha256 = digest_of(job, path)
+            written_sha256 = hashed.result() if hashed is not None else ""
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
-    is_rewritten = done.is_changed
     staged: tuple[Staged, ...] = ()
     facts: dict[str, Any] = {}
-    if not is_refused(job, report):
-        goal = goal if is_rewritten else name_with_hash(job.output, sha256, sha256)
+    if not _is_refused(job, report):
+        goal = goal if done.is_changed else name_with_hash(job.output, sha256, sha256)
         refuse_taken(job, goal)
         if job.dry_run:
             facts = {"output": goal}
-        elif is_rewritten:
-            staged, facts = _rewritten(job, draft, goal, sha256, written_sha256)
+        elif not done.is_changed:
+            parts = tuple(part.name for part in job.item.parts)
+            facts = {"output": goal, "output_size": job.item.size, "output_sha256": sha256, "output_parts": parts}
+            staged = _copied(job, path, goal, workplace)
+        elif in_shards:
+            staged, facts = _shards(job, draft.parent, goal)
         else:
-            staged, facts = copied(job, path, goal, workplace), facts_of(job, sha256, goal)
-    outcome = Outcome.DECISION if report.exit_code else Outcome.REPAIRED if is_rewritten else Outcome.FINE
+            goal = name_with_hash(goal, written_sha256, sha256)
+            facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
+            staged = (Staged(str(draft), goal, not _is_flushed_later(job)),)
+    outcome = Outcome.DECISION if report.exit_code else Outcome.REPAIRED if done.is_changed else Outcome.FINE
     command = command_for(job, report) if outcome is Outcome.DECISION else None
     if (fault := fault_of_the_machine(job, report)) is not None:
         outcome = Outcome.FAILED
-    told = account(job, report, workplace)
-    return Done(
-        job.number,
-        job.record(outcome, sha256=sha256, error=fault, command=command, **facts, **told),
-        _weights(report, done.checkpoint),
-        staged,
+    record = job.record(
+        outcome, sha256=sha256, error=fault, command=command, **facts, **_reported(job, report, workplace)
     )
+    weights = line_of(weights_to_json(report)) if report.figures else None
+    return Done(job.number, record, weights, staged)
 
 
-def _draft(job: Job, goal: str, workplace: Workplace) -> Path:
-    """Where the output is written first. Its suffix says in which format; shards need their names in a folder."""
-    if _in_shards(job):
-        return workplace.folder("shards") / basename(goal)
-    return workplace.file(f"draft{splitext(goal)[1]}")
+def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
+    """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
+    assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
+    goal = destination.root / job.written_name
+    known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
+    arguments = {name: value for name, value in job.treatment.arguments.items() if name in known}
+    report = replace(check(str(goal), **arguments), source=job.item.name)
+    record = job.record(
+        Outcome.REPAIRED,
+        sha256=digest_of(job, path),
+        output=job.written_name,
+        output_size=goal.stat().st_size,
+        output_sha256=sha256_of_file(goal),
+        **_reported(job, report, workplace),
+    )
+    by_hand = "the output was put there by hand after a decision was asked for: it is kept"
+    return Done(job.number, replace(record, remarks=(*record.remarks, by_hand)))
 
 
-def _in_shards(job: Job) -> bool:
-    return job.treatment.settings.get("shard_size") is not None
+def mirrored(job: Job, path: Path, workplace: Workplace) -> Done:
+    """Copy an item that is not a checkpoint under its own name, or a name beside it if the migration writes a file of
+    that name."""
+    if job.others is Others.SKIP or job.item.fault is not None:
+        remarks = (job.item.fault,) if job.item.fault is not None else ()
+        return Done(job.number, job.record(Outcome.OTHER, remarks=remarks))
+    name = free_name(job.item.name)
+    refuse_taken(job, name)
+    sha256 = sha256_of_file(path)
+    staged = () if job.dry_run else _copied(job, path, name, workplace)
+    written = {} if job.dry_run else {"output_size": job.item.size, "output_sha256": sha256}
+    return Done(job.number, job.record(Outcome.OTHER, sha256=sha256, output=name, **written), staged=staged)
 
 
-def is_refused(job: Job, report: Report) -> bool:
-    """Whether no file may be written, for a reason that the report tells."""
+def refuse_taken(job: Job, name: str) -> None:
+    """Raise if another source has the name of the output: the last one never wins."""
+    if name in job.taken:
+        raise CkptfixError(
+            f"{job.item.name}: another source has the name {name} in the destination too; give it "
+            "another one in zoo.toml (output = …), or exclude one of them"
+        )
+
+
+def digest_of(job: Job, path: Path) -> str:
+    """Return the sha256 of an item."""
+    if job.item.parts:
+        return sha256_of_files(_root_of(job, path), [part.name for part in job.item.parts])
+    return sha256_of_file(path)
+
+
+def _root_of(job: Job, path: Path) -> Path:
+    """The folder that the names of an item's files are relative to."""
+    depth = 0 if job.item.name == "." else job.item.name.count("/") + 1
+    return path.parents[depth - 1] if depth else path
+
+
+def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[Staged, ...]:
+    """Copies of an item's files in the scratch folder. The files of a folder keep their names."""
+    root = _root_of(job, path)
+    files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
+    staged = []
+    for number, (source, name) in enumerate(files):
+        goal = workplace.file(f"copy-{number}")
+        size = copy_file(source, goal)
+        is_flushed = not (job.is_grouped and size <= SMALL) and not job.fetches
+        if is_flushed:
+            flush(goal)
+        staged.append(Staged(str(goal), name, is_flushed))
+    return tuple(staged)
+
+
+def _shards(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
+    """The shards that were written, to be put in place, and their fields of the record."""
+    # The index last: readers find the shards through it.
+    files = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+    is_flushed = not _is_flushed_later(job)
+    staged = tuple(Staged(str(folder / name), join(dirname(goal), name), is_flushed) for name in files)
+    parts = tuple(each.name for each in staged)
+    size = sum((folder / name).stat().st_size for name in files)
+    digest = sha256_of_files(folder, sorted(files))
+    return staged, {"output": parts[-1], "output_size": size, "output_parts": parts, "output_sha256": digest}
+
+
+def _is_flushed_later(job: Job) -> bool:
+    """Whether the output need not be flushed now: the driver does that for many, or it goes to another machine."""
+    return job.fetches or (job.is_grouped and job.item.size <= SMALL)
+
+
+def _is_refused(job: Job, report: Report) -> bool:
+    """Whether no file may be written, for a reason that the report has."""
     failed = report.smoke is not None and report.smoke.passed is False
     return failed or bool(refusal(report, parsed_settings(job.treatment.settings)))
 
 
-def account(job: Job, report: Report, workplace: Workplace) -> dict[str, Any]:
+def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, Any]:
     """The fields of a record that a report fills."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
@@ -96,53 +182,9 @@ def account(job: Job, report: Report, workplace: Workplace) -> dict[str, Any]:
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
 
 
-def _threads(job: Job) -> AbstractContextManager[None]:
-    return without_threads() if job.item.size <= ALONE else nullcontext()
-
-
-def _waits(job: Job) -> bool:
-    """Whether the output need not be flushed now: the driver does that for many, or it goes to another machine."""
-    return job.fetches or (job.is_grouped and job.item.size <= GROUPED)
-
-
-def _digests(job: Job, path: Path, draft: Path) -> tuple[str, str]:
-    """The sha256 of the source and, where it is one file, of what was written from it; else an empty text."""
-    if _in_shards(job) or not draft.is_file():
-        return digest_of(job, path), ""
-    if job.item.parts:
-        return digest_of(job, path), sha256_of_file(draft)
-    with _threads(job), background() as pool:
-        of_source = pool.submit(sha256_of_file, path)
-        of_draft = sha256_of_file(draft)
-        return of_source.result(), of_draft
-
-
-def _rewritten(
-    job: Job, draft: Path, goal: str, source_sha256: str, sha256: str
-) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """What ``repair`` wrote, to be put in place, and its fields of the record. ``sha256`` is that of a single file."""
-    is_flushed = not _waits(job)
-    if not _in_shards(job):
-        goal = name_with_hash(goal, sha256, source_sha256)
-        facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": sha256}
-        return (Staged(str(draft), goal, is_flushed),), facts
-    folder = draft.parent
-    # The index last: as long as it is not there, no reader finds the shards.
-    files = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
-    staged = tuple(Staged(str(folder / name), join(dirname(goal), name), is_flushed) for name in files)
-    parts = tuple(each.name for each in staged)
-    size = sum((folder / name).stat().st_size for name in files)
-    facts = {"output": parts[-1], "output_size": size, "output_parts": parts}
-    return staged, {**facts, "output_sha256": sha256_of_files(folder, sorted(files))}
-
-
 def _with_name(job: Job, report: Report, sha256: str) -> Report:
-    """The report, with the finding that the hash in the source's name is none of its content."""
+    """The report, with the finding that the hash in the source's name does not match its content."""
     finding = None if job.item.parts else wrong_hash(job.item.name, sha256)
     if finding is None or not parsed_settings(job.treatment.settings).selects(finding.code):
         return report
     return replace(report, findings=(*report.findings, finding))
-
-
-def _weights(report: Report, repaired: Checkpoint) -> bytes | None:
-    return line_of(weights_to_json(report, fingerprints(repaired))) if report.figures else None

@@ -4,8 +4,7 @@ import pickle
 import pytest
 import torch
 
-from ckptfix.zoo.drafting.hints import CLASS, Hint
-from ckptfix.zoo.drafting.survey import Layout, layout_of, plain_names, survey
+from ckptfix.zoo.drafting.survey import CLASS, Hint, Layout, layout_of, plain_names, survey
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
 
@@ -27,7 +26,13 @@ def test_one_file(tmp_path):
     sight = seen(tmp_path)["a.pth"]
     assert shapes_of(sight.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
     assert (sight.prefix, sight.dtypes, sight.weights, sight.candidates) == ("", ("float32",), ".", ())
-    assert (sight.hints, sight.damage, sight.counters, sight.fault, sight.is_hostile) == ((), (), True, "", False)
+    assert (sight.hints, sight.is_damaged, sight.counters, sight.fault, sight.is_hostile) == (
+        (),
+        False,
+        True,
+        "",
+        False,
+    )
 
 
 @pytest.mark.parametrize(

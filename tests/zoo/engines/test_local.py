@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from ckptfix.zoo.books.record import Outcome
-from ckptfix.zoo.catalogue import Catalogue
-from ckptfix.zoo.engines.budget import Budget, cost_of
-from ckptfix.zoo.engines.local import LocalEngine
+from ckptfix.zoo.engines.local import Batch, LocalEngine, Worker
 from ckptfix.zoo.items.listing import list_zoo
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan
-from ckptfix.zoo.table import Table
-from ckptfix.zoo.treatment import treatment_of_choices
+from ckptfix.zoo.resources import Budget, Cost, cost_of
+from ckptfix.zoo.table import Table, treatment_of_choices
 from ckptfix.zoo.work.job import Done, Job
 
 ROOM = Budget(1 << 40)
@@ -30,8 +32,8 @@ def jobs_for(folder: Path, count: int, **models: dict[str, Any]) -> list[Job]:
     for number in range(count):
         torch.save(nn.Linear(2, 2).state_dict(), folder / f"old/f{number}.pth")
     treatments = tuple(treatment_of_choices((f"{name}.pth",), choices, None, "") for name, choices in models.items())
-    items = Catalogue(list_zoo(open_place(str(folder / "old"))))
-    plan = Plan(items, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
+    items = list_zoo(open_place(str(folder / "old")))
+    plan = Plan(items, {}, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
     (folder / "scratch").mkdir()
     return list(plan.todo(None, lambda name: None, lambda item, known: None))
 
@@ -73,7 +75,7 @@ def test_a_worker_whose_memory_ran_out_is_replaced_and_its_outcome_kept(tmp_path
 
     def note(each: Done) -> None:
         done.append(each)
-        workers.append([child.number for child in engine._children])
+        workers.append([worker.process.pid for worker in engine._workers])
 
     engine.run_jobs(jobs, note)
     found = {each.record.source: each.record for each in done}
@@ -103,13 +105,74 @@ def test_a_job_larger_than_the_budget_goes_through(tmp_path):
 
 def test_an_exception_of_the_driver_leaves_no_process(tmp_path):
     engine = LocalEngine(2, ROOM, tmp_path / "scratch")
-    children = []
+    workers = []
 
     def stop(done: Done) -> None:
-        children.extend(engine._children)
+        workers.extend(engine._workers)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         engine.run_jobs(jobs_for(tmp_path, 5), stop)
-    assert children
-    assert all(child.process.returncode is not None for child in children)
+    assert workers
+    assert all(worker.process.returncode is not None for worker in workers)
+
+
+ORPHAN = """
+import os, subprocess, sys
+ours, theirs = os.pipe()
+command = [sys.executable, "-m", "ckptfix.zoo.engines.worker", str(os.getpid()), str(ours)]
+child = subprocess.Popen(command, pass_fds=[ours])
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+class Leaving:
+    """What a job runs may end the process."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import os; os.write(2, b'cannot go on\\n'); os._exit(3)",)
+
+
+def test_a_worker_without_jobs_ends_when_its_pipe_does(tmp_path):
+    worker = Worker(tmp_path, 1)
+    worker.end()
+    assert worker.process.returncode == 0
+
+
+def test_a_worker_dies_with_its_driver():
+    # Its stdout is inherited: it reads as closed when the last of the two is gone.
+    driver = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    printed = driver.stdout.read()
+    assert driver.wait() == -signal.SIGKILL
+    assert int(printed) != os.getpid()
+
+
+def test_how_it_ended_is_told(tmp_path):
+    for number, told in ((signal.SIGKILL, "memory"), (signal.SIGSEGV, "crashed with SIGSEGV")):
+        worker = Worker(tmp_path, 1)
+        worker.process.send_signal(number)
+        assert worker.take() is None
+        assert told in worker.cause_of_death()
+        worker.kill()
+
+
+def test_the_last_words_of_one_that_leaves_are_told(tmp_path):
+    worker = Worker(tmp_path, 1)
+    worker.give(Batch(deque([cast(Job, Leaving())]), Cost(0, 0)))
+    assert worker.take() is None
+    assert "by itself with exit status 3 (cannot go on)" in worker.cause_of_death()
+    worker.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process was started with")
+def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scratch").mkdir()
+    worker = Worker(Path("scratch"), 1)
+    environ = b""
+    while not environ and worker.process.poll() is None:  # the kernel shows it a little later than it starts
+        environ = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+    worker.end()
+    assert f"TMPDIR={tmp_path}/scratch".encode() in environ.split(b"\0")

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.manifest import MANIFEST, WEIGHTS
-from ckptfix.zoo.engines.budget import cost_of
-from ckptfix.zoo.engines.ray import RayEngine, _Cluster, label_of
+from ckptfix.zoo.engines.ray import RayEngine, label_of
+from ckptfix.zoo.manifest import MANIFEST, WEIGHTS
 from ckptfix.zoo.migrating import migrate
+from ckptfix.zoo.resources import cost_of
 from ckptfix.zoo.table import Table, Treatment, read_table
 from tests.zoo.bucket import Bucket
 from tests.zoo.zoos import Alone
@@ -250,8 +250,9 @@ def test_a_job_is_declared_with_its_memory_and_never_with_more_than_a_node_has(c
             jobs.extend(these)
 
     migrated("old", "new", Table(), Recorder)
-    room = _Cluster(ray)
-    room.look()
+    room = RayEngine(tmp_path)
+    room.connect()
+    room.count_nodes()
     assert room.processors == 2
     small = max(jobs, key=lambda job: job.item.size)
     large = replace(small, item=replace(small.item, size=10**15), treatment=Treatment(model="m:f"))
@@ -276,8 +277,8 @@ def test_a_name_that_is_no_text_can_be_sent(cluster, zoo, tmp_path):
 
 
 def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
-    from ckptfix.zoo.books.versions import version
     from ckptfix.zoo.engines.ray import perform_on_node
+    from ckptfix.zoo.manifest import version
 
     jobs: list[Any] = []
 
@@ -287,7 +288,7 @@ def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
 
     migrated("old", "new", Table(), Recorder)
     done = perform_on_node(jobs[0], str(tmp_path / "scratch"), "/", version())
-    assert "old: is no folder on the node" in str(done.record.error)
+    assert "old: is not a folder on the node" in str(done.record.error)
     assert done.record.outcome.value == "failed"
     done = perform_on_node(jobs[0], str(tmp_path / "scratch"), str(tmp_path), "0.0.0")
     assert "and the driver 0.0.0" in str(done.record.error)

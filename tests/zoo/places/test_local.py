@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptfix.zoo.places import Entry, open_place
-from ckptfix.zoo.places.errors import AbsentError, ForbiddenError, NoSpaceError, PlaceError
-from ckptfix.zoo.places.local import LocalPlace
+from ckptfix.zoo.places.local import RESERVE, TEMPORARY, LocalPlace, require_space, temporary_beside, temporary_name
+from ckptfix.zoo.places.place import AbsentError, ForbiddenError, NoSpaceError, PlaceError
 
 AS_ROOT = os.geteuid() == 0
 
@@ -159,8 +159,8 @@ def test_sockets_and_pipes_are_no_files(tmp_path: Path, monkeypatch: pytest.Monk
         found = {entry.name: (entry.fault, entry.special) for entry in place.walk()}
     assert found == {
         "model.pth": (None, False),
-        "pipe": ("no file but a pipe", True),
-        "socket": ("no file but a socket", True),
+        "pipe": ("a pipe, not a file", True),
+        "socket": ("a socket, not a file", True),
     }
 
 
@@ -208,7 +208,7 @@ def test_a_copy_that_fails_leaves_the_old_file(what: str, tmp_path: Path, monkey
 def test_what_is_absent_or_no_file(tmp_path: Path):
     place = fill(tmp_path, "a/model.pth")
     for name in ("nothing", "a"):
-        with pytest.raises(AbsentError, match="is not there, or is no file"):
+        with pytest.raises(AbsentError, match="is not there, or is not a file"):
             place.fetch(name, tmp_path / "goal")
     with pytest.raises(PlaceError, match="cannot be written"):
         place.put(tmp_path / "a/model.pth", "a/model.pth/below")
@@ -221,3 +221,37 @@ def test_a_file_url_is_a_folder(tmp_path: Path):
     place = open_place(f"file://{tmp_path}/")
     assert place.root == tmp_path
     assert [entry.name for entry in place.walk()] == ["a b/model.pth"]
+
+
+def test_names_are_known_and_all_different():
+    made = {temporary_name() for _ in range(100)}
+    assert len(made) == 100
+    assert all(TEMPORARY.fullmatch(name) for name in made)
+    assert not any(TEMPORARY.fullmatch(name) for name in ("model.pth", "a.ckptfix-tmp", ".a.ckptfix-tmp.pth"))
+
+
+def test_a_long_name_has_a_temporary_one(tmp_path: Path):
+    with temporary_beside(tmp_path / ("x" * 255)) as temporary:
+        temporary.write_bytes(b"")
+
+
+def test_it_is_gone_unless_it_was_renamed(tmp_path: Path):
+    def stopped() -> None:
+        with temporary_beside(tmp_path / "goal") as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert list(tmp_path.iterdir()) == []
+    with temporary_beside(tmp_path / "goal") as temporary:
+        temporary.write_bytes(b"whole")
+        temporary.replace(tmp_path / "goal")
+    assert [path.name for path in tmp_path.iterdir()] == ["goal"]
+
+
+def test_space_is_asked_for_with_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 100 + RESERVE}))
+    require_space(tmp_path / "goal", 100, "s3://zoo/a")
+    with pytest.raises(NoSpaceError, match="s3://zoo/a: takes 101 bytes"):
+        require_space(tmp_path / "goal", 101, "s3://zoo/a")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.places import open_place
-from ckptfix.zoo.places.errors import AbsentError
+from ckptfix.zoo.places import open_place, split_source
 from ckptfix.zoo.places.local import LocalPlace
-from ckptfix.zoo.places.opening import split_source
+from ckptfix.zoo.places.place import AbsentError
 from ckptfix.zoo.places.remote import RemotePlace
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.places import Entry, Place, open_place
-from ckptfix.zoo.places.errors import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
+from ckptfix.zoo.places.place import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
 from ckptfix.zoo.places.remote import FETCHING, RemotePlace
 from tests.zoo.bucket import Bucket, Trouble
 
@@ -88,7 +88,7 @@ def test_names_that_are_odd_but_text(place: Place, file: Path, tmp_path: Path):
 
 def test_a_name_of_bytes_is_refused(memory: str, file: Path):
     place = open_place(memory)
-    with pytest.raises(PlaceError, match="the name is no text but bytes"):
+    with pytest.raises(PlaceError, match="the name is not valid text"):
         place.put(file, os.fsdecode(b"caf\xe9.pth"))
     assert names_or_none(place) == []
 
@@ -214,7 +214,7 @@ def test_what_is_forbidden_is_asked_for_once(bucket: S3, file: Path, tmp_path: P
     place = open_place(url)
     place.put(file, "model.pth")
     server.plan(Trouble.FORBIDDEN, "GET", "model.pth", times=100)
-    with pytest.raises(ForbiddenError, match="Access Denied; get the right to it"):
+    with pytest.raises(ForbiddenError, match="Access Denied; get the permission"):
         place.fetch("model.pth", tmp_path / "fetched")
     assert server.count("GET", "model.pth") == 1
     server.plan(Trouble.FORBIDDEN, "PUT", "other.pth", times=100)
@@ -325,7 +325,7 @@ def test_what_is_not_whole_in_memory_has_no_name(memory: str, file: Path, monkey
     from fsspec.implementations.memory import MemoryFileSystem
 
     place = open_place(memory)
-    monkeypatch.setattr("ckptfix.zoo.places.retrying.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("ckptfix.zoo.places.remote.time.sleep", lambda seconds: None)
     seen: list[list[str]] = []
 
     def stopped(self: MemoryFileSystem, source: str, goal: str, **rest: object) -> None:

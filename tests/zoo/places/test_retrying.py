@@ -7,16 +7,16 @@ import errno
 
 import pytest
 
-from ckptfix.zoo.places import retrying
-from ckptfix.zoo.places.errors import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
-from ckptfix.zoo.places.retrying import Patience, persistently
+from ckptfix.zoo.places import remote
+from ckptfix.zoo.places.place import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
+from ckptfix.zoo.places.remote import Patience, persistently
 
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that would have been made."""
     made: list[float] = []
-    monkeypatch.setattr(retrying, "PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
+    monkeypatch.setattr(remote, "PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
     monkeypatch.setattr("time.sleep", made.append)
     return made
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix.zoo.books.record import Outcome
+from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import migrate
-from ckptfix.zoo.table import Table, plain_table
-from ckptfix.zoo.treatment import treatment_of_choices
+from ckptfix.zoo.table import Table, plain_table, treatment_of_choices
 from tests.zoo.zoos import Alone
 
 
@@ -52,7 +51,7 @@ def test_a_command_repeats_what_was_decided_before(zoo):
     assert flags_of(run(zoo)["cut.safetensors"]["command"]) == ["--salvage"]
     salvaged = run(zoo, "cut.safetensors", salvage=True)["cut.safetensors"]
     assert salvaged["outcome"] == "needs a decision"
-    assert flags_of(salvaged["command"]) == ["--ignore", "FIL203", "--salvage"]
+    assert flags_of(salvaged["command"]) == ["--salvage", "--ignore", "FIL203"]
     taken = run(zoo, "cut.safetensors", salvage=True, ignore=["FIL203"])["cut.safetensors"]
     assert (taken["outcome"], taken["command"]) == ("repaired", None)
     assert sorted(load_file(zoo.parent / "new" / "cut.safetensors")) == ["a", "b"]
@@ -61,7 +60,7 @@ def test_a_command_repeats_what_was_decided_before(zoo):
 def test_what_was_left_out_as_damaged_stays_out_when_that_is_accepted(zoo):
     assert flags_of(run(zoo)["flipped.pth"]["command"]) == ["--salvage"]
     salvaged = run(zoo, "flipped.pth", salvage=True)["flipped.pth"]
-    assert flags_of(salvaged["command"]) == ["--ignore", "FIL201", "--salvage"]
+    assert flags_of(salvaged["command"]) == ["--salvage", "--ignore", "FIL201"]
     taken = run(zoo, "flipped.pth", salvage=True, ignore=["FIL201"])["flipped.pth"]
     assert (taken["outcome"], taken["command"]) == ("repaired", None)
     assert list(torch.load(zoo.parent / "new" / "flipped.pth")) == ["a"]
@@ -89,7 +88,7 @@ def test_what_the_table_ignores_stays_ignored(zoo):
     table = plain_table({"ignore": ["KEY"]})
     with migrate(str(zoo), str(zoo.parent / "new"), table, engine=Alone) as migration:
         commands = {line["source"]: line["command"] for line in migration.records()}
-    assert flags_of(commands["nan.pth"]) == ["--ignore", "KEY", "--ignore", "VAL101"]
+    assert flags_of(commands["nan.pth"]) == ["--ignore", "KEY,VAL101"]
 
 
 def test_a_decision_whose_file_is_gone_is_asked_for_again(zoo):

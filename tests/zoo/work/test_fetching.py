@@ -11,9 +11,10 @@ import fsspec
 import pytest
 
 from ckptfix.errors import CkptfixError
-from ckptfix.zoo.items.listing import Item, Kind, list_zoo
+from ckptfix.zoo.items.grouping import Item, Kind
+from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import Entry, Place, open_place
-from ckptfix.zoo.places.errors import AbsentError
+from ckptfix.zoo.places.place import AbsentError
 from ckptfix.zoo.work.fetching import each_on_this_machine, on_this_machine
 
 

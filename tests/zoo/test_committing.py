@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import WriteError
-from ckptfix.zoo.books import committing
-from ckptfix.zoo.books.committing import Committer
-from ckptfix.zoo.books.journal import Journal, line_of
-from ckptfix.zoo.books.record import Outcome, Record
+from ckptfix.zoo import committing
+from ckptfix.zoo.committing import Committer
+from ckptfix.zoo.journal import Journal, line_of
+from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.work import staging
+from ckptfix.zoo.work import copying
+from ckptfix.zoo.work.copying import Staged
 from ckptfix.zoo.work.job import Done
-from ckptfix.zoo.work.staging import Staged
 
 
 def done(folder: Path, number: int, output: str | None = None, **more: Any) -> Done:
@@ -69,9 +69,9 @@ def test_the_order_is_flush_rename_flush_append(has_syncfs, books, tmp_path, mon
         return noted
 
     monkeypatch.setattr(committing, "flush_file_system", noting("flush all", None, has_syncfs or 0))
-    monkeypatch.setattr(committing, "flush", noting("flush", staging.flush))
-    monkeypatch.setattr(committing, "put_in_place", noting("rename", staging.put_in_place))
-    monkeypatch.setattr(Journal, "append_lines", noting("append", Journal.append_lines))
+    monkeypatch.setattr(committing, "flush", noting("flush", copying.flush))
+    monkeypatch.setattr(committing, "put_in_place", noting("rename", copying.put_in_place))
+    monkeypatch.setattr(Journal, "append", noting("append", Journal.append))
     commit(tmp_path, books, done(tmp_path, 1))
     flushes = ["flush all"] if has_syncfs else ["flush all", "flush"]
     assert told == [*flushes, "rename", *flushes, "append", "append"]

@@ -1,9 +1,13 @@
-"""Files are put in place whole, in their order."""
+"""Digests are those that sha256sum prints, copies are equal, and a file gets its name when it is on the disk."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import hashlib
 import mmap
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -11,7 +15,66 @@ import pytest
 
 from ckptfix.errors import WriteError
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.work.staging import Staged, deliver_staged, flush, forget, make_folder, put_in_place
+from ckptfix.zoo.work.copying import (
+    Staged,
+    copy_file,
+    deliver_staged,
+    flush,
+    forget,
+    make_folder,
+    put_in_place,
+    sha256_of_file,
+    sha256_of_files,
+)
+
+BLOCK = 1 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_a_file(tmp_path: Path, size: int):
+    raw = os.urandom(size)
+    (tmp_path / "file").write_bytes(raw)
+    assert sha256_of_file(tmp_path / "file") == hashlib.sha256(raw).hexdigest()
+
+
+def test_several_files_are_one_digest_of_names_and_contents(tmp_path: Path):
+    names = ["a/x", "b", os.fsdecode(b"\xe9")]
+    (tmp_path / "a").mkdir()
+    for name in names:
+        (tmp_path / name).write_bytes(os.fsencode(name) * 3)
+    lines = b"".join(
+        hashlib.sha256(os.fsencode(name) * 3).hexdigest().encode() + b"  " + os.fsencode(name) + b"\n" for name in names
+    )
+    assert sha256_of_files(tmp_path, names) == hashlib.sha256(lines).hexdigest()
+    assert sha256_of_files(tmp_path, names[::-1]) != sha256_of_files(tmp_path, names)
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert sha256_of_files(tmp_path, ["a/x", "c", names[2]]) != hashlib.sha256(lines).hexdigest()
+
+
+def refuse(*args: object) -> int:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+def half(source: int, goal: int, count: int) -> int:
+    """As a system that copies a part and then refuses."""
+    if os.lseek(goal, 0, os.SEEK_CUR):
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return os.sendfile(goal, source, None, 1000)  # None: from where it stands
+
+
+@pytest.mark.parametrize("way", [None, refuse, half], ids=["kernel", "another file system", "stops in the middle"])
+@pytest.mark.parametrize("size", [0, 1, 5000, 3 << 20])
+def test_every_way_gives_the_same_file(way, size, tmp_path, monkeypatch):
+    if way is not None:
+        monkeypatch.setattr(os, "copy_file_range", way, raising=False)
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(size))
+    source.chmod(0o640)
+    os.utime(source, ns=(10**18, 10**18))
+    assert copy_file(source, tmp_path / "goal") == size
+    assert (tmp_path / "goal").read_bytes() == source.read_bytes()
+    status = (tmp_path / "goal").stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o640, 10**18)
 
 
 def test_files_get_their_names(tmp_path):

@@ -7,15 +7,15 @@ import os
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.workspace import SCRATCH, opened
 from ckptfix.zoo.places import open_place
+from ckptfix.zoo.workspace import SCRATCH, opened
 
 
 def test_a_new_destination_is_made_and_nothing_temporary_stays(tmp_path):
     goal = tmp_path / "deep/new"
     with opened(open_place(str(goal)), dry_run=False) as workspace:
         assert workspace.scratch.is_dir()
-        workspace.close_books()
+        workspace.close_journals({})
     assert sorted(path.name for path in goal.iterdir()) == ["manifest.jsonl", "renames.json", "weights.jsonl"]
 
 

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.books.journal import Journal
+from ckptfix.zoo.journal import Journal, line_of
 
 
-def line(source: str, **more: object) -> dict[str, object]:
-    return {"version": 1, "source": source, **more}
+def line(source: str, **more: object) -> tuple[str, bytes]:
+    return source, line_of({"version": 1, "source": source, **more})
 
 
-def test_an_empty_journal(tmp_path):
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+def test_an_empty_journal(tmp_path, scratch):
     with Journal(tmp_path / "m") as journal:
         assert list(journal.load()) == list(journal.lines()) == []
-        journal.tidy()
+        journal.tidy(scratch)
     assert (tmp_path / "m").read_bytes() == b""
 
 
-def test_lines_come_back_sorted_and_the_last_of_a_source_counts(tmp_path):
+def test_lines_come_back_sorted_and_the_last_of_a_source_counts(tmp_path, scratch):
     with Journal(tmp_path / "m") as journal:
         journal.append([line("b", n=1), line('odd "name"\\ of ünicode')])
         journal.append([line("a"), line("b", n=2)])
         assert [each["source"] for each in journal.lines()] == ["a", "b", 'odd "name"\\ of ünicode']
         assert journal.entry("b")["n"] == 2
-        journal.tidy()
+        journal.tidy(scratch)
         assert journal.entry("b")["n"] == 2
         journal.append([line("b", n=3)])
         assert journal.entry("b")["n"] == 3
@@ -56,21 +63,21 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
         list(journal.load())
 
 
-def test_a_tidy_journal_is_not_written_again(tmp_path):
+def test_a_tidy_journal_is_not_written_again(tmp_path, scratch):
     with Journal(tmp_path / "m") as journal:
         journal.append([line("b"), line("a")])
-        journal.tidy()
+        journal.tidy(scratch)
     before = (tmp_path / "m").stat()
     with Journal(tmp_path / "m") as journal:
         journal.index()
-        journal.tidy()
+        journal.tidy(scratch)
     assert (tmp_path / "m").stat().st_ino == before.st_ino
 
 
-def test_a_dropped_source_has_no_line(tmp_path):
+def test_a_dropped_source_has_no_line(tmp_path, scratch):
     with Journal(tmp_path / "m") as journal:
         journal.append([line("a"), line("b")])
         journal.drop("a")
         journal.drop("never there")
-        journal.tidy()
+        journal.tidy(scratch)
     assert (tmp_path / "m").read_text() == '{"source":"b","version":1}\n'

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from ckptfix.zoo.drafting.toml import WIDTH, comment, quoted, texts, value
+from ckptfix.zoo.drafting.writing import WIDTH, comment, quoted, texts, value
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,11 +1,11 @@
-"""Puts outputs in place and writes them down: in groups, so that ten thousand small files need few flushes.
+"""Put outputs in place and write them down: in groups, so that ten thousand small files need few flushes.
 
     flush     what the workers wrote is on the disk before it gets its name
-    rename    each output appears whole, or not at all
+    rename    each output appears complete, or not at all
     flush     and so do the names
     append    the lines of the manifest and of the weights, flushed
 
-A kill at any point leaves outputs without a line at most, which the next run makes again, and never a line without its
+A kill at any point leaves at most outputs without a line, which the next run makes again, and never a line without its
 output. All of it happens in a thread of its own: the workers go on meanwhile, and what they finish is the next
 group."""
 
@@ -23,26 +23,22 @@ from pathlib import Path
 from types import TracebackType
 
 from ckptfix.errors import WriteError
-from ckptfix.zoo.books.journal import Journal
-from ckptfix.zoo.books.record import Outcome, Record
+from ckptfix.zoo.journal import Journal
+from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.work.job import Done
-from ckptfix.zoo.work.staging import flush, forget, put_in_place
-from ckptfix.zoo.work.workplace import Workplace
+from ckptfix.zoo.work.copying import flush, forget, put_in_place
+from ckptfix.zoo.work.job import Done, Workplace
 
 _MOST = 512
 """Jobs that may wait to be written down; then the driver waits too."""
-
-_SOUND = 1000
-"""Folders that are remembered for being no way out of the destination."""
 
 _LARGE = 1 << 20
 """Bytes of an output whose pages are worth a call."""
 
 
 class Committer:
-    """Takes what came of jobs and writes it down, in the order of arrival. ``on_written`` hears of each record, in the
-    thread of the committer, when nothing can undo it any more. ``left_over`` tells the outputs of an earlier run that
+    """Takes what came of jobs and writes it down, in the order of arrival. ``on_written`` gets each of them, in the
+    thread of the committer, when nothing can undo it any more. ``left_over`` returns the outputs of an earlier run that
     a record makes stale.
     """
 
@@ -62,7 +58,7 @@ class Committer:
         self._change = threading.Condition()
         self._is_closing = False
         self._error: BaseException | None = None
-        self._sound: set[Path] = set()
+        self._safe: set[Path] = set()
         self._thread = threading.Thread(target=self._work, name="ckptfix-committer", daemon=True)
 
     def __enter__(self) -> Committer:
@@ -81,7 +77,7 @@ class Committer:
             self._raise()
 
     def add(self, done: Done) -> None:
-        """Take what came of a job. Waits where too many are waiting. Raises what went wrong with those before."""
+        """Take what came of a job. Waits if too many are waiting. Raises what went wrong with those before."""
         with self._change:
             self._change.wait_for(lambda: len(self._waiting) < _MOST or self._error is not None)
             self._raise()
@@ -104,7 +100,7 @@ class Committer:
             try:
                 for done in self._written(group):
                     self._on_written(done)
-            except Exception as error:  # noqa: BLE001 - the driver raises it: what a dead thread is given would be lost
+            except Exception as error:  # noqa: BLE001 - the driver raises it: a dead thread would lose what it is given
                 with self._change:
                     self._error = error
                     self._waiting.clear()
@@ -124,11 +120,11 @@ class Committer:
         for done in new:
             for name in self._left_over(done.record):
                 self._destination.remove(name)  # before the line, or a kill between the two would leave it for ever
-        self._weights.append_lines([(done.record.source, done.weights) for done in new if done.weights])
+        self._weights.append([(done.record.source, done.weights) for done in new if done.weights])
         for done in new:
             if done.weights is None:
                 self._weights.drop(done.record.source)
-        self._manifest.append([done.record.to_json() for done in new])
+        self._manifest.append([(done.record.source, done.record.line()) for done in new])
         return [*new, *(done for done in group if done.is_known)]
 
     def _flush(self, files: Sequence[Path]) -> None:
@@ -137,44 +133,33 @@ class Committer:
                 flush(file)
 
     def _placed(self, done: Done, root: Path) -> Done:
-        """Put the outputs of a job in place; where that fails, the job has."""
+        """Put the outputs of a job in place; if that fails, the job has."""
         try:
             for each in done.staged:
                 self._check_folder((root / each.name).parent, root)
                 put_in_place(each, root)
         except WriteError as error:
-            record = replace(
-                done.record,
-                outcome=Outcome.FAILED,
-                error=str(error),
-                output=None,
-                output_size=None,
-                output_sha256=None,
-                output_parts=(),
-            )
+            nothing = replace(done.record, output=None, output_size=None, output_sha256=None, output_parts=())
+            record = replace(nothing, outcome=Outcome.FAILED, error=str(error))
             done = replace(done, record=record, weights=None, staged=())
         if len(done.staged) != 1:
             Workplace(self._scratch, done.number).clear()  # of shards, the folder is left
         return done
 
     def _check_folder(self, folder: Path, root: Path) -> None:
-        """Raise where a link in the destination leads out of it: a source could lie there."""
-        if folder in self._sound:
-            return
-        if not folder.resolve().is_relative_to(root.resolve()):
+        """Raise if a link in the destination leads out of it: a source could be there."""
+        if folder not in self._safe and not folder.resolve().is_relative_to(root.resolve()):
             raise WriteError(f"{folder}: is a link that leads out of the destination; remove it")
-        if len(self._sound) == _SOUND:
-            self._sound.clear()
-        self._sound.add(folder)
+        self._safe.add(folder)
 
 
 def flush_file_system(folder: Path) -> bool:
-    """Flush the file system of a folder in one go; False where the system has no such call, or it failed."""
+    """Flush the file system of a folder in one go. Returns False if the system has no such call, or it failed."""
     if sys.platform != "linux":
         return False
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Since Linux 5.8 it also tells of errors that came up meanwhile (https://man7.org/linux/man-pages/man2/sync.2.html).
+        # Since Linux 5.8 it also reports errors that came up meanwhile (https://man7.org/linux/man-pages/man2/sync.2.html).
         return bool(_libc().syncfs(descriptor) == 0)
     finally:
         os.close(descriptor)

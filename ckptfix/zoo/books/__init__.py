@@ -1,1 +1,0 @@
-"""What is written down of a migration, so that it goes on after any stop, and somebody can act on it."""

@@ -1,0 +1,131 @@
+"""Lines of the manifest, and the document that says what is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix.errors import UsageError
+from ckptfix.report.weights import WEIGHTS_VERSION
+from ckptfix.zoo.journal import Journal, line_of
+from ckptfix.zoo.manifest import MANIFEST_VERSION, Outcome, Record, read_manifest
+from ckptfix.zoo.places import open_place
+from ckptfix.zoo.workspace import opened
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "manifest.md").read_text(encoding="utf-8")
+LINE = Record("a.pth", 1, "s", "x", Outcome.FINE, findings=({"code": "KEY102"},)).to_json()
+
+
+def section(title: str) -> str:
+    return DOCUMENT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def rows(text: str) -> set[str]:
+    """The names in the first column of the tables."""
+    return {
+        name for row in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    }
+
+
+def test_every_field_and_outcome_is_documented_and_no_other():
+    outcomes = {outcome.value for outcome in Outcome}
+    assert (
+        rows(section("manifest.jsonl")) == {"version", *(field.name for field in fields(Record)), "outcome"} | outcomes
+    )
+
+
+def test_every_field_of_a_layer_is_documented(tmp_path):
+    import torch
+
+    from ckptfix import check
+    from ckptfix.report.weights import weights_to_json
+
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pth")
+    line = weights_to_json(check(tmp_path / "a.pth"))
+    (layer,) = line["layers"]
+    assert rows(section("weights.jsonl")) == {*line, *layer}
+
+
+@pytest.mark.parametrize(
+    ("title", "version"), [("manifest.jsonl", MANIFEST_VERSION), ("weights.jsonl", WEIGHTS_VERSION)]
+)
+def test_the_document_is_of_this_version(title, version):
+    assert f"The version of the line: {version}." in section(title)
+
+
+def test_a_line_comes_back_as_it_was():
+    assert Record.from_json(json.loads(json.dumps(LINE))).to_json() == LINE
+
+
+def test_a_field_of_a_later_release_is_passed_over():
+    assert Record.from_json({**LINE, "colour": "red"}).to_json() == LINE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{**LINE, "version": MANIFEST_VERSION + 1}, {**LINE, "outcome": "eaten"}, {"version": MANIFEST_VERSION}],
+    ids=["another version", "an outcome that is none", "fields missing"],
+)
+def test_a_line_of_something_else_is_refused(line):
+    with pytest.raises(UsageError, match="migrate into a new folder"):
+        Record.from_json(line)
+
+
+RECORD = Record("a.pth", 1, "s", "x", Outcome.REPAIRED, output="b.pth", output_size=2, output_parts=("b.pth", "c.pth"))
+
+
+def written(folder: Path, *changed: dict[str, Any]) -> Journal:
+    journal = Journal(folder / "manifest.jsonl")
+    journal.append([("a.pth", line_of(RECORD.to_json() | each)) for each in changed])
+    return journal
+
+
+def test_what_a_later_run_needs_is_known(tmp_path):
+    long = {"findings": [{"code": "KEY102"}], "remarks": ["x"], "edits": [{"edit": "rename"}]}
+    journal = written(tmp_path, long, {"decision": {"b": 1, "a": 2}, "output_parts": []})
+    assert list(read_manifest(journal)) == [RECORD, replace(RECORD, output_parts=(), decision={"a": 2, "b": 1})]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"stamp": None},
+        {"size": "1"},
+        {"output": 7},
+        {"output_size": 1.5},
+        {"size": True},
+        {"outcome": "eaten"},
+        {"output_parts": "abc"},
+        {"output_parts": [1]},
+        {"decision": 5},
+    ],
+    ids=str,
+)
+def test_a_line_that_is_none_is_an_error_and_no_bug(damage, tmp_path):
+    with pytest.raises(UsageError, match="not valid"):
+        list(read_manifest(written(tmp_path, damage)))
+
+
+NAMES = {
+    "same.pth": "same.pth",
+    "old.pth.gz": "old.pth",
+    "nothing.pth": None,
+    'a "quoted",\\ name.pth': 'a "quoted",\\ name.pth',
+    ',"output":"x",.pth': "x",
+    "caf\udce9.pth": "caf\udce9.pth",
+    "é.pt": "é.pth",
+    "a": "a,",
+}
+
+
+@pytest.mark.parametrize("names", [NAMES, {"same.pth": "same.pth"}], ids=["some", "none"])
+def test_the_names_that_changed_are_in_renames(names, tmp_path):
+    with opened(open_place(str(tmp_path / "new")), dry_run=False) as workspace:
+        workspace.close_journals(names)
+    changed = {source: output for source, output in sorted(names.items()) if output not in (None, source)}
+    assert (tmp_path / "new/renames.json").read_text() == json.dumps(changed, indent=2) + "\n"
