@@ -103,7 +103,8 @@ def repair(
     model_args: Arguments = (),
     **settings: Unpack[RepairSettings],
 ) -> Repair:
-    """Repair a checkpoint, and write it to ``output``; without one, write nothing.
+    """Repair a checkpoint, and write it to ``output``, which must not exist unless ``force`` is set; without one, write
+    nothing.
 
     ``beside`` writes ``<stem>.fixed<suffix>`` if there is anything to repair, ``in_place`` replaces the source in the
     same case (``backup`` keeps it as ``<name>.bak``). With ``only_changes`` an ``output`` is only written if its
@@ -120,6 +121,8 @@ def repair(
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
     if destination is not None:
         destination.refuse_inputs({"--like": like, "--fill": checked.fill_file, "--compare": checked.compare_file})
+        if not dry_run:
+            destination.refuse(checked)
         destination = replace(destination, flush=flush, before=before)
         checked = replace(checked, format=destination.form)
     target = _target(model, like, model_args, checked)

@@ -171,7 +171,10 @@ class Console:
     def tell_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
         """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
         name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
-        self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and no source was changed"))
+        from ckptfix.writing.atomic import placed  # nobody else needs it
+
+        state = "; ".join(f"{path} is complete and in place" for path in placed()) or "no source was changed"
+        self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and {state}"))
         return _BY_SIGNAL + int(number)
 
     def usage(self, error: click.ClickException) -> None:

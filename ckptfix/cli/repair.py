@@ -124,15 +124,14 @@ def _may_be_replaced(file: Path) -> bool:
 
 
 def _save_plan(file: str, plan: Plan) -> None:
-    from ckptfix.writing.output import deliver_file, temporary_beside
+    from ckptfix.writing.atomic import atomic_file
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
     if not _may_be_replaced(goal):
         raise WriteError(f"{file}: is no plan any more; what was written is complete, name another file for the plan")
     try:
-        with temporary_beside(goal, None) as temporary:
-            temporary.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-            deliver_file(temporary, goal, None)
+        with atomic_file(goal) as out:
+            out.write(json.dumps(plan.to_json(), indent=2) + "\n")
     except (OSError, WriteError) as error:
         raise WriteError(
             f"{file}: the plan cannot be written ({error.__cause__ or error}); name another place"

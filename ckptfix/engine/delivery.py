@@ -19,16 +19,8 @@ from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify
 from ckptfix.errors import WriteError
 from ckptfix.rules.not_weights_only import TAKEN_APART
-from ckptfix.writing.output import (
-    PTH,
-    SAFETENSORS,
-    Write,
-    deliver_file,
-    flushing,
-    temporary_beside,
-    write_to,
-    writer_for,
-)
+from ckptfix.writing.atomic import deliver_file, temporary_beside
+from ckptfix.writing.output import PTH, SAFETENSORS, Write, flushing, write_to, writer_for
 from ckptfix.writing.safetensors import lost_extras
 from ckptfix.writing.shards import deliver_shards, temporary_shards
 
@@ -73,11 +65,6 @@ def deliver(
     form = destination.form
     if form == SAFETENSORS:
         _refuse_loss(result)
-    if not destination.output.parent.is_dir():
-        raise WriteError(
-            f"{destination.output}: the folder {destination.output.parent} does not exist; make it, or choose another "
-            "place with -o"
-        )
     write = writer_for(form, settings.for_torch if form == PTH else None)
     if settings.shard_bytes is not None:
         return _deliver_in_shards(result, report, destination, write, test, settings.shard_bytes)

@@ -13,7 +13,9 @@ from ckptfix.core.settings import Settings
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
+from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, output_format
+from ckptfix.writing.shards import ShardNames
 
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
@@ -63,6 +65,8 @@ class Destination:
             raise UsageError("--backup goes with --in-place: without it the source stays as it is anyway")
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
+            if os.fspath(output) == "-":
+                raise UsageError("the output cannot go to stdout, as it is read back and compared; name a file")
             return cls._named(Path(output), source, checkpoint, settings.format)
         if not (beside or in_place):
             return None
@@ -96,13 +100,31 @@ class Destination:
 
     @classmethod
     def _named(cls, goal: Path, source: Path | None, checkpoint: Checkpoint, asked: str | None) -> Destination:
+        refuse_name(goal)
         if goal.is_dir():
             raise UsageError(f"{goal}: is a folder; name the file to write")
         if source is not None and goal.exists() and goal.samefile(source):
             raise UsageError(f"{goal}: is the source itself; use --in-place to replace it")
         if source is not None and _is_part(goal, source):
             raise UsageError(f"{goal}: is a part of the source; name another output")
-        return cls(goal, output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower())), source)
+        form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
+        return cls(goal.resolve() if goal.is_symlink() else goal, form, source)
+
+    def refuse(self, settings: Settings) -> None:
+        """Raise an error if the result could not be put in place: before the work, and not after it."""
+        refuse_name(self.output)
+        if self.output != self.like:
+            refuse_output(self.output, settings.force)
+        elif self.backup_of is not None:
+            refuse_name(backup_of(self.backup_of))
+            has_backup(self.backup_of)
+        if settings.shard_bytes is not None:
+            refuse_name(ShardNames(self.output, 2).longest)
+        if not self.output.parent.is_dir():
+            raise WriteError(
+                f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place "
+                "with -o"
+            )
 
     def refuse_inputs(self, inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
         """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,8 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading.folders.shard_index import WEIGHT_MAP
-from ckptfix.writing.output import Write, Written, flushing, temporary_name, write_to
+from ckptfix.writing.atomic import deliver_files, remove_leftovers, temporary_folder_beside, unwritten
+from ckptfix.writing.output import Write, Written, flushing, write_to
 
 
 def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
@@ -66,6 +66,11 @@ class ShardNames:
         """``model.safetensors.index.json``."""
         return self.output.with_name(f"{self.output.name}.index.json")
 
+    @property
+    def longest(self) -> Path:
+        """The longest of the names."""
+        return max((self.index, self.output.with_name(self.shards[0])), key=lambda path: len(path.name))
+
     def check_free(self) -> None:
         """Raise ``WriteError`` where one of the files is there already."""
         for name in (self.index.name, *self.shards):
@@ -86,15 +91,9 @@ def temporary_shards(
     The folder is gone at the end. ``checkpoint`` is a state_dict without a container around it."""
     parts = split(checkpoint, limit)
     names = ShardNames(output, len(parts))
+    remove_leftovers(output.parent)  # shards that a run was killed with half of them in place
     names.check_free()
-    folder = temporary_name(output)
-    try:
-        try:
-            folder.mkdir(0o700)
-        except OSError as error:
-            raise WriteError(
-                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
-            ) from error
+    with temporary_folder_beside(output) as folder:
         written = []
         for name, part in zip(names.shards, parts, strict=True):
             written.append(write_to(folder / name, part, write, output))
@@ -103,9 +102,6 @@ def temporary_shards(
         with flushing(written, output):
             verify(index, checkpoint, output, written)
         yield index, names
-    finally:
-        if os.path.lexists(folder):
-            shutil.rmtree(folder)
 
 
 def _write_index(index: Path, shards: list[str], parts: list[Checkpoint], checkpoint: Checkpoint, output: Path) -> None:
@@ -119,30 +115,9 @@ def _write_index(index: Path, shards: list[str], parts: list[Checkpoint], checkp
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind") from error
+        raise unwritten(output, error) from error
 
 
 def deliver_shards(index: Path, names: ShardNames) -> None:
     """Put the shards in place, and the index when all of them are there and on the disk."""
-    target = names.output.parent
-    try:
-        for name in names.shards:
-            (index.parent / name).replace(target / name)
-        _flush(target)
-        index.replace(names.index)
-        _flush(target)
-    except OSError as error:
-        raise WriteError(f"{names.index}: cannot be put in place: {error.strerror}; the source is unchanged") from error
-    finally:
-        if not names.index.exists():
-            for name in names.shards:
-                if not (index.parent / name).exists():  # it was put in place, and leads nowhere without the index
-                    (target / name).unlink(missing_ok=True)
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    deliver_files(index.parent, [*(names.output.with_name(name) for name in names.shards), names.index])

@@ -18,7 +18,7 @@ import torch
 
 import ckptfix
 from ckptfix.engine import verification
-from ckptfix.errors import UnreadableError, UsageError, WriteError
+from ckptfix.errors import CkptfixError, UnreadableError, UsageError, WriteError
 from ckptfix.writing import output
 from tests.reading.state_dicts import same
 
@@ -364,16 +364,56 @@ def test_an_old_output_stays_until_the_new_one_is_whole(source, tmp_path, monkey
     goal.write_bytes(b"old")
     monkeypatch.setattr(verification, "_difference", lambda written, expected: "a test")
     with pytest.raises(WriteError):
-        ckptfix.repair(source, output=goal)
+        ckptfix.repair(source, output=goal, force=True)
     assert goal.read_bytes() == b"old"
     monkeypatch.undo()
-    ckptfix.repair(source, output=goal)
+    with pytest.raises(UsageError, match="already exists; replace it with --force"):
+        ckptfix.repair(source, output=goal)
+    assert goal.read_bytes() == b"old"
+    ckptfix.repair(source, output=goal, force=True)
     same(dict(torch.load(goal, weights_only=True)), BARE)
 
 
 def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path):
     goal = tmp_path / ("x" * 251 + ".pth")
     assert ckptfix.repair(source, output=goal).report.output == str(goal)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        pytest.param("x" * 246 + ".pth", {"beside": True}, "the name has 256 bytes", id="the fixed suffix"),
+        pytest.param("x" * 248 + ".pth", {"in_place": True, "backup": True}, "has 256 bytes", id="the backup"),
+        pytest.param("a.pth", {"output": "x" * 240 + ".pth", "shard_size": "1GB"}, "bytes, and this", id="shards"),
+        pytest.param("a.pth", {"output": "-"}, "cannot go to stdout", id="stdout"),
+        pytest.param("a.pth", {"output": os.devnull}, "is a device", id="a device"),
+        pytest.param("a.pth", {"output": "a.pth.txt"}, "already exists", id="another file"),
+        pytest.param("a.pth", {"beside": True}, r"a\.fixed\.pth: already exists", id="an older result"),
+        pytest.param("a.pth", {"in_place": True, "backup": True}, "a backup is there already", id="an older backup"),
+    ],
+)
+def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str, Any], said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(WRAPPED, name)
+    for other in ("a.pth.txt", "a.fixed.pth", "a.pth.bak"):
+        Path(other).write_text("other")
+    monkeypatch.setattr("ckptfix.repairing.diagnose", lambda *_: pytest.fail("the work has begun"))
+    with pytest.raises(CkptfixError, match=said):
+        ckptfix.repair(name, **how)
+    assert not Path(os.devnull).is_file()
+
+
+def test_nothing_is_in_the_way_of_a_dry_run(source):
+    source.with_name("model.fixed.pth").write_text("other")
+    assert ckptfix.repair(source, beside=True, dry_run=True).is_changed
+
+
+def test_a_link_as_output_keeps_pointing_at_its_file(source, tmp_path):
+    goal, link = tmp_path / "real.pth", tmp_path / "link.pth"
+    link.symlink_to(goal)
+    ckptfix.repair(source, output=link)
+    assert link.is_symlink()
+    same(dict(torch.load(goal, weights_only=True)), BARE)
 
 
 @pytest.mark.slow

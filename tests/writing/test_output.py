@@ -15,7 +15,8 @@ from ckptfix.errors import WriteError
 from ckptfix.writing import output
 from ckptfix.writing import safetensors as safetensors_write
 from ckptfix.writing import torch_files as torch_write
-from ckptfix.writing.output import output_format, temporary_beside, writer_for
+from ckptfix.writing.atomic import temporary_beside
+from ckptfix.writing.output import output_format, writer_for
 from tests.reading.files import opened, saved, write
 
 
@@ -40,35 +41,6 @@ def test_the_format_is_that_of_the_source_unless_asked(tmp_path):
     assert output_format(opened(write(checkpoint, "safetensors", tmp_path)), None) == "safetensors"
 
 
-def test_a_temporary_file_is_gone_at_the_end_however_it_ends(tmp_path):
-    like = tmp_path / "like"
-    like.touch(0o640)
-    like.chmod(0o640)
-
-    def fail() -> None:
-        with temporary_beside(tmp_path / "out.pth", like) as temporary:
-            assert stat.S_IMODE(temporary.stat().st_mode) == 0o640
-            assert temporary.parent == tmp_path
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert [path.name for path in tmp_path.iterdir()] == ["like"]
-
-
-def test_a_signal_while_the_system_makes_the_file_leaves_none(tmp_path, monkeypatch):
-    real = os.open
-
-    def interrupted(path, flags: int, *mode: int) -> int:
-        os.close(real(path, flags, *mode))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.open", interrupted)
-    with pytest.raises(KeyboardInterrupt), temporary_beside(tmp_path / "out.pth", None):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writing(tmp_path, monkeypatch):
     like = tmp_path / "like"
     like.touch()
@@ -85,14 +57,6 @@ def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writi
         output.write_to(temporary, opened(saved({"w": torch.ones(1)}, tmp_path)), torch_write.write_zip, temporary)
         assert modes == [0o640]  # the superuser, as whom tests may run, is never refused
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o440
-
-
-def test_without_a_model_the_permissions_are_those_of_any_new_file(tmp_path):
-    plain = tmp_path / "plain"
-    plain.touch()
-    with temporary_beside(tmp_path / "out.pth", Path("/nowhere")) as temporary:
-        assert stat.S_IMODE(temporary.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
-    assert output.SAFETENSORS == "safetensors"
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])

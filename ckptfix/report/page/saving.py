@@ -23,15 +23,13 @@ def check_page_file(file: str | Path) -> None:
 
 def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
     """Have a page written and put it in place. Raises ``WriteError`` where the disk refuses; nothing is left then."""
-    from ckptfix.writing.output import deliver_file, temporary_beside
+    from ckptfix.writing.atomic import atomic_file
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
     check_page_file(goal)
     try:
-        with temporary_beside(goal, None) as temporary:
-            with temporary.open("w", encoding="utf-8", newline="\n") as out:
-                write(out)
-            deliver_file(temporary, goal, None)
+        with atomic_file(goal) as out:
+            write(out)
     except (OSError, WriteError) as error:
         raise WriteError(
             f"{file}: the report cannot be written ({error.__cause__ or error}); name another place"

@@ -1,0 +1,314 @@
+"""Writes files so that whatever kills the process, either the old state or the whole new file is there.
+
+The bytes go to a temporary file beside the output, which is only renamed over it when it is complete and on the disk. A
+rename within a folder is atomic (POSIX), and durable once the folder is flushed too. Everything that ckptfix writes
+goes through here: checkpoints, shards, plans, reports, and the journals of a migration.
+
+    with atomic_file(path) as file:          # a text file
+        file.write(…)
+
+    with temporary_beside(output) as temporary:
+        …                                    # write it, prove it
+        deliver_file(temporary, output)
+
+A temporary file is locked as long as its process lives (flock). One that can be locked is of a process that was killed:
+the next that writes into the folder removes it. A name would not do: process numbers come again, and mean nothing in
+another container or on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import TextIO
+
+from ckptfix.errors import UsageError, WriteError
+
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
+
+_PLACING = "placing"
+"""In a temporary folder: the names of the files that are put in place one after the other, the one that counts last."""
+
+_ATTRIBUTES = ("user.", "system.posix_acl_", "security.selinux")
+"""The extended attributes that a file keeps when its content is replaced; an ACL is one of them."""
+
+_AGAIN = 60.0
+"""Seconds after which a folder is searched for leftovers again: a zoo may have a hundred thousand files in one."""
+
+_searched: dict[Path, float] = {}
+
+_placed: deque[Path] = deque(maxlen=16)
+
+
+def placed() -> list[Path]:
+    """Return what this process has put in place last, for the message of one that is stopped."""
+    return list(_placed)
+
+
+@contextlib.contextmanager
+def temporary_beside(output: Path, like: Path | None = None) -> Iterator[Path]:
+    """Provide a new, empty, locked temporary file in the folder of the output, gone at the end unless it was renamed.
+
+    If the output exists, it has its owner, permissions and extended attributes, else the permissions of ``like``, else
+    those of any new file. Raises ``WriteError`` if the folder refuses."""
+    remove_leftovers(output.parent)
+    model = output if output.exists() else like if like is not None and like.exists() else None
+    with _temporary(output, lambda path: _create(path, 0o666 if model is None else 0o600)) as (temporary, handle):
+        if model is not None:
+            _take_after(model, handle, is_replaced=model == output)
+        yield temporary
+
+
+@contextlib.contextmanager
+def temporary_folder_beside(output: Path) -> Iterator[Path]:
+    """Provide a new, locked temporary folder beside the output, gone at the end with what is still in it."""
+    remove_leftovers(output.parent)
+    with _temporary(output, _create_folder) as (folder, _):
+        yield folder
+
+
+@contextlib.contextmanager
+def atomic_file(goal: Path) -> Iterator[TextIO]:
+    """Open a text file whose content replaces that of ``goal`` when the body has ended without an error.
+
+    Raises ``WriteError`` if the disk refuses; then the old content is still there."""
+    goal = goal.resolve()  # a link keeps pointing at its file
+    with temporary_beside(goal) as temporary:
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise unwritten(goal, error) from error
+        deliver_file(temporary, goal)
+
+
+def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, flush: bool = True) -> None:
+    """Rename the temporary file to the output, and flush the folder unless the caller does. ``backup_of`` keeps its old
+    content under ``<name>.bak``.
+    """
+    backup = None
+    try:
+        if backup_of is not None and not has_backup(backup_of):
+            backup = _back_up(backup_of)
+        temporary.replace(output)
+    except OSError as error:
+        if backup is not None:
+            backup.unlink(missing_ok=True)
+        raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
+    _placed.append(output)
+    if flush:
+        _confirm(output)
+
+
+def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
+    """Put files of a temporary folder in place under their names, the one without which the others mean nothing last.
+
+    Raises ``WriteError``, with none of them in place, if the disk refuses."""
+    target = goals[-1].parent
+    try:
+        (folder / _PLACING).write_text("\n".join(goal.name for goal in goals), encoding="utf-8")
+        flush_file(folder / _PLACING)
+        for goal in goals[:-1]:
+            (folder / goal.name).replace(goal)
+        flush_file(target)
+        (folder / goals[-1].name).replace(goals[-1])
+    except OSError as error:
+        raise WriteError(f"{goals[-1]}: cannot be put in place: {error.strerror}; the source is unchanged") from error
+    finally:
+        _undo(folder)
+    _placed.extend(goals)
+    _confirm(goals[-1])
+
+
+def has_backup(source: Path) -> bool:
+    """Return whether a run that was killed has made the backup already: it is the source, or an equal copy of it.
+
+    Raises ``WriteError`` if there is another file of that name."""
+    backup = backup_of(source)
+    if not os.path.lexists(backup):
+        return False
+    before, found = source.stat(), backup.lstat()
+    if (before.st_size, before.st_mtime_ns) == (found.st_size, found.st_mtime_ns) and stat.S_ISREG(found.st_mode):
+        return True
+    raise WriteError(f"{backup}: a backup is there already; move it away, or leave out --backup")
+
+
+def backup_of(source: Path) -> Path:
+    """Return the name of a backup."""
+    return source.with_name(source.name + ".bak")
+
+
+def refuse_output(output: Path, force: bool = False) -> None:
+    """Raise ``UsageError`` if what has the name of an output is not to be replaced."""
+    if output.exists() and not output.is_file():
+        raise UsageError(
+            f"{output}: is a device, a pipe or a socket, not a file to replace; to write nothing: --dry-run"
+        )
+    if output.exists() and not force:
+        raise UsageError(f"{output}: already exists; replace it with --force, or name another output")
+
+
+def refuse_name(output: Path) -> None:
+    """Raise ``UsageError`` if a name is longer than the file system takes."""
+    try:
+        limit = os.pathconf(output.parent, "PC_NAME_MAX")
+    except (OSError, ValueError):  # the folder does not exist, or the system does not know
+        return
+    if 0 < limit < (length := len(os.fsencode(output.name))):
+        raise UsageError(f"{output}: the name has {length} bytes, and this file system takes {limit}; use -o OUT")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files in a folder whose processes are gone; at most once a minute."""
+    if time.monotonic() - _searched.get(folder, -math.inf) < _AGAIN:
+        return
+    _searched[folder] = time.monotonic()
+    try:
+        with os.scandir(folder) as entries:
+            left = [Path(entry.path) for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    except OSError:  # what is wrong with the folder is said when it is written to
+        return
+    for path in left:
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                flock(handle, LOCK_EX | LOCK_NB)
+                _remove(path)
+            finally:
+                os.close(handle)
+
+
+def flush_file(path: Path) -> None:
+    """Have the disk take up a file or a folder. Raises ``OSError`` if it refuses.
+
+    An error of the disk that was not reported yet is reported to the next who opens the file and flushes it
+    (https://docs.kernel.org/filesystems/vfs.html#handling-errors-during-writeback)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unwritten(output: Path, error: OSError) -> WriteError:
+    """Return the error of a file that could not be written."""
+    return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind")
+
+
+@contextlib.contextmanager
+def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+    """Provide a locked temporary file or folder and its descriptor, and remove it at the end."""
+    handle = None
+    # The name is known before anything has it: a signal may come while the system makes the file.
+    temporary = _new_name(output)
+    try:
+        try:
+            while True:
+                handle = create(temporary)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    flock(handle, LOCK_EX | LOCK_NB)
+                if temporary.exists():
+                    break
+                os.close(handle)  # taken for a leftover before it was locked
+                handle, temporary = None, _new_name(output)
+        except OSError as error:
+            raise WriteError(
+                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
+            ) from error
+        yield temporary, handle
+    finally:
+        if os.path.lexists(temporary):
+            _remove(temporary)
+        if handle is not None:
+            os.close(handle)
+
+
+def _new_name(output: Path) -> Path:
+    return output.parent / f".{output.name[:50]}.{secrets.token_hex(8)}.ckptfix-tmp"
+
+
+def _create(path: Path, mode: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+
+
+def _create_folder(path: Path) -> int:
+    path.mkdir(0o700)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        _undo(path)
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _undo(folder: Path) -> None:
+    """Remove the files that were put in place from a temporary folder, unless the last, which counts, is there too."""
+    try:
+        names = (folder / _PLACING).read_text(encoding="utf-8").split("\n")
+    except OSError:
+        return
+    if not (folder.parent / names[-1]).exists():
+        for name in names:
+            if not (folder / name).exists():
+                (folder.parent / name).unlink(missing_ok=True)
+
+
+def _take_after(model: Path, handle: int, is_replaced: bool) -> None:
+    """Give a new file the permissions of another one; of the one that it will replace also owner and attributes."""
+    found = model.stat()
+    if is_replaced:
+        with contextlib.suppress(OSError):  # who is not the superuser gives no file away
+            os.fchown(handle, -1, found.st_gid)
+            os.fchown(handle, found.st_uid, -1)
+    os.fchmod(handle, stat.S_IMODE(found.st_mode) | stat.S_IRUSR)
+    if is_replaced and hasattr(os, "listxattr"):
+        for name in _attributes(model):
+            with contextlib.suppress(OSError):  # one that is not ours to set
+                os.setxattr(handle, name, os.getxattr(model, name))
+
+
+def _attributes(file: Path) -> list[str]:
+    try:
+        return [name for name in os.listxattr(file) if name.startswith(_ATTRIBUTES)]
+    except OSError:  # a file system without them
+        return []
+
+
+def _back_up(source: Path) -> Path:
+    """Keep the content of a file under the name of its backup, by a second name or, without hard links, by a copy."""
+    backup = backup_of(source)
+    try:
+        os.link(source, backup)
+    except FileExistsError:
+        raise
+    except OSError:
+        with temporary_beside(backup, source) as temporary:
+            shutil.copyfile(source, temporary)
+            os.utime(temporary, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))  # as ``has_backup`` wants it
+            flush_file(temporary)
+            temporary.replace(backup)
+    return backup
+
+
+def _confirm(output: Path) -> None:
+    try:
+        flush_file(output.parent)
+    except OSError as error:
+        raise WriteError(
+            f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a "
+            "power cut could undo it; look at the disk"
+        ) from error
