@@ -5,7 +5,11 @@ between the two is an edit of a named rule. Nothing here imports torch until a t
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("ckptfix does not support Windows, but it runs in WSL (https://learn.microsoft.com/windows/wsl)")
 
 if TYPE_CHECKING:
     from ckptfix.comparison import Difference, diff

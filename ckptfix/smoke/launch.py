@@ -19,6 +19,7 @@ from typing import IO, Any
 from ckptfix.errors import UsageError
 from ckptfix.smoke.diagnosis import is_user_file
 from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, MODEL, Failure, Outcome
+from ckptfix.writing.atomic import temporary_folder_beside
 
 TAIL = 4096
 """How many of the last bytes that the user's model printed are kept."""
@@ -47,7 +48,7 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
 
     Raises ``UsageError`` where the arguments of the factory cannot be said in JSON.
     """
-    with tempfile.TemporaryDirectory(prefix="ckptfix-") as folder:
+    with temporary_folder_beside(Path(tempfile.gettempdir(), "forward-test")) as folder:
         answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
         empty.mkdir()
         order = {"job": job, "cwd": str(Path.cwd()), "answer": str(answer), "stack": str(stack), "timeout": timeout}

@@ -184,7 +184,8 @@ def remove_leftovers(folder: Path) -> None:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 flock(handle, LOCK_EX | LOCK_NB)
-                _remove(path)
+                if os.fstat(handle).st_uid == os.geteuid():  # in /tmp, anyone makes files of any name
+                    _remove(path)
             finally:
                 os.close(handle)
 
@@ -261,10 +262,11 @@ def _undo(folder: Path) -> None:
         names = (folder / _PLACING).read_text(encoding="utf-8").split("\n")
     except OSError:
         return
-    if not (folder.parent / names[-1]).exists():
-        for name in names:
-            if not (folder / name).exists():
-                (folder.parent / name).unlink(missing_ok=True)
+    if any(os.path.basename(name) != name for name in names) or (folder.parent / names[-1]).exists():  # noqa: PTH119
+        return
+    for name in names:
+        if not (folder / name).exists():
+            (folder.parent / name).unlink(missing_ok=True)
 
 
 def _take_after(model: Path, handle: int, is_replaced: bool) -> None:

@@ -120,6 +120,30 @@ def test_the_next_run_removes_what_a_killed_one_left(moment, tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["../precious", "sub/precious", "{folder}/precious"])
+def test_a_folder_that_somebody_made_up_has_nothing_else_removed(name, tmp_path):
+    below, made = tmp_path / "below", tmp_path / "below" / ".a.0123456789abcdef.ckptfix-tmp"
+    (below / "sub").mkdir(parents=True)
+    made.mkdir()
+    for folder in (tmp_path, below / "sub"):
+        (folder / "precious").touch()
+    (made / "placing").write_text(f"{name.format(folder=tmp_path)}\na.index")
+    with temporary_beside(below / "other"):
+        pass
+    assert [folder.joinpath("precious").exists() for folder in (tmp_path, below / "sub")] == [True, True]
+    assert names(below) == ["sub"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser makes files for others")
+def test_what_another_user_left_stays(tmp_path):
+    left = tmp_path / ".a.0123456789abcdef.ckptfix-tmp"
+    left.touch()
+    os.chown(left, 1234, 1234)
+    with temporary_beside(tmp_path / "other"):
+        pass
+    assert names(tmp_path) == [left.name]
+
+
 def test_files_that_are_all_in_place_are_not_removed(tmp_path):
     goals = [tmp_path / "a-1", tmp_path / "a.index"]
     with temporary_folder_beside(tmp_path / "a") as folder:
