@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class Console:
     failures: list[str] = field(default_factory=list)
     is_hopeless: bool = False
     _shows_progress: bool = False
+    _begun: float = field(default_factory=time.monotonic)
 
     def write(self, lines: Iterable[Line]) -> None:
         """Write lines of a report to stdout."""
@@ -173,7 +175,7 @@ class Console:
         name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
         from ckptfix.writing.atomic import placed  # nobody else needs it
 
-        state = "; ".join(f"{path} is complete and in place" for path in placed()) or "no source was changed"
+        state = "; ".join(f"{path} is complete and in place" for path in placed(self._begun)) or "no source was changed"
         self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and {state}"))
         return _BY_SIGNAL + int(number)
 

@@ -46,12 +46,12 @@ _AGAIN = 60.0
 
 _searched: dict[Path, float] = {}
 
-_placed: deque[Path] = deque(maxlen=16)
+_placed: deque[tuple[float, Path]] = deque(maxlen=16)
 
 
-def placed() -> list[Path]:
-    """Return what this process has put in place last, for the message of one that is stopped."""
-    return list(_placed)
+def placed(since: float) -> list[Path]:
+    """Return what this process has put in place since a moment of ``time.monotonic``, for the message of a stop."""
+    return [path for moment, path in _placed if moment >= since]
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, f
         if backup is not None:
             backup.unlink(missing_ok=True)
         raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
-    _placed.append(output)
+    _placed.append((time.monotonic(), output))
     if flush:
         _confirm(output)
 
@@ -127,7 +127,7 @@ def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
         raise WriteError(f"{goals[-1]}: cannot be put in place: {error.strerror}; the source is unchanged") from error
     finally:
         _undo(folder)
-    _placed.extend(goals)
+    _placed.extend((time.monotonic(), goal) for goal in goals)
     _confirm(goals[-1])
 
 

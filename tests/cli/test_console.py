@@ -7,6 +7,7 @@ import pytest
 from ckptfix.cli.console import Console, Stopped
 from ckptfix.core.progress import tell_slower
 from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
+from ckptfix.writing.atomic import deliver_file, temporary_beside
 
 
 class Terminal(io.StringIO):
@@ -95,6 +96,17 @@ def test_a_signal_ends_it_with_one_line(error, code, name, capsys):
     assert end.value.exit_code == code
     line = f"ckptfix: error: a.pth: stopped ({name}): no unfinished file is left, and no source was changed\n"
     assert capsys.readouterr() == ("", line)
+
+
+def test_a_signal_after_the_file_is_in_place_says_so(capsys, tmp_path):
+    def stopped() -> None:
+        with temporary_beside(tmp_path / "a.pth") as temporary:
+            deliver_file(temporary, tmp_path / "a.pth")
+        raise KeyboardInterrupt
+
+    with pytest.raises(click.exceptions.Exit), Console().guarding("a.pth"):
+        stopped()
+    assert f"no unfinished file is left, and {tmp_path}/a.pth is complete and in place\n" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,13 @@ def test_what_another_user_left_stays(tmp_path):
 
 
 def test_files_that_are_all_in_place_are_not_removed(tmp_path):
-    goals = [tmp_path / "a-1", tmp_path / "a.index"]
+    begun, goals = time.monotonic(), [tmp_path / "a-1", tmp_path / "a.index"]
     with temporary_folder_beside(tmp_path / "a") as folder:
         for goal in goals:
             (folder / goal.name).touch()
         deliver_files(folder, goals)
     assert names(tmp_path) == ["a-1", "a.index"]
-    assert atomic.placed()[-2:] == goals
+    assert (atomic.placed(begun), atomic.placed(time.monotonic())) == (goals, [])
 
 
 def test_several_files_on_a_disk_that_does_not_confirm_them_are_said_to_be_in_place(tmp_path, monkeypatch):
