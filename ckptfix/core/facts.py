@@ -33,12 +33,8 @@ class Kind(Enum):
     TAR_CUT = "tar-cut"
     TAR_HEADER_CUT = "tar-header-cut"
     TAR_MEMBER_CUT = "tar-member-cut"
-    HTTP_CHUNKS = "http-chunks"
-    HTTP_CUT = "http-cut"
     # Damage that can be undone.
     CRLF = "crlf"
-    BASE64 = "base64"
-    TEXT_ENCODING = "text-encoding"
     PRECEDED = "preceded"
     # The members of a torch file.
     MEMBER_CHECKSUM = "member-checksum"
@@ -67,10 +63,7 @@ class Kind(Enum):
     HEADER_PADDING = "header-padding"
     DATA_CUT = "data-cut"
     DATA_SURPLUS = "data-surplus"
-    BYTES_TWICE = "bytes-twice"
-    BYTES_SHIFTED = "bytes-shifted"
     BYTES_BEFORE = "bytes-before"
-    HEADER_SHIFTED = "header-shifted"
     # Checkpoints of several files.
     SHARD_UNREADABLE = "shard-unreadable"
     SHARD_DAMAGED = "shard-damaged"

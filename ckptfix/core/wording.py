@@ -93,12 +93,6 @@ def _header_size(fact: Fact) -> str:
     return f"is damaged: the header declares {declared} bytes, and it is not so long"
 
 
-def _bytes_shifted(fact: Fact) -> str:
-    surplus, first, last = (fact.data[name] for name in ("surplus", "first", "last"))
-    amount = f"{surplus} bytes too many" if surplus > 0 else f"lost {-surplus} bytes"
-    return f"has {amount} between byte {first} and byte {last}, by the values before and after"
-
-
 def _bytes_before(fact: Fact) -> str:
     if fact.data["surplus"] < 0:
         return "the bytes that the file lacks may be missing before them, and not at its end"
@@ -178,13 +172,9 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.TAR_CUT: "is cut short: the tar archive has {nbytes} bytes and its file {place} ends at byte {end}",
     Kind.TAR_HEADER_CUT: "is cut short: the tar archive ends inside of a header, at byte {nbytes}",
     Kind.TAR_MEMBER_CUT: "has {there} of its {size} bytes",
-    Kind.HTTP_CHUNKS: "is the answer of a web server as it was sent, with the sizes of its chunks in between",
-    Kind.HTTP_CUT: "is cut short: its chunks end early, after {there} bytes",
     Kind.CRLF: (
         "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone"
     ),
-    Kind.BASE64: "is written as base64 text, which can be undone",
-    Kind.TEXT_ENCODING: "was saved as text: bytes from 0x80 on became letters of UTF-8, which can be undone",
     Kind.PRECEDED: "begins with {nbytes} bytes that do not belong to the checkpoint ({head!r})",
     Kind.MEMBER_CHECKSUM: "has a {place} that fails its checksum",
     Kind.MEMBERS_DAMAGED: "has {more} more damaged members",
@@ -216,10 +206,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
         "is cut short: its header describes {needed} bytes of tensors and {there} are there (MetadataIncompleteBuffer)"
     ),
     Kind.DATA_SURPLUS: "has {surplus} bytes after its last tensor (incomplete metadata, file not fully covered)",
-    Kind.BYTES_TWICE: "has {surplus} bytes twice, from byte {start} on, which can be undone",
-    Kind.BYTES_SHIFTED: _bytes_shifted,
     Kind.BYTES_BEFORE: _bytes_before,
-    Kind.HEADER_SHIFTED: "has bytes too many or too few that may be in its header",
     Kind.SHARD_UNREADABLE: "has a shard that cannot be read ({error})",
     Kind.SHARD_DAMAGED: lambda fact: f"has a shard {fact.place} that {_caused(fact)}",
     Kind.SHARDS_MISSING: _shards_missing,

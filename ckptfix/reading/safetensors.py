@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of header length, a JSON header, and the bytes of the tensors without gaps.
 
 Specification: https://github.com/huggingface/safetensors#format. Nothing in the format tells a damaged tensor from a
-whole one: where the file's size is not that of its layout, ``slips`` looks for the place.
+whole one: if the file's size is not that of its layout, the tensors that may be others are named.
 
 safetensors has no room for what surrounds a state_dict. ckptfix keeps it in ``__metadata__`` as JSON under three names:
 ``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and ``ckptfix.container`` (path and
@@ -9,24 +9,26 @@ plain extras)."""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
-from ckptfix.bytes.sources import Content
-from ckptfix.bytes.torn import TornBytes
+from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.bytes.torn import TornBytes, unfilled_from
 from ckptfix.core.dtypes import BY_SAFETENSORS
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.safetensors_header import check_layout, padding_behind, read_header, shape_of
-from ckptfix.reading.salvage.unfilled import unfilled_from
 from ckptfix.reading.weights.document import Document
 
 NAME = "safetensors"
+_LEAST_TEXT = 8
+_ANOTHER_FILE = re.compile(rb'PK\x03\x04|.{4}\0{4}\{\s*"', re.DOTALL)
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
 
 
@@ -51,34 +53,48 @@ def read(content: Content, nesting: int = 0) -> Document:
     specs = {key: _spec(record) for key, record in header.items()}
     placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
     zeros = unfilled_from(content, placed)
-    slip = None
     if end != len(content):
-        from ckptfix.reading.salvage.slips import find_slip  # few files need it
-
-        slip = find_slip(content, sorted(placed, key=lambda place: (place[0], place[0] + place[1].nbytes)), end)
-        if zeros is not None:
-            slip = replace(slip, cause=None, doubtful=min(slip.first, slip.doubtful))
-        damage.append(slip.cause or _misfit(nbytes, len(content) - start))
+        damage.append(_misfit(nbytes, len(content) - start))
     if zeros is not None:
-        size = len(content)
-        damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
+        damage.append(Fact.of(Kind.UNFILLED, nbytes=len(content), zeros=len(content) - zeros))
     state_dict: OrderedDict[str, Any] = OrderedDict()
     for (begin, spec), key in zip(placed, specs, strict=True):
-        if slip is not None and zeros is None:
-            source = slip.source(content, begin, spec.nbytes)
-        else:
-            source = _source(content, begin, spec.nbytes, end if zeros is None else zeros)
+        source = _source(content, begin, spec.nbytes, end if zeros is None else zeros)
         state_dict[key] = replace(spec, storage=Storage(key, source))
     document = _restore(content.path, content.bounds, state_dict, notes)
     document.damage += damage
-    if slip is not None:
-        if slip.cause and slip.first == start:
-            document.remarks.append(Fact.of(Kind.DOUBTFUL_NAMES, cause=Fact(Kind.HEADER_SHIFTED)))
-        why = Fact.of(Kind.BYTES_BEFORE, surplus=slip.surplus)
+    surplus = len(content) - end
+    if surplus and not _is_appended(content, end):
+        why = Fact.of(Kind.BYTES_BEFORE, surplus=surplus)
         for (begin, spec), key in zip(placed, specs, strict=True):
-            if slip.is_doubtful(content, begin, spec.nbytes):
+            if _is_doubtful(content, begin, spec.nbytes, surplus):
                 document.remarks.append(Fact.of(Kind.DOUBTFUL_VALUES, key, cause=why))
     return document
+
+
+def _is_appended(content: Content, end: int) -> bool:
+    """Whether the bytes after the last tensor are something of their own: another file, a text, or zeros that follow
+    a number. Then no tensor is doubtful."""
+    from ckptfix.reading.foreign.pages import as_text
+
+    tail = bytes(content.buffer[end : end + BLOCK])
+    if not tail.strip(b"\r\n"):
+        return bool(tail)
+    is_last_filled = bytes(content.buffer[end - 1 : end]) != b"\0"
+    is_text = len(tail) >= _LEAST_TEXT and as_text(tail) is not None
+    return bool(_ANOTHER_FILE.match(tail)) or is_text or (is_last_filled and not any(tail))
+
+
+def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> bool:
+    """Whether a tensor that is there as a whole is another one if the surplus (or lack) of bytes is before it.
+
+    The file does not say where the bytes are missing or too many: a resumed download may leave out a block in the
+    middle, or fetch it twice."""
+    stop = begin + nbytes
+    return stop <= len(content) and any(
+        content.buffer[at : min(at + BLOCK, stop)] != content.buffer[at + surplus : min(at + BLOCK, stop) + surplus]
+        for at in range(begin, stop, BLOCK)
+    )
 
 
 def _misfit(needed: int, there: int) -> Fact:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.http_chunks import may_be_chunked
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 
 SAFETENSORS_HEADER_LIMIT = 100_000_000
@@ -90,7 +89,7 @@ def may_be_wrapped(content: Content) -> bool:
         names = member_names(content)
         return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
     head = bytes(content.buffer[:256])
-    return may_be_tar(content) or head.startswith(_PACKED) or may_be_chunked(head)
+    return may_be_tar(content) or head.startswith(_PACKED)
 
 
 def may_be_rank(path: str) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
-from ckptfix.reading.archives.expanding import Blocks
+from ckptfix.reading.archives.unpacking import Blocks
 
 RECORD = 512
 MEMBER_LIMIT = 30_000

@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.reading.archives import compressed, http_chunks, tar_members, zip_members
-from ckptfix.reading.archives.expanding import Blocks, expand
+from ckptfix.reading.archives import tar_members, unpacking, zip_members
+from ckptfix.reading.archives.unpacking import Blocks, expand
 from ckptfix.reading.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
 from ckptfix.reading.foreign.bundles import OF_TORCH, is_part, name_bundle
 from ckptfix.reading.sniffing import is_torch_tar
@@ -72,13 +71,9 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             label = f"{content.path}!{_printable(chosen.name[-_PATH_LIMIT:])}"
             content = _replaced(content, expand(label, chosen.name, chosen.blocks))
             damage += content.damage
-        elif (compression := compressed.sniff(content)) is not None:
+        elif (compression := unpacking.sniff(content)) is not None:
             name = compression.name_inside(content.member or outer)
             content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
-            damage += content.damage
-        elif _is_chunked(content):
-            name = PurePath(content.member or outer).name
-            content = _replaced(content, expand(content.path, name, partial(http_chunks.blocks, content)))
             damage += content.damage
         elif (packer := _foreign(content)) is not None:
             raise UnreadableError(
@@ -90,15 +85,6 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             content.damage = damage
             return content
     raise HostileError(f"{outer}: archives lie inside each other more than {DEPTH_LIMIT} deep; do not use this file")
-
-
-def _is_chunked(content: Content) -> bool:
-    """Whether the content is an answer in chunks of which the first begins as a checkpoint does."""
-    chunk = http_chunks.first_chunk(content)
-    if chunk is None:
-        return False
-    start, size = chunk
-    return looks_like_checkpoint(bytes(content.buffer[start : start + min(size, 512)]))
 
 
 def _foreign(content: Content) -> str | None:
@@ -169,7 +155,7 @@ def looks_like_checkpoint(head: bytes) -> bool:
 
 def _wraps(head: bytes) -> bool:
     content = Content("", head)
-    return head[:4] == b"PK\x03\x04" or compressed.sniff(content) is not None or tar_members.sniff(content)
+    return head[:4] == b"PK\x03\x04" or unpacking.sniff(content) is not None or tar_members.sniff(content)
 
 
 def _printable(name: str) -> str:

@@ -14,13 +14,9 @@ from ckptfix.bytes.torn import filled_end
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.expanding import Blocks
-from ckptfix.reading.archives.streams import Stream
-from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.reading.archives.zip_headers import Member
-from ckptfix.reading.archives.zip_listing import list_members
-from ckptfix.reading.archives.zip_settling import Listing
-from ckptfix.reading.archives.zip_walk import first_names
+from ckptfix.reading.archives.unpacking import Blocks, Stream
+from ckptfix.reading.archives.zip_directory import Member, is_torch_package, is_torch_save, is_torchscript, member_names
+from ckptfix.reading.archives.zip_recovery import Listing, first_names, list_members
 
 OVERLAP_LIMIT = 4
 """How many times the archive its files may take: a damaged entry or two may claim any size."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from ckptfix.bytes.decoders import METHODS
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import END, END64, ENTRY, LOCATOR, member_names
-from ckptfix.reading.archives.zip_headers import HEADER, Member
+from ckptfix.reading.archives.zip_directory import END, END64, ENTRY, HEADER, LOCATOR, Member, member_names
 
 _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckptfix.reading.foreign.frameworks import CORE_ML, PYTORCH, TENSORFLOW
+from ckptfix.reading.foreign.pages import CORE_ML, PYTORCH, TENSORFLOW
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Files that are no checkpoint at all, and what they are instead.
+"""Files that are not checkpoints, and what they are instead.
 
 Torch's messages for these (``invalid load key, 'v'``, ``Unsupported operand 60``) name the first byte and nothing else.
 A file is looked up here only after no format could read it, so that nothing that may be a checkpoint is called
-something else; and what is said rests on its bytes. Names of files are evidence only where bytes say nothing."""
+something else. Names of files are evidence only if the bytes say nothing."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import codecs
 import math
 import re
@@ -14,12 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptfix.bytes.sources import Content
+from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.foreign.frameworks import PYTORCH, TENSORFLOW, name_model
-from ckptfix.reading.foreign.pages import READ, as_text, name_text
-from ckptfix.reading.foreign.transcoded import is_beyond_undoing
+from ckptfix.reading.foreign.pages import CORE_ML, PYTORCH, READ, TENSORFLOW, as_text, name_text
 
+_FLAX = f"load it with Flax (flax.serialization.msgpack_restore) and save its arrays from there, or {PYTORCH}"
 _RIGHT = "is it the right file?"
 _NUMPY = "load it with numpy.load and save it under the name of its parameter in a state_dict"
 _HDF5 = "open it with h5py or Keras and save its arrays from there"
@@ -62,9 +63,73 @@ SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
 )
 """Where a file has which bytes, what it then is, and what to do."""
 
+_V, _T = rb"[\x80-\xff]{0,4}[\0-\x7f]", rb"[\x20-\x7e]"
+"""A number of a protocol buffer (https://protobuf.dev/programming-guides/encoding/), and a letter."""
+
+_NODE = rb"\n" + _V + rb"\n" + _V + _T
+"""A list whose first element begins with its name."""
+
+_META_GRAPH = rb"\n" + _V + rb".{0,64}?\x12" + _V + _NODE + _T
+"""Facts about a graph, and the graph (``meta_graph.proto``)."""
+
+PATTERNS: tuple[tuple[re.Pattern[bytes], str, str], ...] = tuple(
+    (re.compile(pattern, re.DOTALL), what, remedy)
+    for pattern, what, remedy in (
+        (rb"\xff\xd8\xff[\xdb\xe0-\xef].{2}(JFIF|Exif|ICC_|Adobe|\0)", "a JPEG image", _RIGHT),
+        (
+            # flax/serialization.py: a map whose values are extensions of type 1, with shape, dtype and bytes.
+            rb"([\x81-\x8f]|\xde..|\xdf.{4})[\xa1-\xbf\xd9].*?(\xc7.|\xc8..|\xc9.{4})\x01\x93[\x90-\x9f\xdc]",
+            "a MessagePack file of Flax (JAX)",
+            _FLAX,
+        ),
+        (
+            # onnx.proto: the version, who wrote it, and a graph that begins with the names of its first node.
+            rb"\x08[\x01-\x1f](\x12"
+            + _V
+            + _T
+            + rb"{0,99})?(\x1a"
+            + _V
+            + _T
+            + rb"{0,99})?.{0,64}?:"
+            + _V
+            + rb"\n"
+            + _V
+            + rb"[\n\x12\x1a\x22]"
+            + _V
+            + _T,
+            "an ONNX model",
+            f"its weights need not have the names of a state_dict; run it with onnxruntime, or {PYTORCH}",
+        ),
+        (rb"\x08[\x01-\x0f]\x12" + _V + _META_GRAPH, "a SavedModel of TensorFlow", TENSORFLOW),
+        (rb"\x08[\x01-\x1f]\x12" + _V + _NODE, "a Core ML model", CORE_ML),
+        (
+            rb"\n" + _V + _T + rb"{1,255}.{0,64}?\xa2\x06" + _V + rb"\n" + _V + _T,
+            "a model of Caffe",
+            f"convert it with a tool for Caffe models, or {PYTORCH}",
+        ),
+        (_NODE + _T + rb"{0,255}\x12" + _V + _T, "a frozen graph of TensorFlow", TENSORFLOW),
+        (_META_GRAPH, "the graph of a TensorFlow checkpoint (.meta), without its weights", TENSORFLOW),
+    )
+)
+"""How files begin that have no signature, what they then are, and what to do."""
+
+_TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+"""The end of a table of LevelDB (``table/format.h``), the form of a TensorFlow checkpoint's index."""
+
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_BASE64 = re.compile(rb"(data:[\w/.+-]*;base64,)?([A-Za-z0-9+/\s]{64,})")
+_CHUNKED = re.compile(
+    rb"(?:HTTP/.{1,60000}?\r\n\r\n)?[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]{0,200})?\r\n(.{1,512})", re.DOTALL
+)
+"""The body of an HTTP answer (RFC 9112, section 7.1): each chunk follows its size."""
+
+_SIGNS = 16
+"""Signs of a changed encoding that are no accident."""
+
+_SCANNED = 64 << 20
+"""Bytes from which it is believed that all of a file is UTF-8."""
+
 _MANGLED = (b"version: 1\r\n", b"\x80\x02\x8a\r\n")
-_JPEG = re.compile(rb"\xff\xd8\xff[\xdb\xe0-\xef].{2}(JFIF|Exif|ICC_|Adobe|\0)", re.DOTALL)
 UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomplete .aria2 .!ut .!qb".split())
 """Suffixes of downloads that go on."""
 
@@ -95,17 +160,64 @@ def name_mangled(content: Content) -> str | None:
     """What a transfer as text did to a checkpoint, where it cannot be undone, as a clause; None for any other file."""
     if bytes(content.buffer[:16]).startswith(_MANGLED):
         return "every line feed in it became CR LF by a transfer in text mode; transfer it again in binary mode"
-    if is_beyond_undoing(content) and as_text(bytes(content.buffer[:READ])) is None:
+    head = bytes(content.buffer[:READ])
+    if as_text(head) is None and _replaced(content) >= _SIGNS:
         return (
-            "was saved as text: every byte that is no text became the sign U+FFFD, which cannot be undone; fetch it"
+            "was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; fetch it"
             " again in binary mode (not as text of a response, and not through an editor)"
         )
-    if _is_utf16(bytes(content.buffer[:READ])):
+    if _is_utf16(head):
         return (
             "was saved as text in UTF-16, as `>` of PowerShell does: some of its bytes were changed and some are gone,"
             " which cannot be undone; fetch it again into a file (curl -o, Invoke-WebRequest -OutFile)"
         )
     return None
+
+
+def is_chunked(content: Content) -> bool:
+    """Return whether a file is a checkpoint in the chunks of an HTTP answer: their sizes are among its bytes."""
+    match = _CHUNKED.match(bytes(content.buffer[:READ]))
+    return match is not None and looks_like_checkpoint(match[1])
+
+
+def _transcoded(content: Content) -> str | None:
+    """Name what a checkpoint went through that takes only text, and how to get it back."""
+    head = bytes(content.buffer[:READ])
+    if (match := _BASE64.match(head)) and looks_like_checkpoint(_decoded(match[2])):
+        return "is a checkpoint written as base64 text; decode it first (base64 -d FILE > NEW)"
+    if is_chunked(content):
+        return "is the answer of a web server with the sizes of its chunks in it; fetch it with curl -o, without them"
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        was = text.encode("cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1", "ignore")
+    except UnicodeDecodeError:
+        return None
+    if sum(byte >= 0x80 for byte in was) < _SIGNS or not looks_like_checkpoint(was):
+        return None
+    return (
+        "was saved as text: bytes from 0x80 on became letters of UTF-8; fetch it again in binary mode (not as text of a"
+        " response, and not through an editor)"
+    )
+
+
+def _decoded(letters: bytes) -> bytes:
+    """Return the first bytes of base64 text; nothing if it is not base64."""
+    letters = b"".join(letters.split())[:1024]
+    try:
+        return base64.b64decode(letters[: len(letters) // 4 * 4], validate=True)
+    except binascii.Error:
+        return b""
+
+
+def _replaced(content: Content) -> int:
+    """Return how often U+FFFD is in a file that is UTF-8; 0 for any other file."""
+    decoder, signs = codecs.getincrementaldecoder("utf-8")(), 0
+    for start in range(0, min(len(content), _SCANNED), BLOCK):
+        try:
+            signs += decoder.decode(bytes(content.buffer[start : start + BLOCK])).count("\ufffd")
+        except UnicodeDecodeError:
+            return 0
+    return signs
 
 
 def _is_utf16(head: bytes) -> bool:
@@ -123,8 +235,11 @@ def _signed(content: Content) -> str | None:
     for offset, magic, what, remedy in SIGNATURES:
         if head.startswith(magic, offset):
             return f"{what}, not a PyTorch checkpoint; {remedy}"
-    if _JPEG.match(head):
-        return f"a JPEG image, not a PyTorch checkpoint; {_RIGHT}"
+    for pattern, what, remedy in PATTERNS:
+        if pattern.match(content.buffer[:READ]):
+            return f"{what}, not a PyTorch checkpoint; {remedy}"
+    if bytes(content.buffer[-8:]) == _TABLE_MAGIC:
+        return f"the index of a TensorFlow checkpoint, whose weights are in its .data files; {TENSORFLOW}"
     if head[:2] == b"BM" and int.from_bytes(head[2:6], "little") == len(content):
         return f"a bitmap image, not a PyTorch checkpoint; {_RIGHT}"
     at = int.from_bytes(bytes(content.buffer[60:64]), "little")
@@ -212,5 +327,5 @@ def describe_unknown(content: Content) -> str:
     return _by_name(content) or _zero_head(content) or _noise(content) or plain
 
 
-_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _signed, _joblib, name_model, _text)
+_NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _transcoded, _joblib, _signed, _text)
 """In the order in which they are asked."""

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.reading.foreign.frameworks import TENSORFLOW
+PYTORCH = "look for a PyTorch or safetensors file where it came from"
+TENSORFLOW = f"load it with TensorFlow and save its weights from there, or {PYTORCH}"
+CORE_ML = f"it cannot be turned back into a PyTorch model; {PYTORCH}"
 
 READ = 1 << 16
 """Bytes of a text that are looked at."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.windows import WindowContent
-from ckptfix.reading.foreign.transcoded import undo_base64, undo_encoding
+from ckptfix.reading.foreign.files import is_chunked
 
 SEARCHED = 1 << 16
 """Bytes at the start of a file in which a checkpoint may begin behind something else."""
@@ -39,6 +39,8 @@ class Mended:
 
 def mend(content: Content) -> Mended | None:
     """The content with its damage undone, where it is one of those that can be; None otherwise."""
+    if is_chunked(content):
+        return None
     if _is_mangled(content):
         whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
         return Mended(
@@ -46,12 +48,6 @@ def mend(content: Content) -> Mended | None:
             Fact(Kind.CRLF),
             exact=True,
         )
-    for undo, kind in (
-        (undo_base64, Kind.BASE64),
-        (undo_encoding, Kind.TEXT_ENCODING),
-    ):
-        if (undone := undo(content)) is not None:
-            return Mended(Content(content.path, undone, None, content.member), Fact(kind))
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
     if _has_header(content):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptfix.bytes.limits import shown
 from ckptfix.bytes.sources import Content, LateBytes
-from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, zero_tail
+from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, unfilled_from, zero_tail
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
@@ -22,7 +22,6 @@ from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.pickles.unfinished import NoOpcodeError, PickleEndError
-from ckptfix.reading.salvage.unfilled import unfilled_from
 from ckptfix.reading.torch_files.plain_pickle import read_damaged, read_whole
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.modules import is_module, module_state_dict

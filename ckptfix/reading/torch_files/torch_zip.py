@@ -21,10 +21,8 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.zip_headers import Member
-from ckptfix.reading.archives.zip_listing import list_members
-from ckptfix.reading.archives.zip_settling import Listing
-from ckptfix.reading.archives.zip_walk import FoundMembers
+from ckptfix.reading.archives.zip_directory import Member
+from ckptfix.reading.archives.zip_recovery import FoundMembers, Listing, list_members
 from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
 from ckptfix.reading.weights.document import Document
 

@@ -20,7 +20,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.zip_walk import first_names
+from ckptfix.reading.archives.zip_recovery import first_names
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_archive import LeftOf, Reading, TorchArchive
 from ckptfix.reading.torch_files.torch_zip import Archive, open_archive

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.bytes import decoders
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives import compressed, tar_members
+from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.shard_index import WEIGHT_MAP
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
@@ -87,7 +87,7 @@ def _look(head: bytes, depth: int) -> Looks:
     if head[:2] == b"PK":
         return _zip(head)
     content = Content("", head)
-    if (compression := compressed.sniff(content)) is not None:
+    if (compression := unpacking.sniff(content)) is not None:
         inside = _expanded(head, compression.name)
         return Looks.DOUBTFUL if not inside or not depth else _look(inside, depth - 1)
     if tar_members.sniff(content):

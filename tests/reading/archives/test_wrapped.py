@@ -18,7 +18,7 @@ from safetensors.torch import save as save_safetensors
 import ckptfix
 from ckptfix.core.progress import Task, watched_by
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.reading.archives import expanding
+from ckptfix.reading.archives import unpacking
 from tests.checks import assert_same
 
 # In the order of safetensors, which sorts the keys of one dtype.
@@ -102,7 +102,7 @@ def test_a_wrapped_checkpoint_reads_as_the_bare_one(tmp_path: Path, wrapper: str
 def test_values_outlive_the_opening_when_the_expanded_bytes_are_in_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expanding, "MEMORY_LIMIT", 100)
+    monkeypatch.setattr(unpacking, "MEMORY_LIMIT", 100)
     path = tmp_path / "model.pth.gz"
     path.write_bytes(gzip.compress(saved()))
     opened = ckptfix.open_checkpoint(path)
@@ -222,8 +222,8 @@ def test_a_bomb_ends_in_an_error_before_it_is_expanded(tmp_path: Path, wrapper: 
 
 
 def test_no_room_for_the_expanded_bytes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expanding, "MEMORY_LIMIT", 100)
-    monkeypatch.setattr(expanding, "DISK_RESERVE", 1 << 62)
+    monkeypatch.setattr(unpacking, "MEMORY_LIMIT", 100)
+    monkeypatch.setattr(unpacking, "DISK_RESERVE", 1 << 62)
     path = tmp_path / "model.pth.gz"
     path.write_bytes(gzip.compress(saved()))
     with pytest.raises(UnreadableError, match=r"less than 1 GiB is free.*set TMPDIR"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_proof import Claim, Proof
+from ckptfix.reading.archives.zip_recovery import Claim, Proof
 
 DATA = bytes(range(200))
 PACKED = zlib.compress(DATA)[2:-4]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import CkptfixError
 from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.dcp_metadata import Location, StoredObject, StoredTensor, parse_metadata
+from ckptfix.reading.folders.dcp import Location, StoredObject, StoredTensor, parse_metadata
 
 HALVES = [ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((2, 3))) for start in (0, 2)]
 

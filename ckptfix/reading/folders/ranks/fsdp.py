@@ -25,8 +25,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.merging import differ, gone, merge_parts
+from ckptfix.reading.folders.chunks import Box, differ, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import is_sharded
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,

@@ -24,8 +24,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.merging import merge_parts
+from ckptfix.reading.folders.chunks import Box, merge_parts
 from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.merging import differ, merge_parts
-from ckptfix.reading.folders.shard_contents import is_same
+from ckptfix.reading.folders.chunks import Box, differ, merge_parts
+from ckptfix.reading.folders.sharded import is_same
 
 
 @dataclass(frozen=True)

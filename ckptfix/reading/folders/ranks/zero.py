@@ -28,7 +28,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.merging import Flat, Spread, gone, of_flat
+from ckptfix.reading.folders.chunks import Flat, Spread, gone, of_flat
 from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, ReadContent, Reader, by_rank, unlike_most
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes

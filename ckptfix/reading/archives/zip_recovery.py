@@ -1,33 +1,222 @@
-"""What the directory of a zip archive and the headers in front of its members say of them, brought together.
+"""The members of a zip archive by all that it says of them: its directory, and the header before each member.
 
-Both say the same in a sound archive. Where they differ the bytes decide: what matches a checksum is right, and what
-said otherwise is damaged.
-
-Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7 to 4.3.16."""
+Both say the same in a sound archive. If they differ the bytes decide: what matches a checksum is right, and what said
+otherwise is damaged. If the directory is damaged as a whole, or gone, the members are found by their local headers from
+the front. torch writes a local header before it knows the member's size: size and checksum are zero there and follow
+the data in a descriptor (APPNOTE.TXT 4.3.7 and 4.3.9), which is believed if the size that it states is its distance
+from the data. A member without one is open: it was being written, or fetched, when the file ended."""
 
 from __future__ import annotations
 
 import copy
+import io
 import re
+import struct
+import zipfile
+import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from ckptfix.bytes.buffers import RangeBuffer
+from ckptfix.bytes.decoders import zip_decoder
 from ckptfix.bytes.sources import Content
+from ckptfix.bytes.torn import TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.reading.archives.zip_headers import (
+from ckptfix.core.spec import ByteSource
+from ckptfix.errors import HostileError
+from ckptfix.reading.archives.unpacking import Stream
+from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
+    END,
+    END64,
+    HEADER,
+    LOCATOR,
     Header,
     Member,
+    bounded_directory,
+    checksums_left,
     descriptors,
+    has_end,
     header_name,
+    member_limit,
+    plain_members,
+    plain_name,
     plain_starts,
     read_header,
 )
-from ckptfix.reading.archives.zip_proof import Claim, Proof
-from ckptfix.reading.archives.zip_walk import FoundMembers, walk
+from ckptfix.reading.archives.zip_strictness import refusal
+
+_DESCRIPTOR = b"PK\x07\x08"
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+
+
+@dataclass
+class FoundMembers:
+    """What is left of an archive: the members in the order of the file, and where the data of open ones begins."""
+
+    content: Content
+    infos: list[Member] = field(default_factory=list)
+    open_at: dict[str, int] = field(default_factory=dict)
+    zeros: int = 0
+    end: int = 0
+    """Where the last member that is whole ends."""
+
+    def left_of(self, name: str, nbytes: int) -> ByteSource:
+        """What is there of the storage of ``nbytes`` that an open member holds.
+
+        A file that was reserved before it was fetched goes on in zeros behind the storage; then the zeros inside of it
+        are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
+        end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
+        of the file is damaged in a way that nobody knows, and so is one with something else than its descriptor behind
+        it: bytes of it were lost, or overwritten."""
+        start = self.open_at[name]
+        if name != self.infos[-1].filename or self.infos[-1].compress_type != zipfile.ZIP_STORED:
+            return TornBytes(self.content.path, nbytes)
+        behind = bytes(self.content.buffer[start + nbytes : min(start + nbytes + len(_DESCRIPTOR), self.zeros)])
+        if not _DESCRIPTOR.startswith(behind):
+            return TornBytes(self.content.path, nbytes)
+        stop = filled_end(self.content) if start + nbytes >= len(self.content) else self.zeros
+        whole = max(0, min(nbytes, stop - start))
+        return TornBytes(self.content.path, nbytes, whole, self.content.source(start, whole))
+
+
+def walk(content: Content) -> FoundMembers:
+    """The members of an archive without its directory. Raises ``HostileError`` where there is no end of them."""
+    found = FoundMembers(content, zeros=zero_tail(content))
+    headers = {position: _data_start(content, position) for position in _signatures(content, b"PK\x03\x04")}
+    descriptors = _descriptors(content, set(headers.values()))
+    position = 0
+    for header, start in headers.items():
+        if header < position or start > len(content):
+            continue  # inside of the member before, or cut itself
+        info = _member(content, header, start)
+        if header != position and (not info.filename.isprintable() or info.compress_type not in _METHODS):
+            continue  # bytes of a tensor that look like a header
+        if info.flag_bits & 8:
+            if start in descriptors:
+                info.CRC, info.compress_size, info.file_size, position = descriptors[start]
+                if info.compress_type == zipfile.ZIP_STORED:
+                    info.file_size = info.compress_size  # the second size may be cut off itself
+            else:
+                found.open_at[info.filename] = start
+        elif start + info.compress_size > len(content) or found.zeros < start + info.compress_size < len(content):
+            found.open_at[info.filename] = start
+        else:
+            position = start + info.compress_size
+        found.infos.append(info)
+    found.end = position
+    return found
+
+
+def first_names(content: Content) -> list[str]:
+    """The names of the members from the front on, as long as each header says where the next one is."""
+    names: list[str] = []
+    position = 0
+    limit = member_limit(content)
+    while bytes(content.buffer[position : position + 4]) == b"PK\x03\x04" and len(names) < limit:
+        start = _data_start(content, position)
+        if start > len(content):
+            break
+        info = _member(content, position, start)
+        names.append(info.filename)
+        if info.flag_bits & 8:
+            break  # the size follows the data
+        position = start + info.compress_size
+    return names
+
+
+def _signatures(content: Content, signature: bytes) -> Iterator[int]:
+    limit = member_limit(content)
+    count, position = 0, content.buffer.find(signature)
+    while position >= 0:
+        count += 1
+        if count > limit:
+            raise HostileError(f"{content.path}: more than {limit} members in the archive; do not use this file")
+        yield position
+        position = content.buffer.find(signature, position + 4)
+
+
+def _data_start(content: Content, header: int) -> int:
+    fields = bytes(content.buffer[header + 26 : header + 30])
+    if len(fields) < 4:
+        return len(content) + 1
+    name, extra = struct.unpack("<2H", fields)
+    return int(header + HEADER.size + name + extra)
+
+
+def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int, int, int]]:
+    """Checksum, both sizes and the end, by the place where the data begins. Sizes have 4 or (zip64) 8 bytes."""
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for position in _signatures(content, _DESCRIPTOR):
+        record = bytes(content.buffer[position + 4 : position + 24])
+        for form in (struct.Struct("<3I"), struct.Struct("<I2Q")):
+            if len(record) >= form.size:
+                crc, packed, size = form.unpack_from(record)
+                if position - packed in starts:
+                    found.setdefault(position - packed, (crc, packed, size, position + 4 + form.size))
+    return found
+
+
+def _member(content: Content, header: int, start: int) -> Member:
+    _, _, flags, method, _, _, crc, packed, size, name_length, _ = HEADER.unpack(
+        content.buffer[header : header + HEADER.size]
+    )
+    names = header + HEADER.size
+    name = bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace")
+    extra = bytes(content.buffer[names + name_length : start])
+    if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
+        size, packed = struct.unpack("<2Q", extra[4:20])
+    return Member(plain_name(name.partition("\0")[0]), name, flags, method, crc, packed, size, header)
+
+
+_LOOK = 1 << 13
+"""Bytes that a look at a claim counts as, beside those that are looked at."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What somebody says of a member: where its data begins, and what of it."""
+
+    start: int
+    method: int
+    crc: int
+    packed: int
+    size: int
+    culprit: str
+    """What is damaged if this one is right."""
+
+
+class Proof:
+    """Proves claims about the members of one archive, as long as that does not take too many bytes."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._budget = 4 * len(content) + (64 << 20)
+        """Bytes, packed and expanded, that may be gone through to tell who is right."""
+
+    def holds(self, claim: Claim) -> bool:
+        """Whether the bytes have the checksum. A member without one, as torch can write it, is never proved."""
+        if not claim.crc or claim.start < 0 or claim.start + claim.packed > len(self._content):
+            return False
+        if claim.method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            return False
+        self._budget -= claim.packed + _LOOK
+        if self._budget <= 0:
+            return False
+        decoder, _ = zip_decoder(claim.method, claim.packed, claim.size, b"")
+        stream = Stream(self._content, claim.start, claim.start + claim.packed, decoder)
+        crc = 0
+        for block, _ in stream.blocks(rescue=False):
+            crc = zlib.crc32(block, crc)
+            self._budget -= len(block)
+            if self._budget <= 0 or stream.expanded > claim.size:
+                return False
+        return stream.ended and crc == claim.crc and stream.expanded == claim.size
+
 
 NAMED_LIMIT = 3
 HEADER_RECORD, ENTRY_RECORD = "header", "entry"
@@ -287,3 +476,72 @@ class Settling:
 
 def _shown(name: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])
+
+
+_RECORDS64 = END64.size + LOCATOR.size
+"""Bytes of what zip64 has in front of the end record."""
+
+
+def list_members(content: Content) -> Listing:
+    """The members of an archive. Raises ``HostileError`` where there is no end of them."""
+    listing, fault = _directory(content)
+    settling = Settling(content, listing)
+    if not fault and settling.is_in_place:
+        return settling.settle()
+    found = walk(content)
+    if not has_end(content):
+        return Listing(found.infos, found=found)
+    left = checksums_left(content, found.end)
+    for info in found.infos:
+        # Where bytes are lost, a header may have the data of another member behind it.
+        info.CRC = left.get(info.filename) or info.CRC
+    damage = [Fact.of(Kind.ZIP_DIRECTORY, fault=fault)]
+    return Listing(found.infos, found=found, damage=damage)
+
+
+def _directory(content: Content) -> tuple[Listing, str]:
+    """The members as the directory at the end lists them, and why it cannot be read."""
+    buffer = content.buffer
+    stream = buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:])
+    try:
+        # zipfile makes an object for whatever the directory lists, wherever it finds one.
+        if end := zipfile._EndRecData(stream):  # type: ignore[attr-defined]  # what ZipFile itself goes by
+            bounded_directory(content, max(0, end[9] - end[5] - _RECORDS64), end[9])
+        infos, start = _members(content, stream, end)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+        return Listing([]), str(error) or type(error).__name__
+    listing = Listing(infos, directory=start)
+    if end:
+        listing.displaced = start - end[6]
+        listing.refusal = refusal(content, end, listing.infos)
+        listing.trailing = max(0, len(content) - end[9] - END.size - len(end[8]))
+    for info in listing.infos:
+        if "\\" in info.orig_filename:
+            info.filename, info.orig_filename = plain_name(info.filename), plain_name(info.orig_filename)
+    return listing, ""
+
+
+def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[list[Member], int]:
+    """The members, and where the directory of them begins."""
+    if end:
+        _, _, _, _, _, size, start, _, _, place, *_ = end
+        stop = place - (_RECORDS64 if end[0] == b"PK\x06\x06" else 0)
+        if start + size == stop and (plain := plain_members(content, start, stop)) is not None:
+            return plain, start
+    archive = zipfile.ZipFile(stream)
+    members = [
+        Member(
+            info.filename,
+            info.orig_filename,
+            info.flag_bits,
+            info.compress_type,
+            info.CRC,
+            info.compress_size,
+            info.file_size,
+            info.header_offset,
+            info.volume,
+            info.external_attr,
+        )
+        for info in archive.infolist()
+    ]
+    return members, archive.start_dir

@@ -12,8 +12,8 @@ import pytest
 
 from ckptfix.bytes import decoders
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives import streams
-from ckptfix.reading.archives.streams import Stream
+from ckptfix.reading.archives import unpacking
+from ckptfix.reading.archives.unpacking import Stream
 
 RAW = random.Random(1).randbytes(3000) + bytes(500) + random.Random(2).randbytes(3000)
 
@@ -46,7 +46,7 @@ def test_a_whole_stream_ends_where_it_ends(name: str) -> None:
 @pytest.mark.parametrize("name", PACKERS)
 @pytest.mark.parametrize("chunk", [64 << 10, 100])
 def test_a_cut_stream_gives_the_head_and_says_no_fault(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_PACKED", chunk)
+    monkeypatch.setattr(unpacking, "_PACKED", chunk)
     pack, make = PACKERS[name]
     packed = pack(RAW)
     for cut in range(0, len(packed), 501):
@@ -59,7 +59,7 @@ def test_a_cut_stream_gives_the_head_and_says_no_fault(name: str, chunk: int, mo
 @pytest.mark.parametrize("chunk", [64 << 10, 100])
 def test_a_wrong_checksum_of_xz_keeps_no_byte_back(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that fails hands out nothing of that call, though all of it was made."""
-    monkeypatch.setattr(streams, "_PACKED", chunk)
+    monkeypatch.setattr(unpacking, "_PACKED", chunk)
     packed = bytearray(lzma.compress(RAW))
     packed[-30] ^= 1  # in the check behind the block
     stream, out = expanded(bytes(packed), decoders.xz)

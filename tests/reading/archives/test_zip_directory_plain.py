@@ -13,10 +13,9 @@ import torch
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import CkptfixError
-from ckptfix.reading.archives import zip_listing, zip_settling
-from ckptfix.reading.archives.zip_directory import END, plain_members
-from ckptfix.reading.archives.zip_headers import Member, plain_starts
-from ckptfix.reading.archives.zip_listing import list_members
+from ckptfix.reading.archives import zip_recovery
+from ckptfix.reading.archives.zip_directory import END, Member, plain_members, plain_starts
+from ckptfix.reading.archives.zip_recovery import list_members
 from ckptfix.writing.torch_files import write_zip
 from tests.reading.archives.test_wrapped import zipped
 from tests.reading.archives.zips import Zip, saved
@@ -72,8 +71,8 @@ def closely(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Any]:
 
     def listed_closely(data: bytes) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(zip_listing, "plain_members", lambda *_: None)
-            patch.setattr(zip_settling, "plain_starts", nothing)
+            patch.setattr(zip_recovery, "plain_members", lambda *_: None)
+            patch.setattr(zip_recovery, "plain_starts", nothing)
             return listed(data)
 
     return listed_closely

@@ -1,0 +1,303 @@
+"""Unpacking of compressed files: gzip, bzip2 and xz, and members of zip archives.
+
+A stream that ends early or fails its checksum still gives what came out of it. What is wrong is noted, and the format
+inside decides by its own sizes and checksums what of that is whole. What a compressed file expands to is a claim like
+any other: it is counted as it unpacks, in memory while it is small and then in a temporary file without a name."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, BinaryIO
+
+from ckptfix.bytes import decoders
+from ckptfix.bytes.decoders import FAULTS
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import Content
+from ckptfix.bytes.torn import filled_end
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.progress import tell_slower
+from ckptfix.core.wording import clauses
+from ckptfix.errors import HostileError, UnreadableError
+
+MEMORY_LIMIT = 8 << 20
+"""Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
+is handed on."""
+
+RATIO_LIMIT, RATIO_FLOOR = 50, 64 << 20
+"""How much larger than its compressed form a file may be, once it has so many bytes."""
+
+DISK_RESERVE = 1 << 30
+"""Bytes of the temporary folder's disk that are left free."""
+
+
+class Expansion:
+    """Gathers the expanded bytes of one file. ``path`` is what messages call it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._memory = bytearray()
+        self._file: BinaryIO | None = None
+
+    def write(self, block: bytes, packed: int) -> None:
+        """Add a block; ``packed`` is how many compressed bytes have been read for all of them so far.
+
+        Raises ``HostileError`` where the ratio is that of a bomb, ``UnreadableError`` where the disk has no room."""
+        self.nbytes += len(block)
+        if self.nbytes <= MEMORY_LIMIT:
+            self._memory += block
+            return
+        if self.nbytes > max(RATIO_FLOOR, RATIO_LIMIT * packed):
+            raise HostileError(
+                f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} and on), which "
+                "weights do not; do not use this file, or unpack it yourself if you trust it"
+            )
+        import shutil  # few files need these, and they take longer to import than a small file to read
+        import tempfile
+
+        try:
+            if shutil.disk_usage(tempfile.gettempdir()).free < DISK_RESERVE + len(block):
+                raise OSError(None, "less than 1 GiB is free")
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in content()
+                self._write(self._memory)
+                self._memory = bytearray()
+            self._write(block)
+        except OSError as error:
+            raise UnreadableError(
+                f"{self.path}: no room in {tempfile.gettempdir()} to expand it ({error.strerror} after {self.nbytes} "
+                "bytes); free some, or set TMPDIR to a larger disk"
+            ) from error
+
+    def _write(self, data: bytes | bytearray) -> None:
+        assert self._file is not None
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def content(self, member: str) -> Content:
+        """What was gathered, as the file ``member``. Raises ``UnreadableError`` where it is empty."""
+        if not self.nbytes:
+            raise UnreadableError(f"{self.path}: what is packed in it is empty (0 bytes); fetch it again")
+        if self._file is None:
+            return Content(self.path, bytes(self._memory), member=member)
+        descriptor = os.dup(self._file.fileno())
+        self._file.close()
+        return Content.of_open_file(OpenFile(self.path, descriptor), member)
+
+
+Blocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
+"""Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
+
+What is wrong with the file is added to the list; the blocks then end early."""
+
+
+def expand(path: str, member: str, blocks: Blocks) -> Content:
+    """The content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
+    expansion = Expansion(path)
+    damage: list[Fact] = []
+    for block, packed in blocks(damage):
+        expansion.write(block, packed)
+    if damage and not expansion.nbytes:
+        raise UnreadableError(f"{path}: {clauses(damage)}: nothing of it is left; fetch it again")
+    tell_slower("unpacked first", expansion.nbytes)
+    content = expansion.content(member)
+    content.damage = damage
+    return content
+
+
+_FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 1 << 20
+"""Packed bytes that are taken at first, and at most, at a time; expanded bytes of a block."""
+
+
+@dataclass
+class Stream:
+    """The packed bytes from ``position`` to ``stop`` of a content, and what makes a decoder for them.
+
+    Once its blocks are out, ``position`` is behind the stream where it ``ended`` as it should. Else it stopped at a
+    ``fault``, or, where that is empty, its bytes came to an end before it did."""
+
+    content: Content
+    position: int
+    stop: int
+    make_decoder: Callable[[], Any]
+    expanded: int = 0
+    ended: bool = False
+    fault: str = ""
+
+    def blocks(self, most: int = _EXPANDED, rescue: bool = True) -> Iterator[tuple[bytes, int]]:
+        """The expanded bytes in blocks, each with the count of packed bytes that were taken so far.
+
+        Without ``rescue`` the last of them before a fault are left: to get at them takes long."""
+        decoder, start = self.make_decoder(), self.position
+        size = _FIRST  # a file may have many small streams
+        while not decoder.eof:
+            packed = self._packed(self.position, size)
+            size = min(2 * size, _PACKED)
+            if not packed:
+                return
+            self.position += len(packed)
+            try:
+                for block in _decode(decoder, packed, lambda: most):
+                    self.expanded += len(block)
+                    yield block, self.position - start
+            except FAULTS as error:
+                self.fault = str(error)
+                for step in (4096, 1) if rescue else ():
+                    for block in self._rescued(start, self.position - len(packed), step):
+                        self.expanded += len(block)
+                        yield block, self.position - start
+                return
+        self.ended = True
+        self.position -= len(decoder.unused_data)
+
+    def _packed(self, start: int, size: int) -> bytes:
+        return bytes(self.content.buffer[start : min(start + size, self.stop)])
+
+    def _rescued(self, start: int, faulty: int, step: int) -> Iterator[bytes]:
+        """What lies between the blocks that came out and the fault, which is in the packed bytes from ``faulty`` on."""
+        decoder, skip, position = self.make_decoder(), self.expanded, start
+
+        def limit() -> int:
+            return min(_EXPANDED, skip) or step
+
+        with suppress(*FAULTS):
+            while position < self.position and not decoder.eof:
+                packed = self._packed(position, max(1, min(_PACKED, faulty - position)))
+                position += len(packed)
+                for block in _decode(decoder, packed, limit):
+                    fresh = block[skip:]
+                    skip -= min(skip, len(block))
+                    if fresh:
+                        yield fresh
+
+
+def _decode(decoder: Any, packed: bytes, limit: Callable[[], int]) -> Iterator[bytes]:
+    """What a decoder makes of some bytes, in blocks of bounded size."""
+    while not decoder.eof:
+        most = limit()
+        block = decoder.decompress(packed, most)
+        if block:
+            yield block
+        # zlib hands the rest of its input back; the others keep it, and say when they want more.
+        packed = getattr(decoder, "unconsumed_tail", b"")
+        if not packed and (not block or getattr(decoder, "needs_input", len(block) < most)):
+            return
+
+
+_HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
+"""Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment."""
+
+_STREAMS, _STREAM = 10_000, 512
+"""Streams that may lie behind each other; more of them have to expand to so many bytes each. bgzip has 64 KB in one."""
+
+_GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A kind of stream: its name, how it begins, the suffixes that name it, and what makes a decoder for it."""
+
+    name: str
+    magic: bytes
+    suffixes: tuple[str, ...]
+    decoder: Callable[[], Any]
+
+    def name_inside(self, name: str) -> str:
+        """What the file was called before it was compressed; it is the same name where the suffix says nothing."""
+        path = PurePath(name)
+        if path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
+            return f"{path.stem}.tar"
+        return path.stem if path.suffix.lower() in self.suffixes else path.name
+
+    def blocks(self, content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
+        """The expanded bytes in blocks, each with the count of compressed bytes taken so far.
+
+        Several streams behind each other are one file, and what is behind them is padding, as for gzip(1). Where a
+        stream is damaged or ends early, ``damage`` is told. Zeros at the end
+        of the content are padding, or space that was never filled: a decoder would make something of them."""
+        position, before, streams = 0, 0, 0
+        end = filled_end(content)
+        while True:
+            streams += 1
+            if streams > max(_STREAMS, before // _STREAM):
+                raise HostileError(
+                    f"{content.path}: {streams} {self.name} streams of next to nothing lie behind each other; do not "
+                    "use this file"
+                )
+            start = _behind_gzip_header(content, position) if self is GZIP else position
+            stream = Stream(content, start, end, self.decoder)
+            crc = 0
+            for block, _ in stream.blocks():
+                crc = zlib.crc32(block, crc) if self is GZIP else 0
+                yield block, stream.position
+            if decoders.is_too_large(stream.fault):
+                raise UnreadableError(
+                    f"{content.path}: to unpack it takes more than {decoders.DICTIONARY_LIMIT >> 20} MB of memory; if "
+                    f"you trust it, unpack it yourself ({self.name} -d)"
+                )
+            position, expanded = stream.position, before + stream.expanded
+            fault = stream.fault
+            is_whole = stream.ended
+            if is_whole and self is GZIP:
+                trailer = bytes(content.buffer[position : position + 8])
+                fault, is_whole = _trailer_fault(trailer, crc, stream.expanded), len(trailer) == 8
+                position += 8
+            if fault:
+                damage.append(Fact.of(Kind.STREAM_DAMAGED, self.name, there=expanded, fault=fault))
+            elif not is_whole:
+                damage.append(Fact.of(Kind.STREAM_CUT, self.name, there=expanded))
+            if fault or not is_whole:
+                return
+            before = expanded
+            if bytes(content.buffer[position : position + len(self.magic)]) != self.magic:
+                return
+
+
+def _behind_gzip_header(content: Content, start: int) -> int:
+    """Where the deflated bytes begin; the end of the content where the header has none (RFC 1952, section 2.3)."""
+    head = bytes(content.buffer[start : start + _HEADER])
+    fixed = _GZIP_HEADER.match(head)
+    if fixed is not None and fixed[1][0]:
+        head = bytes(content.buffer[start : start + _HEADER_LIMIT])
+    if fixed is None:
+        return len(content)
+    flags, position = fixed[1][0], fixed.end()
+    if flags & 4:
+        position += 2 + int.from_bytes(head[position : position + 2], "little")
+    for _ in range(bool(flags & 8) + bool(flags & 16)):  # the name and the comment, each with a zero behind it
+        end = head.find(b"\0", position)
+        position = end + 1 if end >= 0 else len(head)
+    return min(start + position + (2 if flags & 2 else 0), len(content))
+
+
+def _trailer_fault(trailer: bytes, crc: int, expanded: int) -> str:
+    """What is wrong with the checksum and length behind a gzip stream; nothing where they are right or cut off."""
+    if len(trailer) < 8:
+        return ""
+    if int.from_bytes(trailer[:4], "little") != crc:
+        return "wrong checksum"
+    return "" if int.from_bytes(trailer[4:], "little") == expanded & 0xFFFFFFFF else "wrong length"
+
+
+GZIP = Compression("gzip", b"\x1f\x8b\x08", (".gz", ".gzip"), decoders.deflate)
+COMPRESSIONS = (
+    GZIP,
+    Compression("bzip2", b"BZh", (".bz2",), decoders.bzip2),
+    Compression("xz", b"\xfd7zXZ\0", (".xz",), decoders.xz),
+)
+
+
+def sniff(content: Content) -> Compression | None:
+    """The compression of the content by its first bytes, None where it has none."""
+    head = bytes(content.buffer[:10])
+    for compression in COMPRESSIONS:
+        if head.startswith(compression.magic):
+            return compression
+    return None
