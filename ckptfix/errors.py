@@ -75,8 +75,10 @@ class UnknownKeyError(CkptfixError, KeyError):
     __str__ = CkptfixError.__str__  # that of KeyError puts the message in quotes
 
 
-class HostileError(UnreadableError):
-    """The file was made to run code or to exhaust the machine."""
+class HostileError(CkptfixError):
+    """The file was made to run code or to exhaust the machine. It is not an ``UnreadableError``, so that code which
+    tries another way to read a file does not try it here.
+    """
 
 
 class TargetError(CkptfixError):

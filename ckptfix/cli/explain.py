@@ -80,7 +80,7 @@ def _verdict(explanation: Explanation | None, file: str, choices: Mapping[str, A
     console.progress(f"checking {file}")
     try:
         report = ckptfix.check(file, **library_settings(choices, CHECK))
-    except ckptfix.UnreadableError as error:
+    except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
         return Verdict(f"it cannot be read as it is: {error}")
     return judge(explanation, report, Telling(Mode.CHECK, console.verbose, command_words(REPAIR, file, choices)))
 

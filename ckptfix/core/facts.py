@@ -54,7 +54,6 @@ class Kind(Enum):
     UNFILLED = "unfilled"
     STORAGE_COUNT = "storage-count"
     BYTES_LACKING = "bytes-lacking"
-    PICKLE_GAP = "pickle-gap"
     PICKLE_CUT = "pickle-cut"
     PICKLE_DAMAGED = "pickle-damaged"
     EXTRAS_LOST = "extras-lost"

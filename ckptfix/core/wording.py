@@ -196,7 +196,6 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
         "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}"
     ),
     Kind.BYTES_LACKING: "lacks {nbytes} bytes there",
-    Kind.PICKLE_GAP: "is damaged in its pickle at byte {start}, and what is before byte {stop} is lost",
     Kind.PICKLE_CUT: _pickle_cut,
     Kind.PICKLE_DAMAGED: "is damaged in its pickle at byte {start}, and nothing after that can be read",
     Kind.EXTRAS_LOST: "has lost tensors of {place}, which is left out",

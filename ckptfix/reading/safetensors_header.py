@@ -16,7 +16,7 @@ from ckptfix.core.dtypes import BY_SAFETENSORS, DType
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 
 ALIGNMENT = 8
@@ -33,13 +33,9 @@ def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
         return _header_by_its_end(content, length)
     try:
         return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length, []
-    except HostileError:
-        raise
     except UnreadableError as error:
         try:
             return _header_by_its_end(content, length)
-        except HostileError:
-            raise
         except UnreadableError:
             raise error from None
 

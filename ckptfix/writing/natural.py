@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.reading.pickles.arrays import dtype_label, numpy_type
 from ckptfix.reading.pickles.inert import MODULE_ALIASES
-from ckptfix.reading.pickles.python2_text import raw_bytes
+from ckptfix.reading.pickles.stream import raw_bytes
 
 _LONGEST_RANGE = 10_000
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}

@@ -25,7 +25,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.folders.chunks import Box, check_tiling, differ, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
@@ -271,8 +271,6 @@ class _Reading:
             self.leaves[name] = (
                 self._tensor(name, item) if isinstance(item, StoredTensor) else self._load(name, item.location)
             )
-        except HostileError:
-            raise
         except UnreadableError as error:
             self._blame(name, str(error), [])
             if isinstance(item, StoredTensor):
@@ -317,8 +315,6 @@ class _Reading:
             )
         try:
             document = torch_zip.read(content)
-        except HostileError:
-            raise
         except UnreadableError as error:
             if is_cut:
                 raise UnreadableError(f"{location.file} is cut short") from error

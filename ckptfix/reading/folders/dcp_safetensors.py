@@ -20,7 +20,7 @@ from ckptfix.bytes.torn import TornBytes, is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
 from ckptfix.reading.folders.shard_index import file_inside
@@ -51,8 +51,6 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     for name in names:
         try:
             shard, offsets = _shard(folder, name, salvage)
-        except HostileError:
-            raise
         except UnreadableError as error:
             damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             continue

@@ -21,7 +21,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.shard_index import (
     Numbering,
@@ -32,6 +32,7 @@ from ckptfix.reading.folders.shard_index import (
     name_unpacked,
     parse_index,
 )
+from ckptfix.reading.formats import read_document
 from ckptfix.reading.sniffing import may_be_wrapped
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
@@ -121,8 +122,6 @@ def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
     try:
         content = Content.of_file(index)
         merge = _Merge(path, folder, parse_index(content), salvage)
-    except HostileError:
-        raise
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
@@ -215,8 +214,6 @@ class _Merge:
             return
         try:
             shard = self.opened[name] = _open_shard(str(file), self.salvage)
-        except HostileError:
-            raise
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             return
@@ -317,14 +314,12 @@ class _Merge:
 
 
 def _open_shard(path: str, salvage: bool) -> Checkpoint:
-    # The table of formats lists this module.
-    from ckptfix.reading.archives.wrapped import unwrap
-    from ckptfix.reading.opening import read_unwrapped
-
     content = Content.of_file(path)
     if may_be_wrapped(content):
+        from ckptfix.reading.archives.wrapped import unwrap
+
         content = unwrap(content)
-    return replace(open_document(read_unwrapped(content, salvage), salvage=True), member=content.member)
+    return replace(open_document(read_document(content, salvage), salvage=True), member=content.member)
 
 
 def _file_names(folder: Path) -> list[str]:

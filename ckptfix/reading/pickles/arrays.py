@@ -13,7 +13,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked, sizes
-from ckptfix.reading.pickles.python2_text import raw_bytes
+from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +41,7 @@ class NumpyArray:
                 _expect_bytes(shape, dtype, data)
             self.shape, self.dtype, self.fortran, self.data, self._spec = shape, dtype, fortran, data, None
         elif self.is_plain:
-            raise ValueError("a numpy array whose state is none")
+            raise MalformedError("a numpy array whose state is none")
 
     def spec(self, path: str) -> TensorSpec | None:
         """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
@@ -77,13 +77,13 @@ class NumpyArray:
 def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
     """Raise ``ValueError`` where an array has more or fewer bytes than its elements take."""
     if not isinstance(dtype, Opaque):
-        raise ValueError("a numpy array whose dtype is none")
+        raise MalformedError("a numpy array whose dtype is none")
     known = BY_NUMPY.get(numpy_type(dtype)[0])
     data = raw_bytes(data) if isinstance(data, str) else data
     if known is not None and isinstance(data, (bytes, bytearray)):
         needed = math.prod(shape) * known.itemsize
         if len(data) != needed:
-            raise ValueError(f"a numpy array of {len(data)} bytes, and its elements take {needed}")
+            raise MalformedError(f"a numpy array of {len(data)} bytes, and its elements take {needed}")
 
 
 def arrays_in(root: Any) -> Iterator[NumpyArray]:

@@ -10,6 +10,7 @@ from ckptfix.core.dtypes import BY_STORAGE, DTYPES
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError
+from ckptfix.reading.pickles.stream import MalformedError
 
 EXPANDED_LIMIT = 1 << 30
 """Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
@@ -29,10 +30,10 @@ def sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
     if not isinstance(value, (tuple, list)) or len(value) > 64:
-        raise ValueError(f"{shown(value)} is no shape")
+        raise MalformedError(f"{shown(value)} is no shape")
     for size in value:
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise ValueError(f"{shown(value)} is no shape")
+            raise MalformedError(f"{shown(value)} is no shape")
     return tuple(value)
 
 
@@ -71,7 +72,7 @@ def dtype_name(value: Any) -> str:
     """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
     if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
         return value.name
-    raise ValueError(f"{shown(value)} is no dtype")
+    raise MalformedError(f"{shown(value)} is no dtype")
 
 
 def storage_dtype(cls: Any) -> str:
@@ -83,4 +84,4 @@ def storage_dtype(cls: Any) -> str:
             return dtype.name
         if cls.name in ("UntypedStorage", "_UntypedStorage"):
             return "uint8"
-    raise ValueError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")
+    raise MalformedError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")

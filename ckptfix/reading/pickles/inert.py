@@ -26,7 +26,7 @@ from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
 from ckptfix.reading.pickles.executors import is_union
 from ckptfix.reading.pickles.graph_code import is_graph_code
-from ckptfix.reading.pickles.python2_text import raw_bytes
+from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
@@ -94,7 +94,7 @@ class InertTable:
     def tensor(self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, *rest: Any) -> Any:
         """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
         if not isinstance(storage, TypedStorage):
-            raise ValueError("a tensor without a storage")
+            raise MalformedError("a tensor without a storage")
         metadata = rest[0] if rest else None
         if isinstance(hooks, Opaque) or isinstance(metadata, Opaque):
             self._note(hooks, metadata)
@@ -180,10 +180,10 @@ class InertTable:
         spec = self._strided(storage, storage.dtype, offset, size, stride, requires_grad, None)
         name = scheme.name if isinstance(scheme, Global) else shown(scheme)
         if name not in ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"):
-            raise ValueError(f"quantisation scheme {name:.60} is not known")
+            raise MalformedError(f"quantisation scheme {name:.60} is not known")
         for part in (scale, zero_point):
             if not (_is_simple(part) if axis else type(part) in (int, float)):
-                raise ValueError("a quantised tensor whose scales are neither numbers nor plain tensors")
+                raise MalformedError("a quantised tensor whose scales are neither numbers nor plain tensors")
         return replace(spec, quantizer=Quantizer(name, scale, zero_point, axis[0] if axis else None))
 
     def sparse(self, layout: Any, data: Any) -> Any:
@@ -204,9 +204,9 @@ class InertTable:
         else:
             return NotImplemented
         if not all(_is_simple(part) for part in parts.values()):
-            raise ValueError("a sparse tensor whose parts are no plain tensors")
+            raise MalformedError("a sparse tensor whose parts are no plain tensors")
         if math.prod(sizes(size)) >= 1 << 63:
-            raise ValueError("a sparse tensor of more elements than torch can count")
+            raise MalformedError("a sparse tensor of more elements than torch can count")
         return TensorSpec(
             values.dtype, sizes(size), layout=name, parts=parts, is_coalesced=bool(coalesced[0]) if coalesced else None
         )
@@ -232,7 +232,7 @@ class InertTable:
         if isinstance(data, str):
             data = raw_bytes(data)
         if not isinstance(data, (bytes, bytearray)):
-            raise ValueError("a file of torch that is no bytes")
+            raise MalformedError("a file of torch that is no bytes")
         return self.nested(bytes(data))
 
     def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:
@@ -251,7 +251,7 @@ class InertTable:
     def array(self, cls: Any = None, *_: Any) -> Any:
         """``numpy.core.multiarray._reconstruct``: empty until its state comes."""
         if not isinstance(cls, Global):
-            raise ValueError("a numpy array of no class")
+            raise MalformedError("a numpy array of no class")
         return NumpyArray(is_plain=str(cls) == "numpy.ndarray")
 
     def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:

@@ -2,9 +2,8 @@
 
 It executes the opcodes of a pickle as https://docs.python.org/3/library/pickletools.html describes them, with one
 difference: a global never becomes a callable of Python. It becomes a ``Global``, a name, and calling one asks a fixed
-table what inert value stands for the result (``inert``). What the table does not know becomes an
-``Opaque`` object. All protocols from 0 to 5 are read, those of Python 2 with their byte strings as ``python2_text``
-reads them.
+table which inert value represents the result (``inert``). What the table does not know becomes an ``Opaque`` object.
+All protocols from 0 to 5 are read, including the byte strings of Python 2 (``python2_text``).
 
 Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
 (``ckptfix.bytes.limits``).
@@ -12,48 +11,101 @@ Sizes in the stream are claims: nothing is allocated before the bytes are there,
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from sys import getsizeof
 from typing import Any
 
-from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.pickles.common_opcodes import LONGEST
-from ckptfix.reading.pickles.memo import Memo
-from ckptfix.reading.pickles.opcodes import HANDLERS, STEPS, WEIGHTS_ONLY
-from ckptfix.reading.pickles.stream import Bytes, PickleStream
-from ckptfix.reading.pickles.unfinished import NoOpcodeError, PickleEndError
+from ckptfix.reading.pickles.stream import (
+    Bytes,
+    MalformedError,
+    NoOpcodeError,
+    PickleStream,
+    Utf8Text,
+    python2_text,
+)
 
-_STOP = ord(".")
-_REFUSED = [code for code, handler in enumerate(HANDLERS) if handler is not None and bytes([code]) not in WEIGHTS_ONLY]
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError)
 
 _STRIDE = 1 << 14
-"""Opcodes between two looks at the stack. One opcode puts one value on it."""
+"""Opcodes between two checks of the limits. One opcode puts one value on the stack."""
+
+_LONGEST = 5
+"""Bytes of the longest opcode of those that are done in line, with its number."""
 
 _MARK = 80
-"""Bytes of a mark and of the list of what comes behind it, as long as they wait."""
+"""Bytes of a mark and of the list of the values after it."""
 
 _GLOBAL = 400
 """Bytes of the name of a class or function, beside its text."""
 
+_NUMBER_DIGITS = 4000
+"""Digits of a number in text; Python's own limit is not much higher, and its message speaks of the interpreter."""
+
+FAR = 120
+"""Bytes of an entry of the memo outside of the row."""
 
 Call = Callable[[Global, tuple[Any, ...]], Any]
 """Gives the inert value that stands for calling a global with arguments."""
 
 
-class PickleMachine(PickleStream):
-    """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is behind its STOP.
+class Memo:
+    """Values by number, as PUT and MEMOIZE keep them and GET recalls them.
 
-    ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` has those whose results
-    it calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses;
-    ``is_unicode`` tells whether all strings of Python 2 are UTF-8, which torch.load takes them for, ``is_torn`` that a
-    frame begins before the last one has ended. Raises
-    ``UnreadableError`` where the stream is not a pickle or ends early, ``HostileError`` where it is built to exhaust
-    the machine."""
+    Python's picklers count from 0 (or 1, in Python 2) without a gap, so that a list holds them in a tenth of a dict's
+    memory. A crafted pickle may use any numbers; those are kept in a dict, where a large one costs no more than a small
+    one."""
+
+    __slots__ = ("far", "first", "row")
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.row: list[Any] = []
+        self.far: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.row) + len(self.far)
+
+    @property
+    def following(self) -> int:
+        """The number under which a value simply goes to the end of the row; -1 if there is none."""
+        return self.first + len(self.row) if self.row and not self.far else -1
+
+    def keep(self, index: int, value: Any) -> int:
+        """Keep a value under a number and return the bytes that its entry takes."""
+        row, far = self.row, self.far
+        if not row and index == 1 and not far:
+            self.first = 1
+        place = index - self.first
+        if place == len(row) and (not far or index not in far):
+            row.append(value)
+            return SLOT
+        if 0 <= place < len(row):
+            row[place] = value
+            return 0
+        count = len(far)
+        far[index] = value
+        return FAR * (len(far) - count)
+
+    def recall(self, index: int) -> Any:
+        """Return the value under a number. Raises ``KeyError`` if there is none."""
+        place = index - self.first
+        return self.row[place] if 0 <= place < len(self.row) else self.far[index]
+
+
+class PickleMachine(PickleStream):
+    """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is after its STOP.
+
+    ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` those whose results it
+    calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses; ``at`` is the
+    offset of the opcode that failed; ``is_unicode`` says whether all strings of Python 2 are UTF-8, as torch.load
+    assumes. Raises ``UnreadableError`` if the stream is not a pickle or ends early, ``HostileError`` if it is built to
+    exhaust the machine."""
 
     def __init__(
         self,
@@ -71,11 +123,12 @@ class PickleMachine(PickleStream):
         self.called: set[str] = set()
         self.protocol, self.is_unicode = 0, True
         self.stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self.below = 0
         self.memo = Memo()
-        self.frame_end, self.is_torn = 0, False
+        self._marks: list[list[Any]] = []
+        self._below = 0
+        self._frame_end, self._is_torn = 0, False
         self._seen = bytearray(256)
+        self.at = position
 
     @property
     def unsupported(self) -> set[bytes]:
@@ -87,39 +140,146 @@ class PickleMachine(PickleStream):
         """The values on the stack, split at the marks."""
         return [*self._marks, self.stack]
 
-    def resume(self, runs: list[list[Any]], memo: Memo) -> None:
-        """Go on with what another machine had when it came to damage."""
-        *self._marks, self.stack = runs
-        self.below, self.memo = sum(map(len, self._marks)), memo
+    @property
+    def has_misfits(self) -> bool:
+        """Whether a pickle that was read to its end is one that no pickler writes: bytes are missing in it, or too
+        many.
+        """
+        return self._is_torn or self._frame_end > self.position or self.runs != [[]]
 
     def load(self) -> Any:
         """The inert value of the pickle."""
-        seen = self._seen
         try:
-            while True:
-                self.bounds.step(_STRIDE, self.below + len(self.stack))
-                for run in range(_STRIDE):
-                    if self.place >= len(self.window):
-                        self.refill()
-                    place, window = self.place, self.window
-                    self.place = place + 1
-                    opcode = window[place]
-                    if opcode == _STOP:
-                        self.bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
-                        return self.stack.pop()
-                    seen[opcode] = 1
-                    handler = HANDLERS[opcode] if place + LONGEST <= len(window) else STEPS[opcode]
-                    if handler is None:
-                        raise NoOpcodeError(self.path, opcode, self.position - 1)
-                    handler(self)
-        except PickleEndError as end:
-            end.runs = self.runs
-            raise
+            while not self._run():
+                pass
+            return self.stack.pop()
         except _MALFORMED as error:
             raise UnreadableError(
-                f"{self.path}: the pickle is malformed near offset {self.position} ({type(error).__name__}: {error}); "
-                "fetch the file again"
+                f"{self.path}: the pickle is malformed near offset {self.at} ({_reason(error)}); fetch the file again"
             ) from error
+
+    def _run(self) -> bool:
+        """Run a stride of opcodes, and return whether the pickle came to its STOP.
+
+        A checkpoint's pickle consists nearly entirely of the dozen opcodes that are done in line here: with a call of
+        a handler for each of them, ``check --no-values`` of 10,000 keys takes a third more time."""
+        bounds, memo, unsigned = self.bounds, self.memo, _UNSIGNED
+        call, persist = self.call, self.persistent_load
+        bounds.step(_STRIDE, self._below + len(self.stack))
+        row, first, following = memo.row, memo.first, memo.following
+        window, begin, place, stack, spent = self.window, self._start, self.place, self.stack, 0
+        last = len(window) - _LONGEST
+        try:
+            for run in range(_STRIDE):
+                opcode = window[place] if place <= last else 0
+                # Two halves, and in each the frequent ones first: most opcodes are found by two or three comparisons.
+                if opcode > 0x60:
+                    if opcode == 0x72 or opcode == 0x71:  # LONG_BINPUT, BINPUT
+                        index = unsigned(window, place + 1)[0] if opcode == 0x72 else window[place + 1]
+                        if index == following:
+                            row.append(stack[-1])
+                            following += 1
+                            spent += SLOT
+                        else:
+                            spent += memo.keep(index, stack[-1])
+                            first, following = memo.first, memo.following
+                        place += 5 if opcode == 0x72 else 2
+                        continue
+                    if opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
+                        index = window[place + 1] if opcode == 0x68 else unsigned(window, place + 1)[0]
+                        stack.append(row[index - first] if first <= index < following else memo.recall(index))
+                        place += 2 if opcode == 0x68 else 5
+                        continue
+                    if opcode == 0x74:  # TUPLE
+                        below = self._marks.pop()
+                        made = tuple(stack)
+                        stack = self.stack = below
+                        self._below -= len(stack)
+                        stack.append(made)
+                        spent += getsizeof(made) + 8 - _MARK
+                        place += 1
+                        continue
+                    if opcode == 0x86 or opcode == 0x85:  # TUPLE2, TUPLE1
+                        value = stack.pop()
+                        made = (stack.pop(), value) if opcode == 0x86 else (value,)
+                        stack.append(made)
+                        spent += getsizeof(made) + 8
+                        place += 1
+                        continue
+                    if opcode == 0x89 or opcode == 0x88:  # NEWFALSE, NEWTRUE
+                        stack.append(opcode == 0x88)
+                        place += 1
+                        continue
+                elif opcode == 0x4B:  # BININT1
+                    stack.append(window[place + 1])
+                    place += 2
+                    continue
+                elif opcode == 0x28:  # MARK
+                    spent += _MARK
+                    self._below += len(stack)
+                    self._marks.append(stack)
+                    stack = self.stack = []
+                    place += 1
+                    continue
+                elif opcode == 0x58:  # BINUNICODE
+                    if (stop := place + 5 + unsigned(window, place + 1)[0]) <= last:
+                        text = str(window[place + 5 : stop], "utf-8", "surrogatepass")
+                        stack.append(text)
+                        spent += getsizeof(text) + 8
+                        place = stop
+                        continue
+                elif opcode == 0x52:  # REDUCE
+                    args = stack.pop()
+                    function = stack[-1]
+                    if type(function) is Global and type(args) is tuple:
+                        bounds.hand(args, *args)
+                        stack[-1] = value = call(function, args)
+                        spent += getsizeof(value) + 8
+                    else:
+                        stack[-1] = self.instantiate(function, args)
+                    place += 1
+                    continue
+                elif opcode == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                    place += 1
+                    continue
+                elif opcode == 0x51:  # BINPERSID
+                    stack[-1] = value = persist(stack[-1])
+                    spent += getsizeof(value) + 8
+                    place += 1
+                    continue
+                elif opcode == 0x4D or opcode == 0x4A:  # BININT2, BININT
+                    number = _SHORT(window, place + 1)[0] if opcode == 0x4D else _SIGNED(window, place + 1)[0]
+                    stack.append(number)
+                    spent += getsizeof(number) + 8
+                    place += 3 if opcode == 0x4D else 5
+                    continue
+                # The other opcodes, and all that are too near to the end of what is in memory.
+                self.place = place
+                code = self.byte() if place < len(window) else self._next()
+                if code == _STOP:
+                    bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
+                    return True
+                self._seen[code] = 1
+                handler = _HANDLERS[code]
+                if handler is None:
+                    raise NoOpcodeError(
+                        f"{self.path}: byte {bytes([code])!r} at offset {self.position - 1} is not a pickle opcode;"
+                        " this is not a pickle, or a damaged one",
+                        self.position - 1,
+                    )
+                handler(self)
+                window, begin, place, stack = self.window, self._start, self.place, self.stack
+                last, first, following = len(window) - _LONGEST, memo.first, memo.following
+        finally:
+            self.at = begin + place
+            bounds.spend(spent)
+        self.place = place
+        return False
+
+    def _next(self) -> int:
+        self.refill()
+        return self.byte()
 
     # Stack
     # -----------------------------------------------------------------------------------------------------------------
@@ -139,20 +299,20 @@ class PickleMachine(PickleStream):
     def mark(self) -> None:
         """Begin a new run of values."""
         self.bounds.spend(_MARK)
-        self.below += len(self.stack)
+        self._below += len(self.stack)
         self._marks.append(self.stack)
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
-        """The values since the last mark."""
+        """Take the values since the last mark off the stack."""
         values, self.stack = self.stack, self._marks.pop()
-        self.below -= len(self.stack)
+        self._below -= len(self.stack)
         self.bounds.step(0, 2 * len(values))  # they are about to lie in a container too
         self.bounds.spend(-_MARK)
         return values
 
     def drop(self) -> None:
-        """POP: the top value, or the mark where nothing lies above it."""
+        """POP: the top value, or the mark if no value is above it."""
         if self.stack:
             self.stack.pop()
         else:
@@ -160,16 +320,7 @@ class PickleMachine(PickleStream):
 
     def remember(self, index: int) -> None:
         """Keep the top value under a number."""
-        if taken := self.memo.keep(index, self.stack[-1]):
-            self.bounds.spend(taken)
-
-    def memoize(self) -> None:
-        """Keep the top value under the next number."""
-        self.bounds.spend(self.memo.keep(len(self.memo), self.stack[-1]))
-
-    def recall(self, index: int) -> None:
-        """Push the value that was kept under a number."""
-        self.stack.append(self.memo.recall(index))
+        self.bounds.spend(self.memo.keep(index, self.stack[-1]))
 
     # Objects
     # -----------------------------------------------------------------------------------------------------------------
@@ -177,9 +328,7 @@ class PickleMachine(PickleStream):
     def push_global(self, module: Any, name: Any) -> None:
         """GLOBAL and STACK_GLOBAL: a name, whatever it says."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise UnreadableError(
-                f"{self.path}: a global of the pickle is named by something that is no string; it is damaged or hostile"
-            )
+            raise MalformedError("the name of a global is not a string")
         known = self.globals.get((module, name))
         if known is None:
             self.bounds.spend(_GLOBAL)
@@ -193,27 +342,23 @@ class PickleMachine(PickleStream):
 
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """The inert value of ``function(*args, **kwargs)``."""
-        self.bounds.hand(args)
         if not isinstance(kwargs, dict | None):
-            raise ValueError("keyword arguments that are no dict")
+            raise MalformedError("keyword arguments that are not a dict")
+        bounds = self.bounds
+        bounds.hand(args)
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        self.bounds.hand(*args)
-        if not isinstance(function, Global):
-            if hasattr(function, "build"):
-                raise TypeError("a numpy array is called as a function")
-            cls = (
-                function.cls
-                if isinstance(function, Opaque)
-                else Global(type(function).__module__, type(function).__name__)
-            )
-            name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
-            if isinstance(function, Opaque):  # Python refuses to call plain data, which damaged pickles do
-                self.called.add(f"{cls.module}.{name}")
-            self.bounds.spend(_GLOBAL)
-            return self.bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
-        if kwargs:
-            return self.bounds.make(Opaque(function, args, kwargs))
-        return self.bounds.make(self.call(function, args))
+        bounds.hand(*args)
+        if type(function) is Global:
+            return bounds.make(Opaque(function, args, kwargs) if kwargs else self.call(function, args))
+        if hasattr(function, "build"):
+            raise MalformedError("a numpy array is called as a function")
+        is_opaque = isinstance(function, Opaque)
+        cls = function.cls if is_opaque else Global(type(function).__module__, type(function).__name__)
+        name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
+        if is_opaque:  # Python refuses to call plain data, which damaged pickles do
+            self.called.add(f"{cls.module}.{name}")
+        bounds.spend(_GLOBAL)
+        return bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
 
     def persist(self, pid: Any) -> None:
         """PERSID and BINPERSID: what stands for the storage or class that the file keeps outside of the pickle."""
@@ -244,9 +389,7 @@ class PickleMachine(PickleStream):
             items = target.own_items()
             self.bounds.fill(items, items.extend, values)
         else:
-            raise UnreadableError(
-                f"{self.path}: the pickle appends to a {type(target).__name__}; it is damaged or hostile"
-            )
+            raise MalformedError(f"it appends to a {type(target).__name__}")
 
     def set_all(self, values: list[Any]) -> None:
         """SETITEM, SETITEMS, DICT: pairs into the dict or object on top of the stack."""
@@ -254,11 +397,232 @@ class PickleMachine(PickleStream):
         if isinstance(target, Opaque):
             target = target.own_pairs()
         if not isinstance(target, dict):
-            raise UnreadableError(
-                f"{self.path}: the pickle sets items of a {type(target).__name__}; it is damaged or hostile"
-            )
+            raise MalformedError(f"it sets items of a {type(target).__name__}")
         before, count = getsizeof(target), len(target)
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[key if type(key) is str else self.bounds.key(key, id(target))] = value
         if len(target) != count:
             self.bounds.spend(getsizeof(target) - before)
+
+
+def _reason(error: Exception) -> str:
+    """What was wrong, in words of the pickle and not of the interpreter."""
+    if isinstance(error, MalformedError):
+        return str(error)
+    if isinstance(error, LookupError):
+        return "a value is missing"
+    return "values are of the wrong type"
+
+
+# Opcodes: https://docs.python.org/3/library/pickletools.html
+# ---------------------------------------------------------------------------------------------------------------------
+
+_STOP = ord(".")
+_UNSIGNED, _SHORT, _SIGNED = (struct.Struct(form).unpack_from for form in ("<I", "<H", "<i"))
+
+
+def _name(machine: PickleMachine) -> str:
+    """A part of the name of a global, which is a line."""
+    raw = machine.line()
+    if raw.endswith(b"\r"):
+        raise UnreadableError(
+            f"{machine.path}: the lines of its pickle end in CR LF; it was transferred in text mode: transfer it again "
+            "in binary mode"
+        )
+    return str(python2_text(raw))
+
+
+_ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|[0-7]{1,3}|[^x]|)", re.DOTALL)
+_ESCAPED = dict(
+    zip(b"abfnrtv\\'\"\n", (b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b"\\", b"'", b'"', b""), strict=True)
+)
+
+
+def _quoted(raw: bytes) -> bytes:
+    """The bytes of a quoted string of Python 2."""
+    raw = raw.strip()
+    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
+        raise MalformedError("a string without quotes")
+    return _ESCAPE.sub(_unescaped, raw[1:-1])
+
+
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    """The bytes of an escape in a string of Python 2; Python leaves one that it does not know as it is."""
+    sign = escape[1]
+    if not sign:
+        raise MalformedError("an escape that is cut short")
+    if sign[:1] == b"x":
+        return bytes([int(sign[1:], 16)])
+    if sign[:1] in b"01234567":
+        return bytes([int(sign, 8) & 0xFF])
+    return _ESCAPED.get(sign[0], escape[0])
+
+
+def _string(machine: PickleMachine, raw: bytes) -> None:
+    """A string of Python 2."""
+    text = python2_text(raw)
+    machine.is_unicode = machine.is_unicode and (raw.isascii() or isinstance(text, Utf8Text))
+    machine.push_new(text)
+
+
+def _integer(raw: bytes) -> int | bool:
+    if raw in (b"00", b"01"):
+        return raw == b"01"
+    digits = raw.rstrip(b"L")
+    if len(digits) > _NUMBER_DIGITS:
+        raise MalformedError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _set_protocol(machine: PickleMachine) -> None:
+    machine.protocol = machine.unsigned(1)
+    if machine.protocol > 5:
+        raise UnreadableError(
+            f"{machine.path}: pickle protocol {machine.protocol} is not known; this is not a pickle, or a damaged one"
+        )
+
+
+def _frame(machine: PickleMachine) -> None:
+    """A hint for readers that block: how many bytes of opcodes follow. Frames end where opcodes do."""
+    machine._is_torn = machine._is_torn or machine._frame_end >= machine.position
+    size = machine.unsigned(8)
+    machine._frame_end = machine.position + size
+
+
+def _obj(machine: PickleMachine) -> Any:
+    values = machine.pop_mark()
+    return machine.instantiate(values[0], tuple(values[1:]))
+
+
+def _inst(machine: PickleMachine) -> Any:
+    module, name = _name(machine), _name(machine)
+    args = tuple(machine.pop_mark())
+    machine.push_global(module, name)
+    return machine.instantiate(machine.pop(), args)
+
+
+def _new_object(machine: PickleMachine, with_kwargs: bool) -> Any:
+    kwargs = machine.pop() if with_kwargs else None
+    args = machine.pop()
+    return machine.instantiate(machine.pop(), args, kwargs)
+
+
+def _stack_global(machine: PickleMachine) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.push_global(module, name)
+
+
+def _set_item(machine: PickleMachine) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.bounds.step(2, 0)  # it takes as long as three others
+    machine.set_all([key, value])
+
+
+def _dict(machine: PickleMachine) -> None:
+    values = machine.pop_mark()
+    machine.push_new({})
+    machine.set_all(values)
+
+
+def _tuple(machine: PickleMachine, count: int) -> tuple[Any, ...]:
+    return tuple(reversed([machine.pop() for _ in range(count)]))
+
+
+def _decode(width: int, decode: Callable[[bytes], Any]) -> Callable[[PickleMachine], None]:
+    return lambda machine: machine.push_new(decode(machine.take(machine.unsigned(width))))
+
+
+def _utf8(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _buffer(machine: PickleMachine) -> None:
+    raise UnreadableError(
+        f"{machine.path}: the pickle keeps its buffers outside the file (protocol 5, out of band); they are not here"
+    )
+
+
+_OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
+    b"\x80": _set_protocol,
+    b"\x95": _frame,
+    b"(": lambda m: m.mark(),
+    b"0": lambda m: m.drop(),
+    b"1": lambda m: m.pop_mark(),
+    b"2": lambda m: m.push(m.stack[-1]),
+    # Plain values
+    b"N": lambda m: m.push(None),
+    b"\x88": lambda m: m.push(True),
+    b"\x89": lambda m: m.push(False),
+    b"K": lambda m: m.push(m.byte()),
+    b"M": lambda m: m.push_new(m.unsigned(2)),
+    b"J": lambda m: m.push_new(_signed(m.take(4))),
+    b"I": lambda m: m.push_new(_integer(m.line())),
+    b"L": lambda m: m.push_new(_integer(m.line())),
+    b"\x8a": _decode(1, _signed),
+    b"\x8b": _decode(4, _signed),
+    b"F": lambda m: m.push_new(float(m.line())),
+    b"G": lambda m: m.push_new(struct.unpack(">d", m.take(8))[0]),
+    b"S": lambda m: _string(m, _quoted(m.line())),
+    b"T": lambda m: _string(m, m.take(m.unsigned(4))),
+    b"U": lambda m: _string(m, m.take(m.byte())),
+    b"V": lambda m: m.push_new(m.line().decode("raw-unicode-escape")),
+    b"X": _decode(4, _utf8),
+    b"\x8c": _decode(1, _utf8),
+    b"\x8d": _decode(8, _utf8),
+    b"B": _decode(4, bytes),
+    b"C": _decode(1, bytes),
+    b"\x8e": _decode(8, bytes),
+    b"\x96": _decode(8, bytearray),
+    b"\x97": _buffer,
+    b"\x98": _buffer,
+    # Containers
+    b")": lambda m: m.push(()),
+    b"\x85": lambda m: m.push_new(_tuple(m, 1)),
+    b"\x86": lambda m: m.push_new(_tuple(m, 2)),
+    b"\x87": lambda m: m.push_new(_tuple(m, 3)),
+    b"t": lambda m: m.push_new(tuple(m.pop_mark())),
+    b"]": lambda m: m.push_new([]),
+    b"l": lambda m: m.push_new(m.pop_mark()),
+    b"a": lambda m: m.append_all([m.pop()]),
+    b"e": lambda m: m.append_all(m.pop_mark()),
+    b"}": lambda m: m.push_new({}),
+    b"d": _dict,
+    b"s": _set_item,
+    b"u": lambda m: m.set_all(m.pop_mark()),
+    b"\x8f": lambda m: m.push_new(set()),
+    b"\x90": lambda m: m.append_all(m.pop_mark()),
+    b"\x91": lambda m: m.push_new(frozenset(m.bounds.keys(m.pop_mark()))),
+    # Memo
+    b"p": lambda m: m.remember(_integer(m.line())),
+    b"q": lambda m: m.remember(m.byte()),
+    b"r": lambda m: m.remember(m.unsigned(4)),
+    b"\x94": lambda m: m.remember(len(m.memo)),
+    b"g": lambda m: m.push(m.memo.recall(_integer(m.line()))),
+    b"h": lambda m: m.push(m.memo.recall(m.byte())),
+    b"j": lambda m: m.push(m.memo.recall(m.unsigned(4))),
+    # Objects
+    b"c": lambda m: m.push_global(_name(m), _name(m)),
+    b"\x93": _stack_global,
+    b"R": lambda m: m.reduce(),
+    b"b": lambda m: m.build(),
+    b"i": lambda m: m.push(_inst(m)),
+    b"o": lambda m: m.push(_obj(m)),
+    b"\x81": lambda m: m.push(_new_object(m, with_kwargs=False)),
+    b"\x92": lambda m: m.push(_new_object(m, with_kwargs=True)),
+    b"\x82": lambda m: m.push_global("copyreg", f"extension {m.unsigned(1)}"),
+    b"\x83": lambda m: m.push_global("copyreg", f"extension {m.unsigned(2)}"),
+    b"\x84": lambda m: m.push_global("copyreg", f"extension {m.unsigned(4)}"),
+    b"P": lambda m: m.persist(str(python2_text(m.line()))),
+    b"Q": lambda m: m.persist(m.pop()),
+}
+_HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
+
+_WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr\x80")
+"""The opcodes that ``torch.load(weights_only=True)`` knows beside STOP: those of protocol 2, and EMPTY_SET
+(``torch/_weights_only_unpickler.py``).
+"""
+_REFUSED = [code for code, handler in enumerate(_HANDLERS) if handler is not None and code not in _WEIGHTS_ONLY]

@@ -113,8 +113,6 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
     """
     try:
         yield
-    except HostileError:
-        raise
     except UnreadableError as error:
         payload = [fact.data["name"] for fact in payload_remarks(names) if fact.kind is Kind.PAYLOAD]
         if not payload:

@@ -1,4 +1,4 @@
-"""The bytes of a pickle, taken one after another, from memory or from a file.
+"""The bytes of a pickle, taken one after another, from memory or from a file, and the strings of Python 2 in it.
 
 Sizes in the stream are claims: nothing is taken before it is known to be there."""
 
@@ -6,10 +6,30 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ckptfix.reading.pickles.unfinished import PickleEndError
+from ckptfix.errors import UnreadableError
 
 _WINDOW = 1 << 16
 """Bytes of a file that are read at a time."""
+
+
+class MalformedError(ValueError):
+    """A value of a pickle is not what its place asks for. The message is a noun phrase for the user."""
+
+
+class BrokenPickleError(UnreadableError):
+    """The opcodes of a pickle go wrong at ``position``."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class PickleEndError(BrokenPickleError):
+    """The stream ends there."""
+
+
+class NoOpcodeError(BrokenPickleError):
+    """The stream goes on with a byte that means nothing."""
 
 
 class Bytes(Protocol):
@@ -21,9 +41,10 @@ class Bytes(Protocol):
 
 
 class PickleStream:
-    """Takes the bytes of ``data`` from ``position`` on. Raises ``PickleEndError`` where there are no more.
+    """Takes the bytes of ``data`` from ``position`` on. Raises ``PickleEndError`` if there are not enough.
 
-    ``window`` are those that are at hand, all of them or so many of a file, and ``place`` is the next one of them."""
+    ``window`` holds the bytes in memory, which are all of them or a part of a file, and ``place`` is the index of the
+    next one."""
 
     def __init__(self, data: Bytes, path: str, position: int) -> None:
         self.path = path
@@ -78,3 +99,28 @@ class PickleStream:
                 f"{self.path}: a line of the pickle does not end; the file is cut short: fetch it again", self.position
             )
         return self.take(end + 1 - self.position)[:-1]
+
+
+class Utf8Text(str):
+    """A string of Python 2 that is UTF-8 and not ASCII."""
+
+    __slots__ = ()
+
+
+def python2_text(raw: bytes) -> str:
+    """Return the text of a string of Python 2, which is bytes and may or may not have been text.
+
+    ``torch.load`` decodes all of them as UTF-8 and refuses a file in which one is not, so text that is UTF-8 gives the
+    names that torch gives, as ``Utf8Text``. Anything else is read as Latin-1, which keeps every byte: the bytes of
+    numpy arrays are such strings too."""
+    if not raw.isascii():
+        try:
+            return Utf8Text(raw, "utf-8")
+        except UnicodeDecodeError:
+            pass
+    return raw.decode("latin-1")
+
+
+def raw_bytes(text: str, errors: str = "strict") -> bytes:
+    """Return the bytes of a string of Python 2. Raises ``UnicodeEncodeError`` if the text is not one."""
+    return text.encode("utf-8" if isinstance(text, Utf8Text) else "latin-1", errors)

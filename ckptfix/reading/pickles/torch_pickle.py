@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.bytes.limits import STORAGE, Bounds, shown
 from ckptfix.bytes.sources import SwappedBytes
@@ -18,8 +18,7 @@ from ckptfix.reading.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import PickleMachine
 from ckptfix.reading.pickles.payload import name_calls
-from ckptfix.reading.pickles.stream import Bytes
-from ckptfix.reading.pickles.unfinished import has_misfits, is_suspicious
+from ckptfix.reading.pickles.stream import Bytes, MalformedError
 
 _TEXT_ID = re.compile(
     r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
@@ -39,30 +38,47 @@ NESTING_LIMIT = 4
 """How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
 
 
+ReadNested = Callable[[bytes, str, int, Bounds], tuple[Any, set[str]]]
+"""Reads a whole file of torch.save inside a pickle, from its bytes, the outer file's path, the depth of nesting and the
+outer file's limits; returns its root object and the globals that it names."""
+
+
+class End(NamedTuple):
+    """How a pickle ended: the values left on the stack, split at the marks, the offset of the last opcode, whether no
+    pickler writes such a pickle, and whether numbers of its memo were passed over, which some picklers do.
+    """
+
+    runs: list[list[Any]]
+    at: int
+    has_misfits: bool
+    has_gaps: bool
+
+
 class StoragePickle:
     """Runs the pickles of one file.
 
-    ``find_storage(key, nbytes, device)`` gives the storage of a persistent id; it is asked once for each key. ``names``
-    gathers every global that the pickles of the file name, and once more with ``()`` behind it those that they call to
-    run something. ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their
-    strings of Python 2 are UTF-8, ``is_suspicious`` and ``has_misfits`` what the last one tells (``unfinished``),
-    ``big_endian`` that the storages are from such a machine. ``bounds`` is the account of the file, one for all of its
-    pickles."""
+    ``find_storage(key, nbytes, device)`` returns the storage of a persistent id; it is asked once for each key.
+    ``read_nested`` reads files of torch.save inside the pickle; without it they are refused. ``names`` gathers every
+    global that the pickles of the file name, and once more with ``()`` appended those that they call to run something.
+    ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their strings of
+    Python 2 are UTF-8, ``end`` how the last one ended. With ``big_endian``, the storages are of such a
+    machine. ``bounds`` limits all pickles of the file together."""
 
     def __init__(
         self,
         path: str,
         find_storage: Callable[[str, int, str], Storage],
         bounds: Bounds,
+        read_nested: ReadNested | None = None,
         nesting: int = 0,
         big_endian: bool = False,
     ) -> None:
         self.path, self.big_endian = path, big_endian
         self.names: set[str] = set()
-        self.table = InertTable(path, partial(_read_nested, path, nesting, bounds, self.names))
+        self.table = InertTable(path, partial(_nested, path, read_nested, nesting, bounds, self.names))
         self.protocol = 0
         self.is_plain, self.is_unicode = True, True
-        self.is_suspicious = self.has_misfits = False
+        self.end = End([[]], 0, False, False)
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._classes: dict[Global, str] = {}
@@ -71,27 +87,20 @@ class StoragePickle:
 
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
         """The inert value of the pickle at ``position`` and the position behind it."""
-        machine = self.machine(data, position, self._bounds)
+        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
         try:
             value = machine.load()
         finally:
-            self.note(machine)
+            self.names.update(str(name) for name in machine.globals.values())
+            self.names.update(self.table.derived)
+            self.names.update(name_calls(machine.called | self.table.called))
+            self._bounds.names |= self.names
+            self.protocol = max(self.protocol, machine.protocol)
+            has_gaps = machine.protocol < 4 and bool(machine.memo.far)
+            self.end = End(machine.runs, machine.at, machine.has_misfits, has_gaps)
         self.is_plain = self.is_plain and not machine.unsupported
         self.is_unicode = self.is_unicode and machine.is_unicode
-        self.is_suspicious, self.has_misfits = is_suspicious(machine), has_misfits(machine)
         return value, machine.position
-
-    def machine(self, data: Bytes, position: int, bounds: Bounds) -> PickleMachine:
-        """A machine for the pickle at ``position``."""
-        return PickleMachine(data, self.path, self.table.call, self._persistent, position, bounds)
-
-    def note(self, machine: PickleMachine) -> None:
-        """Take over which globals a machine came to, whether it came to the end or not."""
-        self.names.update(str(name) for name in machine.globals.values())
-        self.names.update(self.table.derived)
-        self.names.update(name_calls(machine.called | self.table.called))
-        self._bounds.names |= self.names
-        self.protocol = max(self.protocol, machine.protocol)
 
     def protocol_remarks(self, where: str) -> list[Fact]:
         """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
@@ -106,10 +115,10 @@ class StoragePickle:
         if kind == "module" and isinstance(cls, Global):
             return cls
         if kind != "storage":
-            raise ValueError(f"persistent id of kind {shown(kind)}")
+            raise MalformedError(f"persistent id of kind {shown(kind)}")
         key, device, numel, *view = rest
         if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
-            raise ValueError("a storage that is named by neither text nor number")
+            raise MalformedError("a storage that is named by neither text nor number")
         dtype = self._classes.get(cls) if type(cls) is Global else None
         if dtype is None:
             dtype = self._storage_class(cls)
@@ -144,7 +153,7 @@ class StoragePickle:
 
         view_key, offset, size = view
         if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
-            raise ValueError("a view of a storage that is placed by no number")
+            raise MalformedError("a view of a storage that is placed by no number")
         name, itemsize = f"{key}:{view_key}", DTYPES[dtype].itemsize
         root = self.storages[key]
         if (offset + size) * itemsize > root.nbytes or offset < 0 or size < 0:
@@ -165,14 +174,15 @@ class StoragePickle:
         return Storage(storage.key, SwappedBytes(storage.source, width), storage.device, parts=(storage,))
 
 
-def _read_nested(path: str, nesting: int, bounds: Bounds, names: set[str], data: bytes) -> Any:
+def _nested(
+    path: str, read_nested: ReadNested | None, nesting: int, bounds: Bounds, names: set[str], data: bytes
+) -> Any:
     """The object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a while."""
-    if nesting >= NESTING_LIMIT:
+    if read_nested is None or nesting >= NESTING_LIMIT:
         raise HostileError(
-            f"{path}: files of torch.save lie inside each other {NESTING_LIMIT} deep; do not use this file"
+            f"{path}: a file of torch.save inside its pickle, "
+            f"{f'{NESTING_LIMIT} levels deep' if nesting else 'where none belongs'}; do not use this file"
         )
-    from ckptfix.reading.pickles.nested import read_nested
-
     root, more = read_nested(data, path, nesting + 1, bounds)
     names.update(more)
     return root
@@ -184,6 +194,6 @@ def _id_of_text(text: str) -> tuple[Any, ...]:
         return "module", Global(module["module"], module["name"])
     found = _TEXT_ID.fullmatch(text)
     if found is None:
-        raise ValueError(f"persistent id {shown(text)}")
+        raise MalformedError(f"persistent id {shown(text)}")
     view = (found["view"], int(found["offset"]), int(found["size"])) if found["view"] is not None else None
     return "storage", Global(found["module"], found["name"]), found["key"], found["device"], int(found["numel"]), view

@@ -1,48 +1,109 @@
-"""A pickle that ends before its STOP: what of its object was whole by then.
+"""A plain pickle that is damaged: what of its object is whole before the damage.
 
-A pickle makes a dict or list first and fills it afterwards: in protocol 0 item by item, later in runs behind a mark.
-When the stream ends, the items of every open run wait on the stack. They are put where they belong; the last one may
-still be under way, and is left out where that shows."""
+A pickle makes a dict or list first and fills it afterwards: in protocol 0 item by item, later in runs after a mark.
+When the opcodes go wrong, the items of every open run wait on the stack. They are put where they belong; the last one
+may be incomplete, and is left out if that shows.
+
+A pickle has no checksum. Missing or surplus bytes show when the opcodes go wrong, and that may be after the place of
+the damage: the bytes of a tensor are taken by their number, and swallow what follows. Picklers keep every string of
+bytes under a number right after it, so one that is not, in a pickle that keeps the others, ends in the wrong place."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import io
+import pickletools
+import warnings
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from ckptfix.bytes.limits import bounded_keys
 from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.tree import holds_tensors
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.pickles.arrays import NumpyArray
-
-if TYPE_CHECKING:
-    from ckptfix.reading.pickles.machine import PickleMachine
-
+from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
+from ckptfix.reading.pickles.torch_pickle import StoragePickle
 
 _MODULE = frozenset({"_parameters", "_buffers", "_modules"})
 """What a module has of its weights and of the modules in it, in this order."""
 
+_NOTHING = Global("", "")
+"""What no value is."""
 
-class PickleEndError(UnreadableError):
-    """The stream ends inside of a pickle. ``runs`` are the values on its stack, split at the marks."""
+_LONG = 16
+"""Bytes of a value that may be the data of a tensor."""
 
-    def __init__(self, message: str, position: int) -> None:
-        super().__init__(message)
-        self.position = position
-        self.runs: list[list[Any]] = []
+_DATA = frozenset({
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINUNICODE", "BINUNICODE8", "UNICODE", "BINSTRING",
+    "STRING",
+})  # fmt: skip
+_KEEPS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 
 
-class NoOpcodeError(UnreadableError):
-    """The stream goes on at ``position`` with a byte that means nothing."""
+class Before(NamedTuple):
+    """What is whole before the damage at a byte; ``key`` is the name of the value that the damage is in, and
+    ``has_more`` says whether tensors may have followed it.
+    """
 
-    def __init__(self, path: str, byte: int, position: int) -> None:
-        super().__init__(
-            f"{path}: byte {bytes([byte])!r} at offset {position} is no pickle opcode; this is no pickle or a damaged "
-            "one"
-        )
-        self.position = position
+    root: Any
+    damage: int
+    key: str | None
+    has_more: bool
+
+
+def first_break(data: bytes) -> tuple[int, int] | None:
+    """Where a string of bytes begins and ends that is not kept under a number, in a pickle that keeps the others."""
+    strings = _long_strings(data)
+    unkept = [(start, stop) for start, stop, is_kept in strings if not is_kept]
+    return unkept[0] if unkept and len(strings) > 3 * len(unkept) else None
+
+
+def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
+    """The values of a pickle that may be the data of tensors: start, end, and whether the pickle keeps it."""
+    stream = io.BytesIO(data)
+    found: list[tuple[int, int, bool]] = []
+    begin = None  # of a long string, while it is not known whether it is kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # escapes that no string has by right
+        try:
+            for opcode, value, place in pickletools.genops(stream):
+                if begin is not None:
+                    found.append((begin, place or 0, opcode.name in _KEEPS))
+                is_long = opcode.name in _DATA and isinstance(value, (str, bytes, bytearray)) and len(value) >= _LONG
+                begin = place if is_long else None
+        except (ValueError, OverflowError):
+            if begin is not None:
+                found.append((begin, stream.tell(), False))
+    return found
+
+
+def read_before(pickles: StoragePickle, data: bytes) -> Before | None:
+    """Return what is whole of a damaged plain pickle; None if no tensor is, or nothing shows where the damage is."""
+    unkept = first_break(data)
+    try:
+        pickles.run(data if unkept is None else data[: unkept[1]])
+    except UnreadableError:
+        runs, at = pickles.end.runs, pickles.end.at
+        key = _unfinished_key(runs)
+        root = fold(runs, pickles.path)
+        if holds_tensors(root) or next(arrays_in(root), None) is not None:
+            has_more = len(runs) > 1 or len(runs[0]) > 1  # else the pickle lacks only its STOP
+            return Before(root, at if unkept is None else unkept[0], key, has_more)
+    return None
+
+
+def _unfinished_key(runs: list[list[Any]]) -> str | None:
+    """The key of the innermost dict whose value is not whole. In a module it is only a part of the tensor's name."""
+    if any(isinstance(value, str) and value in _MODULE for run in runs for value in run):
+        return None
+    for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
+        if outer and isinstance(outer[-1], dict):
+            pairs = zip_longest(run[::2], run[1::2], fillvalue=_NOTHING)
+            return next((key for key, value in pairs if isinstance(key, str) and not _is_whole(value)), None)
+    return None
 
 
 def fold(runs: list[list[Any]], path: str) -> Any:
-    """The dict, list or object at the bottom of the stack with all that was whole in it; None where there is none."""
+    """The dict, list or object at the bottom of the stack with all that was whole in it; None if there is none."""
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
         _settle(run)
         if outer:
@@ -66,30 +127,18 @@ def _settle(run: list[Any]) -> None:
 def _fill(target: Any, values: list[Any], path: str) -> None:
     """Put the whole values of an open run into what it is for. Those of a tuple or of a call are lost with it."""
     if isinstance(target, list):
-        target.extend(value for value in values if is_whole(value))
+        target.extend(value for value in values if _is_whole(value))
     elif isinstance(target, dict):
         for key, value in zip(values[::2], values[1::2], strict=False):
             parts = key if isinstance(key, tuple) else (key,)
-            if not all(isinstance(part, (str, int)) for part in parts) or not is_whole(value):
+            if not all(isinstance(part, (str, int)) for part in parts) or not _is_whole(value):
                 return
             bounded_keys([key], path)
             target[key] = value
 
 
-def is_whole(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     """Whether nothing more is to be expected for a value: no arguments for a class, and no state for its object."""
     if isinstance(value, NumpyArray):
         return value.dtype is not None
     return not isinstance(value, Global) and not (isinstance(value, Opaque) and not value.args and not value.state)
-
-
-def is_suspicious(machine: PickleMachine) -> bool:
-    """Whether a pickle that was read to its end looks as if bytes were missing in it, or too many: a frame goes on,
-    values are left that nobody took, or numbers were passed over, which some picklers do by right.
-    """
-    return has_misfits(machine) or (machine.protocol < 4 and bool(machine.memo.far))
-
-
-def has_misfits(machine: PickleMachine) -> bool:
-    """Whether a pickle that was read to its end is one that no pickler writes."""
-    return machine.is_torn or machine.frame_end > machine.position or machine.runs != [[]]

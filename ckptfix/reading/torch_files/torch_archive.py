@@ -105,7 +105,7 @@ class Reading:
                     return self.storage(key, name, name, nbytes, device)
             return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
 
-        return StoragePickle(self.archive.path, find, self.archive.bounds, nesting, self.is_big_endian)
+        return StoragePickle(self.archive.path, find, self.archive.bounds, _read_nested, nesting, self.is_big_endian)
 
     @cached_property
     def is_big_endian(self) -> bool:
@@ -116,8 +116,6 @@ class Reading:
             return False
         try:
             word = self.member("byteorder", 16).strip()
-        except HostileError:
-            raise
         except UnreadableError:
             self.faults.append(Fact(Kind.BYTEORDER_LOST))
             return False
@@ -156,6 +154,13 @@ class Reading:
         return [*_some(self.faults, Kind.MEMBERS_DAMAGED), *_some(self.torn, Kind.STORAGES_LACKING)]
 
 
+def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
+    """A file of torch.save inside the pickle; few archives have one, and its reader is not imported for the others."""
+    from ckptfix.reading.torch_files.torch_legacy import read_nested
+
+    return read_nested(data, path, nesting, bounds)
+
+
 def _some(causes: list[Fact], rest: Kind) -> list[Fact]:
     more = len(causes) - NAMED_LIMIT
     return causes[:NAMED_LIMIT] + ([Fact.of(rest, more=more)] if more > 0 else [])
@@ -187,8 +192,6 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
     """What ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
     try:
         return pickles.run(data)
-    except HostileError:
-        raise
     except UnreadableError as error:
         if not reading.faults:
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.bytes.limits import shown
+from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, LateBytes
 from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, unfilled_from, zero_tail
 from ckptfix.core.dtypes import DTYPES
@@ -17,11 +17,11 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.tree import tensors_in
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
-from ckptfix.reading.pickles.unfinished import NoOpcodeError, PickleEndError
 from ckptfix.reading.torch_files.plain_pickle import read_damaged, read_whole
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.modules import is_module, module_state_dict
@@ -41,11 +41,9 @@ def read(content: Content, nesting: int = 0) -> Document:
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
         return Storage(key, LateBytes(nbytes), device)
 
-    pickles = StoragePickle(content.path, find_storage, content.bounds, nesting)
+    pickles = StoragePickle(content.path, find_storage, content.bounds, read_nested, nesting)
     try:
         root, position = pickles.run(content.buffer)
-    except HostileError:
-        raise
     except UnreadableError as error:
         zeros = filled_end(content)
         if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
@@ -82,6 +80,20 @@ def read(content: Content, nesting: int = 0) -> Document:
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
             remarks.append(Fact(Kind.LAST_STORAGE, str(keys[-1])))
     return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
+
+
+def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
+    """The root object of a file of torch.save inside a pickle (``torch.storage._load_from_bytes``), as ``pickle.dump``
+    of a tensor writes it, and the globals that its pickles name. It counts against the limits of the outer file.
+
+    torch has always written such a file in the legacy format."""
+    document = read(Content(path, data, account=bounds), nesting)
+    if any(remark.kind is Kind.TRAILING_BYTES for remark in document.remarks):
+        raise UnreadableError(
+            f"{path}: a file of torch in its pickle has more bytes than its storages take: the file is damaged; fetch "
+            "it again"
+        )
+    return document.root, document.names
 
 
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:

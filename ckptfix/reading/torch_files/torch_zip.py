@@ -182,7 +182,7 @@ class Archive:
             return ""
         try:
             word = read_member(self, name, _LONGEST)
-        except UnreadableError:
+        except (UnreadableError, HostileError):
             return f"the member {name}, which cannot be read"
         return "" if _WORDS[name].fullmatch(word) else f"the {name} {shown(word)}"
 

@@ -143,8 +143,6 @@ def _classes(reading: Reading) -> dict[str, ScriptClass]:
             continue
         try:
             source = reading.member(name, _SOURCE_LIMIT).decode("utf-8", "replace")
-        except HostileError:
-            raise
         except UnreadableError:
             reading.faults.append(Fact(Kind.MEMBER_PACKED, name))
             continue

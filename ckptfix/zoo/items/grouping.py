@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfix.bytes.sources import Content
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, Numbering, parse_index
 from ckptfix.zoo.items.sniffing import HEAD, Looks, by_name
 from ckptfix.zoo.places import Entry, Place
@@ -139,7 +139,7 @@ def indexed(place: Place, index: Entry, files: Files) -> Item | None:
     content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
     try:
         named = parse_index(content).files
-    except UnreadableError:
+    except (UnreadableError, HostileError):
         return None
     sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
     paths = (posixpath.normpath(posixpath.join(folder, name)) for name in named)  # one may lead out of the zoo

@@ -33,7 +33,7 @@ def perform(job: Job, scratch: Path) -> Done:
     workplace = Workplace(scratch, job.number)
     try:
         done = _perform(job, workplace)
-    except (UnreadableError, UsageError) as error:
+    except (UnreadableError, HostileError, UsageError) as error:
         done = _refused(job, error, workplace)
     except CkptfixError as error:
         done = replace(_refused(job, error, workplace), is_exhausted=_is_of_memory(error))
@@ -67,7 +67,7 @@ def _perform(job: Job, workplace: Workplace) -> Done:
     with on_this_machine(source, job.item, workplace.file(SOURCE)) as path:
         try:
             done = _done(job, path, destination, workplace)
-        except (UnreadableError, UsageError) as error:
+        except (UnreadableError, HostileError, UsageError) as error:
             done = _refused(job, error, workplace, path)
         if job.item.fault is None and source.root is not None:  # what was fetched is known to be what was listed
             for entry in job.item.entries:
@@ -88,8 +88,6 @@ def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Don
         return adopted(job, path, destination, workplace)
     try:
         return treated(job, path, workplace)
-    except HostileError:
-        raise
     except UnreadableError:
         if job.item.is_doubtful:
             return mirrored(job, path, workplace)

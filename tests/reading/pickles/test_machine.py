@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import collections
+import io
 import pickle
+import random
+import zipfile
 from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import CkptfixError, UnreadableError
+from ckptfix.reading.archives.windows import WindowBuffer
 from ckptfix.reading.pickles.inert import InertTable
-from ckptfix.reading.pickles.machine import PickleMachine
+from ckptfix.reading.pickles.machine import FAR, Memo, PickleMachine
+from ckptfix.reading.pickles.stream import Bytes
 
 
 def run(data: bytes, position: int = 0) -> tuple[Any, PickleMachine]:
@@ -36,6 +43,128 @@ PLAIN = {
     "ordered": OrderedDict([("z", 1), ("a", 2)]),
     "complex": 1 - 2j,
 }
+
+
+ROWS = {f"layer{index}.weight": [index, -index, 70000 * index, (index,), (1, 2), (1, 2, 3)] for index in range(300)}
+PICKLES = {
+    "nothing": pickle.dumps(None, 2),
+    "rows, with far places in the memo": pickle.dumps(ROWS, 2),
+    "a shared list, recalled from near and far": pickle.dumps([shared := ["x"], ROWS, shared, shared], 2),
+    "calls": pickle.dumps([OrderedDict(a=1), {1, 2}, frozenset((3,)), complex(1, 2)], 2),
+    "texts that are no UTF-8": pickle.dumps(["\ud800", "é" * 70], 2),
+    "a memo that begins at 1, as in Python 2": b"\x80\x02]q\x01(h\x01X\x01\0\0\0aq\x02h\x02e.",
+    "a memo that begins far away": b"\x80\x02]r\xe8\x03\0\0(j\xe8\x03\0\0X\x01\0\0\0ar\xe7\x03\0\0j\xe7\x03\0\0e.",
+    "a place that is written again": b"\x80\x02K\x01q\0K\x02q\0h\0.",
+    "a call of what is no global": b"\x80\x02K\x01)R.",
+    "a call with a list": b"\x80\x02ccollections\nOrderedDict\n]R.",
+    **{f"protocol {protocol}": pickle.dumps(["a\nb", 1.5, -1, None, ROWS], protocol) for protocol in range(6)},
+}
+
+
+def torch_pickle() -> bytes:
+    """The pickle of tensors of every rank, with numbers of every width."""
+    shapes = ((), (0,), (7,), (1, 3), (2, 300), (70000,), (2, 3, 4), (2, 1, 3, 5))
+    file = io.BytesIO()
+    torch.save({f"{turn}.{shape}": torch.zeros(shape) for turn in range(8) for shape in shapes}, file)
+    return zipfile.ZipFile(file).read("archive/data.pkl")
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the machine a file of which one byte at a time is in memory, so that no opcode is done in line."""
+    monkeypatch.setattr("ckptfix.reading.pickles.stream._WINDOW", 1)
+
+
+def outcome(data: Bytes, limit: int | None = None) -> tuple[str, int | None, int, str]:
+    """What the machine makes of a pickle: the value, where it ends, what is left of the limits, and the error."""
+    bounds = Bounds("f.pth", len(data))
+    if limit is not None:
+        bounds.left = limit
+    machine = PickleMachine(data, "f.pth", InertTable("f.pth", lambda nested: nested).call, repr, 0, bounds)
+    try:
+        return repr(machine.load()), machine.position, bounds.left, ""
+    except CkptfixError as error:
+        return "", None, bounds.left if limit is None else 0, f"{type(error).__name__}: {error}"
+
+
+def in_parts(data: bytes) -> WindowBuffer:
+    return WindowBuffer(b"in front" + data + b"behind", 8, 8 + len(data))
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("data", [*PICKLES.values(), torch_pickle()], ids=[*PICKLES, "tensors"])
+def test_opcodes_in_line_do_what_their_handlers_do(data: bytes) -> None:
+    for whole in (data, data[:-1], data[: len(data) // 2], data[:-1] + b"\xff"):
+        assert outcome(in_parts(whole)) == outcome(whole)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_a_damaged_pickle_ends_alike() -> None:
+    rng = random.Random(0)
+    pickles = [*PICKLES.values(), torch_pickle()[:400]]
+    for _ in range(1500):
+        data = bytearray(rng.choice(pickles)[:400])
+        data[rng.randrange(len(data))] = rng.choice((*b"(tRQq)hX\x85\x86\x87KMJrj\x88\x89N", rng.randrange(256)))
+        assert outcome(in_parts(bytes(data))) == outcome(bytes(data)), bytes(data)
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("limit", [0, 50, 500, 5000])
+def test_the_limits_end_alike(limit: int) -> None:
+    data = PICKLES["rows, with far places in the memo"]
+    assert outcome(data, limit)[3].startswith("HostileError")
+    assert outcome(in_parts(data), limit) == outcome(data, limit)
+
+
+LEAKS = {
+    "a call without arguments": b"\x80\x02R.",
+    "a call of a number": b"\x80\x02K\x01)R.",
+    "an empty stack": b"0.",
+    "a rebuild function without a tensor": b"\x80\x02ctorch._utils\n_rebuild_parameter\n)R.",
+    "a rebuild function with too much": b"\x80\x02ctorch._utils\n_rebuild_tensor\n(NNNNNNNtR.",
+    "items of a number": b"\x80\x02K\x01(K\x01K\x02u.",
+    "a value that was never kept": b"\x80\x02h\x05.",
+    "pairs without a value": b"\x80\x02}(K\x01u.",
+    "a set of lists": b"\x80\x04\x8f(]\x90.",
+}
+
+
+@pytest.mark.parametrize("data", LEAKS.values(), ids=LEAKS)
+def test_messages_speak_of_the_pickle_and_not_of_python(data: bytes) -> None:
+    error = outcome(data)[3]
+    assert error == "" or "pickle" in error
+    assert not any(word in error for word in ("pop from", "positional", "takes ", "index out", "unhashable", "zip()"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_without_a_gap_lie_in_a_row(first):
+    memo = Memo()
+    for index in range(first, 1000):
+        assert memo.keep(index, index) == SLOT
+        assert memo.keep(index, index) == 0
+    assert [memo.recall(index) for index in range(first, 1000)] == list(range(first, 1000))
+
+
+def test_a_large_number_costs_no_more_than_a_small_one():
+    memo = Memo()
+    assert memo.keep(1 << 32, "far") == FAR
+    assert memo.keep(1 << 32, "again") == 0
+    assert memo.recall(1 << 32) == "again"
+
+
+@given(st.lists(st.tuples(st.integers(-2, 12), st.integers())))
+def test_the_memo_is_a_dict(kept):
+    memo, model = Memo(), {}
+    for index, value in kept:
+        memo.keep(index, value)
+        model[index] = value
+        assert len(memo) == len(model)
+    for index in range(-3, 14):
+        if index in model:
+            assert memo.recall(index) == model[index]
+        else:
+            with pytest.raises(KeyError):
+                memo.recall(index)
 
 
 @pytest.mark.parametrize("protocol", range(6))

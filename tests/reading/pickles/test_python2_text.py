@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptfix
-from ckptfix.reading.pickles.python2_text import python2_text, raw_bytes
+from ckptfix.reading.pickles.stream import python2_text, raw_bytes
 from tests.checks import bytes_of
 from tests.reading.files import in_memory
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.windows import WindowBuffer
-from ckptfix.reading.pickles.stream import PickleStream
-from ckptfix.reading.pickles.unfinished import PickleEndError
-from tests.reading.pickles.test_common_opcodes import PICKLES, ROWS, run
+from ckptfix.reading.pickles.stream import PickleEndError, PickleStream
 
 
 def streams(data: bytes, monkeypatch: pytest.MonkeyPatch) -> list[PickleStream]:
@@ -35,15 +31,3 @@ def test_what_is_not_there_is_not_taken(count: int, monkeypatch: pytest.MonkeyPa
         stream.take(4)
         with pytest.raises(PickleEndError, match="ends before its STOP"):
             stream.refill()
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_a_file_that_is_read_in_parts_is_the_same_pickle(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.reading.pickles.stream._WINDOW", size)
-    protocols = {f"protocol {protocol}": pickle.dumps(["a\nb", 1.5, -1, None, ROWS], protocol) for protocol in range(6)}
-    for name, data in {**PICKLES, **protocols}.items():
-        for whole in (data, data[:-1], data[: len(data) // 2], data[:-1] + b"\xff"):
-            assert run(WindowBuffer(b"in front" + whole + b"behind", 8, 8 + len(whole))) == run(whole), (
-                name,
-                len(whole),
-            )

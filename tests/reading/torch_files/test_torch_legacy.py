@@ -8,7 +8,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.opening import open_file
 from tests.attacks.crafted import STORAGE, legacy, name, number, sizes, state_dict, storage, tensor, text
 from tests.reading.files import opened, saved
@@ -61,7 +61,7 @@ def test_a_damaged_pickle_is_no_unfilled_one_where_the_file_ends_in_zeros(tmp_pa
             b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02\xff"
         )
     )
-    with pytest.raises(UnreadableError, match="is no pickle opcode"):
+    with pytest.raises(UnreadableError, match="is not a pickle opcode"):
         opened(path)
 
 
@@ -89,7 +89,7 @@ def test_the_source_of_a_module_is_passed_over(tmp_path):
 def test_a_storage_declared_twice_with_two_sizes_is_refused(tmp_path):
     path = tmp_path / "twice.pth"
     path.write_bytes(legacy(state_dict(x=tensor(base=storage(17)))))
-    with pytest.raises(UnreadableError, match="declared with two sizes"):
+    with pytest.raises(HostileError, match="declared with two sizes"):
         opened(path)
 
 

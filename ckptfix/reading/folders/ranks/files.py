@@ -75,8 +75,6 @@ class RankFiles:
         found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
         try:
             document = self._read(Content.of_file(str(found)), self.salvage)
-        except HostileError:
-            raise
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None

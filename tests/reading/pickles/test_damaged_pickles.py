@@ -1,4 +1,4 @@
-"""Plain pickles that are damaged on the way: what lies before and behind is had, and never a wrong byte unsaid."""
+"""Plain pickles that are damaged on the way: what comes before the damage is read, and never a wrong byte unsaid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.core.finding import Level
-from ckptfix.reading.pickles import resuming
-from ckptfix.reading.pickles.resuming import first_break
+from ckptfix.core.facts import Kind
+from ckptfix.reading.pickles.unfinished import first_break
 from tests.checks import bytes_of
 
 KEYS = [f"layer.{index}.weight" for index in range(6)]
@@ -61,38 +60,22 @@ def test_noop(protocol: int, optimized: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2, 64, 300])
 @pytest.mark.parametrize("kind", ["lost", "doubled", "inserted"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_lies_before_and_behind_the_damage_is_had(form: str, kind: str, count: int, tmp_path: Path) -> None:
+def test_what_comes_before_the_damage_is_read(form: str, kind: str, count: int, tmp_path: Path) -> None:
     data, path = FORMS[form], tmp_path / "damaged.pkl"
     path.write_bytes(damaged(data, kind, data.index(KEYS[2].encode()) + 180, count))
     checkpoint = ckptfix.open_checkpoint(path, salvage=True)
-    assert checkpoint.lost or not set(KEYS) - set(checkpoint.specs)
+    assert not set(KEYS) - set(checkpoint.specs) or any(mark.kind is Kind.UNNAMED_LOSS for mark in checkpoint.remarks)
     assert set(KEYS[:2]) <= set(checkpoint.specs) <= set(KEYS)
     for key in checkpoint.specs:
         assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key])
 
 
-def test_the_lost_tensor_has_its_name(tmp_path: Path) -> None:
+def test_a_repair_says_that_more_may_be_lost(tmp_path: Path) -> None:
     data, path = FORMS["torch, protocol 4"], tmp_path / "damaged.pkl"
     path.write_bytes(damaged(data, "lost", data.index(bytes_of(TENSORS[KEYS[2]])) + 50, 8))
-    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
-    assert list(checkpoint.specs) == [*KEYS[:2], *KEYS[3:]]
-    assert set(checkpoint.lost) == {KEYS[2]}
     report = ckptfix.repair(path, output=tmp_path / "out.pth", salvage=True, values=False).report
     assert report.exit_code == 1
-    assert KEYS[2] in [key for finding in report.findings if finding.level == Level.ERROR for key in finding.keys]
-
-
-def test_a_module_is_taken_up_again_at_a_name_that_was_written_before(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    data, path = pickle.dumps(module, 4), tmp_path / "module.pkl"
-    raw = bytes_of(module.state_dict()["1.weight"])
-    path.write_bytes(damaged(data, "lost", data.index(raw) + 100, 5))
-    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
-    assert set(checkpoint.specs) == module.state_dict().keys() - {"1.weight"}
-    assert set(checkpoint.lost) == {"1.weight"}
-    for key in checkpoint.specs:
-        assert bytes_of(checkpoint.read(key)) == bytes_of(module.state_dict()[key])
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == KEYS[:2]
 
 
 def mutated(random_: random.Random, data: bytes) -> bytes:
@@ -117,14 +100,5 @@ def test_no_damage_gives_wrong_bytes_unsaid(form: str, tmp_path: Path) -> None:
 
 def test_deep_nesting_in_front_of_damage_is_no_crash(tmp_path: Path) -> None:
     (tmp_path / "deep.pkl").write_bytes(b"\x80\x02" + b"}(X\x01\0\0\0a" * 3000 + b"\xff")
-    with pytest.raises(ckptfix.UnreadableError, match="no pickle opcode"):
+    with pytest.raises(ckptfix.UnreadableError, match="not a pickle opcode"):
         ckptfix.check(tmp_path / "deep.pkl", values=False)
-
-
-def test_places_that_look_like_keys_are_not_tried_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    key, scan = b"X\x01\0\0\0a", Mock(wraps=resuming._long_strings)
-    (tmp_path / "keys.pkl").write_bytes(b"\x80\x02}q\x00(" + key + b"q\x01\xff" + (key + b"q\x09") * 500)
-    monkeypatch.setattr(resuming, "_long_strings", scan)
-    with pytest.raises(ckptfix.UnreadableError):
-        ckptfix.check(tmp_path / "keys.pkl", values=False)
-    assert 1 < scan.call_count <= resuming.PASSES + 3

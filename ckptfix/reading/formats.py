@@ -1,0 +1,133 @@
+"""The formats of a single file, recognised by content and never by extension.
+
+To add one: a module with ``read(content)``, and its line in ``FORMATS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
+from ckptfix.core.tree import tensors_in
+from ckptfix.core.wording import clause, clauses
+from ckptfix.errors import UnreadableError
+from ckptfix.reading import sniffing
+from ckptfix.reading.pickles.payload import refusing_payload
+from ckptfix.reading.weights.document import Document
+
+# Readers and what only damaged files need are imported when such a file comes, so that the first answer is quick.
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: its name, the module that reads it, and the test of how its bytes begin."""
+
+    name: str
+    module: str
+    sniff: Callable[[Content], bool]
+
+    def read(self, content: Content) -> Document:
+        """Return the document of a content of this format."""
+        document: Document = import_module(self.module).read(content)
+        return document
+
+
+FORMATS = (
+    Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
+    Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.is_torch_package_zip),
+    Format("torch-zip", "ckptfix.reading.torch_files.torch_zip", sniffing.is_zip),
+    Format("safetensors", "ckptfix.reading.safetensors", sniffing.is_safetensors),
+    Format("torch-tar", "ckptfix.reading.torch_files.torch_tar", sniffing.is_torch_tar),
+    Format("torch-legacy", "ckptfix.reading.torch_files.torch_legacy", sniffing.is_pickle),
+)
+"""Every format, in the order in which they are tried."""
+
+
+def read_document(content: Content, salvage: bool) -> Document:
+    """Return the document of one file's bytes, with the damage of the archive or stream that they came from first.
+
+    Raises ``UnreadableError`` if no format reads them, with what the file is instead if that shows."""
+    content.salvage = salvage
+    try:
+        document = _read_or_undo(content)
+    except UnreadableError as error:
+        if not content.damage:
+            raise
+        inner = str(error).removeprefix(f"{content.path}: ")
+        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it {inner}") from error
+    document.damage[:0] = content.damage
+    # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.
+    document.remarks += [
+        Fact.of(Kind.DOUBTFUL_VALUES, cause=fact) for fact in content.damage if fact.kind in WRONG_BYTES
+    ]
+    return document
+
+
+def _read_or_undo(content: Content) -> Document:
+    """The document of the bytes as they are, or without damage that can be undone if more tensors are read then."""
+    with refusing_payload(content.path, content.bounds.names):
+        try:
+            document = _read(content)
+        except UnreadableError as error:
+            undone = _read_undone(content)
+            # In a plain pickle that is damaged, each tensor is a file of torch, which has no name for it.
+            if undone is not None and (_tensors(undone) or not sniffing.is_pickle(content)):
+                return undone
+            from ckptfix.reading.foreign.files import name_stranger
+
+            if (stranger := name_stranger(content)) is not None:
+                raise UnreadableError(stranger) from error
+            raise
+        if not document.damage:
+            return document
+        undone = _read_undone(content)
+        if undone is not None and _tensors(undone) >= _tensors(document):
+            return undone  # fewer are those inside of a plain pickle: each of its tensors is a file of torch
+        from ckptfix.reading.foreign.files import name_mangled
+
+        if (mangled := name_mangled(content)) is not None:
+            raise UnreadableError(f"{content.path}: {mangled}")
+        return document
+
+
+def _read(content: Content) -> Document:
+    for form in FORMATS:
+        if form.sniff(content):
+            return form.read(content)
+    from ckptfix.reading.foreign.files import describe_unknown
+
+    raise UnreadableError(f"{content.path}: {describe_unknown(content)}")
+
+
+def _read_undone(content: Content) -> Document | None:
+    """The document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
+    from ckptfix.reading.foreign.pages import READ, as_text
+    from ckptfix.reading.salvage.recovery import mend
+
+    mended = mend(content)
+    if mended is None:
+        return None
+    mended.content.salvage = content.salvage
+    document = None
+    try:
+        with refusing_payload(content.path, mended.content.bounds.names):
+            document = _read(mended.content)
+    except UnreadableError:
+        pass
+    if mended.exact and (document is None or document.damage):
+        if as_text(bytes(content.buffer[:READ])) is not None:
+            return None  # the lines of a text end in CR LF by right
+        raise UnreadableError(
+            f"{content.path}: {clause(mended.cause)} only where no byte is missing; transfer it again in binary mode"
+        )
+    if document is not None:
+        document.damage.insert(0, mended.cause)
+    return document
+
+
+def _tensors(document: Document) -> int:
+    from ckptfix.reading.pickles.arrays import arrays_in
+
+    return sum(1 for _ in tensors_in(document.root)) + sum(1 for _ in arrays_in(document.root))
