@@ -25,7 +25,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.folders.chunks import Box, check_tiling, differ, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside

@@ -95,9 +95,9 @@ def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Don
 
 
 def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | None = None) -> Done:
-    outcome = Outcome.FAILED
-    if isinstance(error, (UnreadableError, UsageError)):
-        outcome = Outcome.UNREADABLE if isinstance(error, UnreadableError) else Outcome.DECISION
+    outcome = Outcome.DECISION if isinstance(error, UsageError) else Outcome.FAILED
+    if isinstance(error, (UnreadableError, HostileError)):
+        outcome = Outcome.UNREADABLE
     text, sha256 = job.shown(str(error), workplace), None
     if path is not None:
         try:
