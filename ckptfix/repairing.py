@@ -21,6 +21,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.report import Report
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on
 from ckptfix.engine.validation import checked_settings
+from ckptfix.errors import Opt
 from ckptfix.reading.opening import Source, open_file, open_source
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
@@ -120,7 +121,9 @@ def repair(
     checkpoint = open_source(source, checked)
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
     if destination is not None:
-        destination.refuse_inputs({"--like": like, "--fill": checked.fill_file, "--compare": checked.compare_file})
+        destination.refuse_inputs(
+            {Opt("like"): like, Opt("fill"): checked.fill_file, Opt("compare"): checked.compare_file}
+        )
         if not dry_run:
             destination.refuse(checked)
         destination = replace(destination, flush=flush, before=before)

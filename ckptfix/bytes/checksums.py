@@ -17,7 +17,7 @@ from ckptfix.bytes.threads import background, batched, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage
 from ckptfix.core.tree import tensors_in
-from ckptfix.errors import DamageWarning, UnreadableError, WriteError, one_line
+from ckptfix.errors import DamageWarning, Opt, UnreadableError, WriteError, one_line
 
 try:  # 20 to 60 GB/s, where the zlib of most Pythons reaches 1 to 4: a full repair takes twice as long without it
     from isal.isal_zlib import crc32
@@ -99,8 +99,8 @@ def refusal(checkpoint: Checkpoint) -> Alarm:
 
     def refuse(storage: Storage) -> None:
         raise UnreadableError(
-            f"{_damage(checkpoint, storage)}; fetch the file again, or leave the damaged tensors out with --salvage"
-            " (salvage=True of ckptfix.repair and ckptfix.load)"
+            f"{_damage(checkpoint, storage)}; fetch the file again, or leave the damaged tensors out with ",
+            Opt("salvage", True),
         )
 
     return refuse
@@ -128,7 +128,8 @@ def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
         if storage is not None and not is_sound(storage):
             raise WriteError(
                 f"{checkpoint.path}: {_held_by(checkpoint, storage)} fails its checksum, and the new file would hide "
-                "that; fetch the file again, or leave the damaged tensors out with --salvage (without --no-values)"
+                "that; fetch the file again, or leave the damaged tensors out with ",
+                *(Opt("salvage", True), " (without ", Opt("values", False), ")"),
             )
 
 

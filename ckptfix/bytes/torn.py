@@ -17,7 +17,7 @@ from ckptfix.bytes.sources import BLOCK, Content, FileBytes, LateBytes, SwappedB
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.tree import tensors_in
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import Opt, UnreadableError
 
 SECTOR = 512
 """Bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less."""
@@ -37,7 +37,9 @@ class TornBytes:
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop``. Raises ``UnreadableError`` where they are gone."""
         if stop > self.whole or self.source is None:
-            raise UnreadableError(f"{self.path}: the bytes of a storage are gone; leave the tensor out with --salvage")
+            raise UnreadableError(
+                f"{self.path}: the bytes of a storage are gone; leave the tensor out with ", Opt("salvage", True)
+            )
         return self.source.read(start, stop)
 
 

@@ -11,7 +11,7 @@ from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import REPAIR, command_words, library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import Opt, PlanError, UsageError, WriteError
+from ckptfix.errors import Opt, PlanError, UsageError, Words, WriteError
 from ckptfix.report.telling import Mode, Telling
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
         raise UsageError(f"{file}: the folder {file.parent} does not exist; make it, or name another file for the plan")
 
 
-def _read_files(choices: Mapping[str, Any]) -> dict[str, str | None]:
+def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
     """The files that are read beside the source, by the option that names them."""
     fill, compare = choices.get("fill"), choices.get("compare")
     return {
-        "--like": choices.get("like"),
-        "--fill": None if fill in ("target", "twin") else fill,
-        "--apply": choices.get("apply"),
-        "--compare": None if compare == "source" else compare,
+        Opt("like"): choices.get("like"),
+        Opt("fill"): None if fill in ("target", "twin") else fill,
+        Opt("apply"): choices.get("apply"),
+        Opt("compare"): None if compare == "source" else compare,
     }
 
 

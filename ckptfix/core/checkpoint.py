@@ -85,6 +85,8 @@ class Checkpoint:
     member: str = ""
     picked: Mapping[str, str] | None = None
     reader: TensorReader | None = field(default=None, repr=False, compare=False)
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out from this very view and takes a walk over all of it, by who worked it out."""
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

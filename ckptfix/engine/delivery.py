@@ -5,23 +5,25 @@ rename.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.regions import Regions
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.core.tree import holds_tensors
+from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify
-from ckptfix.errors import WriteError
+from ckptfix.errors import Opt, WriteError
 from ckptfix.rules.not_weights_only import TAKEN_APART
 from ckptfix.writing.atomic import deliver_file, temporary_beside
 from ckptfix.writing.output import PTH, SAFETENSORS, Write, flushing, write_to, writer_for
-from ckptfix.writing.safetensors import lost_extras
+from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.shards import deliver_shards, temporary_shards
 
 ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Finding]]]
@@ -65,6 +67,8 @@ def deliver(
     form = destination.form
     if form == SAFETENSORS:
         _refuse_loss(result)
+        result = untied(result) if settings.untie else result
+        report = replace(report, remarks=(*report.remarks, *_lost_ties(result)))
     write = writer_for(form, settings.for_torch if form == PTH else None)
     if settings.shard_bytes is not None:
         return _deliver_in_shards(result, report, destination, write, test, settings.shard_bytes)
@@ -100,12 +104,32 @@ def _delivered(
     )
 
 
+def _lost_ties(result: Checkpoint) -> Iterator[str]:
+    """Say what the readers of a safetensors file do not get of tensors that share memory."""
+    if ties := tied_keys(result):
+        yield (
+            f"safetensors stores a tied tensor once, so a plain load_file lacks {counted(len(ties), 'key')} "
+            f"({first_names(list(ties))}); ckptfix reads all of them, and untie writes each"
+        )
+    regions = Regions(result.specs.values())
+    views: dict[int, dict[tuple[object, ...], str]] = {}
+    for key, spec in result.specs.items():
+        if spec.storage is not None and spec.numel:
+            views.setdefault(id(regions.of(spec)[0]), {}).setdefault(spec.view, key)
+    if parted := [key for found in views.values() if len(found) > 1 for key in found.values()]:
+        yield (
+            f"{counted(len(parted), 'tensor')} that share memory ({first_names(parted)}) become tensors of "
+            "their own in safetensors; a .pth keeps what they share"
+        )
+
+
 def _refuse_loss(result: Checkpoint) -> None:
     """Raise ``WriteError`` where weights have no form in safetensors. FIL104 says so before, unless it was left out."""
     for place in lost_extras(result):
         if holds_tensors(result.entries.get(place)):
             raise WriteError(
-                f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use --format pth"
+                f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use ",
+                Opt("format", "pth"),
             )
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import Settings
-from ckptfix.errors import UsageError, WriteError
+from ckptfix.errors import Opt, UsageError, Words, WriteError
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, output_format
 from ckptfix.writing.shards import ShardNames
+
+Inputs = Mapping[Words, str | os.PathLike[str] | None]
+"""The files that are read, by what names each."""
 
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
@@ -60,9 +63,11 @@ class Destination:
 
         Its format is that of the settings, else that of the output's suffix, else that of the source."""
         if output is not None and (in_place or beside):
-            raise UsageError("an output and --in-place exclude each other: name another file, or replace the source")
+            raise UsageError(
+                "an output and ", Opt("in_place"), " exclude each other: name another file, or replace the source"
+            )
         if backup and not in_place:
-            raise UsageError("--backup goes with --in-place: without it the source stays as it is anyway")
+            raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
             if os.fspath(output) == "-":
@@ -78,16 +83,26 @@ class Destination:
         if in_place:
             if settings.shard_bytes is not None:
                 raise UsageError(
-                    f"{source}: --in-place replaces one file, and --shard-size writes several; name an output"
+                    f"{source}: ",
+                    Opt("in_place"),
+                    " replaces one file, and ",
+                    Opt("shard_size"),
+                    " writes several; name an output",
                 )
             if checkpoint.member or in_pieces:
                 whole = "a folder" if source.is_dir() else "in several files"
                 inside = f"{checkpoint.member} in it" if checkpoint.member else whole
-                raise UsageError(f"{source}: --in-place replaces a file, but the checkpoint is {inside}; use -o OUT")
+                raise UsageError(
+                    f"{source}: ", Opt("in_place"), f" replaces a file, but the checkpoint is {inside}; name an output"
+                )
             real = source.resolve()  # a link keeps pointing at its file: it is the file that is replaced
             if is_conversion:
                 raise UsageError(
-                    f"{real}: --in-place keeps the name, and --format {form} needs another; name an output"
+                    f"{real}: ",
+                    Opt("in_place"),
+                    " keeps the name, and ",
+                    Opt("format", form),
+                    " needs another; name an output",
                 )
             return cls(real, form, real, real if backup else None)
         like = None if in_pieces else source
@@ -104,7 +119,7 @@ class Destination:
         if goal.is_dir():
             raise UsageError(f"{goal}: is a folder; name the file to write")
         if source is not None and goal.exists() and goal.samefile(source):
-            raise UsageError(f"{goal}: is the source itself; use --in-place to replace it")
+            raise UsageError(f"{goal}: is the source itself; replace it with ", Opt("in_place", True))
         if source is not None and _is_part(goal, source):
             raise UsageError(f"{goal}: is a part of the source; name another output")
         form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
@@ -122,11 +137,10 @@ class Destination:
             refuse_name(ShardNames(self.output, 2).longest)
         if not self.output.parent.is_dir():
             raise WriteError(
-                f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place "
-                "with -o"
+                f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place"
             )
 
-    def refuse_inputs(self, inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
+    def refuse_inputs(self, inputs: Inputs) -> None:
         """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""
         refuse_inputs(self.output, inputs)
 
@@ -139,11 +153,11 @@ class Destination:
             )
 
 
-def refuse_inputs(output: str | os.PathLike[str], inputs: Mapping[str, str | os.PathLike[str] | None]) -> None:
+def refuse_inputs(output: str | os.PathLike[str], inputs: Inputs) -> None:
     """Raise ``UsageError`` if an output is one of the files that are read, or a part of one, by whatever name."""
     for option, given in inputs.items():
         if given is not None and _is_part(Path(output), Path(given)):
-            raise UsageError(f"{output}: is the file of {option}, which is only read; name another output")
+            raise UsageError(f"{output}: is the file of ", option, ", which is only read; name another output")
 
 
 def _is_part(file: Path, given: Path) -> bool:

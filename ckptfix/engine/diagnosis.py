@@ -14,7 +14,7 @@ from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
-from ckptfix.errors import InternalError
+from ckptfix.errors import InternalError, Opt
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES, Listed
 from ckptfix.rules.rule import Context
@@ -194,6 +194,6 @@ def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
             if again:
                 raise InternalError(
                     f"{context.checkpoint.path}: {rule.code} proposes another fix after all fixes were applied "
-                    f"({again[0].message}); this is a bug of ckptfix, please report it; --ignore {rule.code} goes on "
-                    "without this rule"
+                    f"({again[0].message}); this is a bug of ckptfix, please report it; go on without this rule: ",
+                    Opt("ignore", rule.code),
                 )

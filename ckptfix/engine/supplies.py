@@ -10,7 +10,7 @@ from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Edit, Fill, Replace
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import PlanError
+from ckptfix.errors import Opt, PlanError
 from ckptfix.values.integrity import Integrity
 from ckptfix.values.twins import entry_at
 
@@ -38,7 +38,9 @@ def with_measurements(checkpoint: Checkpoint, changes: Iterable[Edit], supplies:
     if not wanted:
         return supplies
     if supplies.measure is None or wanted[0].source is None:
-        raise PlanError(f"{checkpoint.path}: {wanted[0].key} is to be measured, which takes a model; add --model")
+        raise PlanError(
+            f"{checkpoint.path}: {wanted[0].key} is to be measured, which takes a model; add ", Opt("model")
+        )
     return replace(supplies, measured=supplies.measure(checkpoint, [edit.key for edit in wanted], wanted[0].source))
 
 
@@ -50,7 +52,8 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
     if fill.origin == "target":
         if supplies.initial is None:
             raise PlanError(
-                f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add --model"
+                f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add ",
+                Opt("model"),
             )
         from ckptfix.reading.live import spec_of_tensor
 
@@ -70,14 +73,15 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
     donor = supplies.donor.entries.get(donor_key) if supplies.donor is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
         raise PlanError(
-            f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; give it "
-            "with --fill FILE"
+            f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; name "
+            "another one with ",
+            Opt("fill"),
         )
     storages = (part.storage for part in donor.strided_parts())
     if not all(storage is None or supplies.integrity.is_sound(storage) for storage in storages):
         raise PlanError(
-            f"{checkpoint.path}: the donor's own {donor_key} fails the checksum of its archive; give another one with "
-            "--fill FILE"
+            f"{checkpoint.path}: the donor's own {donor_key} fails the checksum of its archive; name another one with ",
+            Opt("fill"),
         )
     return donor
 

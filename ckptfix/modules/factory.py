@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
-from ckptfix.errors import CkptfixError, TargetError, UsageError
+from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.reading.opening import open_file
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
         reason = str(error.__cause__).partition("\n")[0]
     else:
         return replace(target_from_module(model, spec), initial=initial)
-    remark = f"--model {spec} cannot be built on the meta device ({reason}), so it was built with real weights"
+    remark = f"{spec} cannot be built on the meta device ({reason}), so it was built with real weights"
     return replace(target_from_module(build(), spec), remarks=(remark,))
 
 
@@ -83,7 +83,10 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
     initial = target_from_module(model, spec).initial
     if initial is None:
         raise TargetError(
-            f"--model {spec} makes a model on the meta device, which has no values to fill with; use --fill FILE"
+            Opt("model", spec),
+            " makes a model on the meta device, which has no values to fill with; use ",
+            Opt("fill"),
+            " with a file",
         )
     return initial()
 
@@ -93,7 +96,7 @@ def _resolve(spec: str, seed: int) -> Any:
     path, colon, name = spec.partition(":")
     if not (path and colon and name):
         raise TargetError(
-            f"--model {spec}: write it as pkg.mod:factory, the module and the name in it with a colon between"
+            Opt("model", spec), ": write it as pkg.mod:factory, the module and the name in it with a colon between"
         )
     with user_code(spec, seed):
         module = _import(path, spec)
@@ -102,11 +105,11 @@ def _resolve(spec: str, seed: int) -> Any:
         if not hasattr(made, attribute):
             close = difflib.get_close_matches(attribute, dir(made), 1)
             hint = f"; did you mean {close[0]}?" if close else f"; see what {_place(module)} defines"
-            raise TargetError(f"--model {spec}: {path} has no {name}{hint}")
+            raise TargetError(Opt("model", spec), f": {path} has no {name}{hint}")
         made = getattr(made, attribute)
     if not callable(made):
         raise TargetError(
-            f"--model {spec} is of type {type(made).__name__}; name a function, a class or a torch.nn.Module"
+            Opt("model", spec), f" is of type {type(made).__name__}; name a function, a class or a torch.nn.Module"
         )
     return made
 
@@ -119,7 +122,7 @@ def _import(path: str, spec: str) -> ModuleType:
             raise  # the module is there; it is one of its own imports that is missing
         remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
         raise TargetError(
-            f"--model {spec}: there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
+            Opt("model", spec), f": there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
         ) from error
 
 
@@ -133,14 +136,16 @@ def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: i
 
     if isinstance(factory, torch.nn.Module):
         if arguments:
-            raise TargetError(f"--model {spec}: this is a model already and takes no arguments; leave out --model-args")
+            raise TargetError(
+                Opt("model", spec), ": this is a model already and takes no arguments; leave out ", Opt("model_args")
+            )
         return factory
     with user_code(spec, seed):
         model = factory(**arguments) if isinstance(arguments, Mapping) else factory(*arguments)
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
         raise TargetError(
-            f"--model {spec} returned an object of type {kind}; it has to return the torch.nn.Module alone"
+            Opt("model", spec), f" returned an object of type {kind}; it has to return the torch.nn.Module alone"
         )
     return model
 
@@ -177,10 +182,12 @@ def _error_of_user(spec: str, error: BaseException) -> TargetError:
         error, SyntaxError
     ):  # the call itself failed: no frame of the user was entered
         return TargetError(
-            f"--model {spec} cannot be called like this: {error}; give its arguments with --model-args JSON"
+            Opt("model", spec), f" cannot be called like this: {error}; give its arguments with ", Opt("model_args")
         )
     return TargetError(
-        f"--model {spec} raised {what}", traceback_text="".join(traceback.format_exception(type(error), error, frames))
+        Opt("model", spec),
+        f" raised {what}",
+        traceback_text="".join(traceback.format_exception(type(error), error, frames)),
     )
 
 

@@ -31,7 +31,7 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import TextIO
 
-from ckptfix.errors import UsageError, WriteError
+from ckptfix.errors import Opt, UsageError, WriteError
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
 
@@ -141,7 +141,7 @@ def has_backup(source: Path) -> bool:
     before, found = source.stat(), backup.lstat()
     if (before.st_size, before.st_mtime_ns) == (found.st_size, found.st_mtime_ns) and stat.S_ISREG(found.st_mode):
         return True
-    raise WriteError(f"{backup}: a backup is there already; move it away, or leave out --backup")
+    raise WriteError(f"{backup}: a backup is there already; move it away, or leave out ", Opt("backup"))
 
 
 def backup_of(source: Path) -> Path:
@@ -153,10 +153,10 @@ def refuse_output(output: Path, force: bool = False) -> None:
     """Raise ``UsageError`` if what has the name of an output is not to be replaced."""
     if output.exists() and not output.is_file():
         raise UsageError(
-            f"{output}: is a device, a pipe or a socket, not a file to replace; to write nothing: --dry-run"
+            f"{output}: is a device, a pipe or a socket; name a file, or write nothing with ", Opt("dry_run", True)
         )
     if output.exists() and not force:
-        raise UsageError(f"{output}: already exists; replace it with --force, or name another output")
+        raise UsageError(f"{output}: already exists; replace it with ", Opt("force", True), ", or name another output")
 
 
 def refuse_name(output: Path) -> None:
@@ -166,7 +166,9 @@ def refuse_name(output: Path) -> None:
     except (OSError, ValueError):  # the folder does not exist, or the system does not know
         return
     if 0 < limit < (length := len(os.fsencode(output.name))):
-        raise UsageError(f"{output}: the name has {length} bytes, and this file system takes {limit}; use -o OUT")
+        raise UsageError(
+            f"{output}: the name has {length} bytes, and this file system takes {limit}; give ", Opt("output")
+        )
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -225,7 +227,7 @@ def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Pa
                 handle, temporary = None, _new_name(output)
         except OSError as error:
             raise WriteError(
-                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place with -o"
+                f"{output}: cannot write in {output.parent}: {error.strerror}; choose another place"
             ) from error
         yield temporary, handle
     finally:

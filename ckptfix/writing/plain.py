@@ -47,10 +47,14 @@ def is_layout(value: Global) -> bool:
 
 
 def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
-    """The container of a checkpoint as plain data, with its state_dict in place, and what was converted on the way."""
-    plainer = _Plainer(checkpoint)
-    root = plainer.convert(checkpoint.root, (), 0)
-    return root, list(plainer.conversions.values())
+    """Return the container of a checkpoint as plain data, with its state_dict in place, and what was converted on the
+    way. It is worked out once: rules, writers and the comparison ask for it, and none of them changes it."""
+    known: tuple[Any, list[Plain]] | None = checkpoint.derived.get("plain")
+    if known is None:
+        plainer = _Plainer(checkpoint)
+        root = plainer.convert(checkpoint.root, (), 0)
+        known = checkpoint.derived["plain"] = root, list(plainer.conversions.values())
+    return known
 
 
 def state_dict_tree(checkpoint: Checkpoint) -> OrderedDict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from ckptfix.bytes.checksums import is_open, note_checksum, prove, proving
@@ -14,7 +15,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import WriteError
+from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.contiguous import contiguous_blocks, is_range
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
 from ckptfix.writing.plain import plain_root
@@ -34,7 +35,8 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     except UnicodeEncodeError as error:
         raise WriteError(
             f"{checkpoint.path}: a name in it is no valid text (it has half a surrogate pair), which safetensors "
-            "cannot hold; write it with --format pth"
+            "cannot hold; write it with ",
+            Opt("format", "pth"),
         ) from error
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
     copier = Copier(file, Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order)))
@@ -76,50 +78,87 @@ def _data_start(least: int, order: list[TensorSpec]) -> int:
 
 
 def lost_extras(checkpoint: Checkpoint) -> list[str]:
-    """The places around the state_dict that a safetensors file cannot carry."""
-    root, _ = plain_root(checkpoint)
-    return encode_container(checkpoint, root)[1]
+    """Return the places around the state_dict that a safetensors file cannot carry."""
+    return _note(checkpoint)[1]
+
+
+def tied_keys(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the keys that are the same view of the same storage as an earlier key, with that key."""
+    stored: dict[tuple[object, ...], str] = {}
+    ties = {}
+    for key, spec in checkpoint.specs.items():
+        if spec.numel and stored.setdefault(spec.view, key) != key:
+            ties[key] = stored[spec.view]
+    return ties
+
+
+def untied(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with tied tensors as tensors of their own, which hold the same values."""
+    ties = tied_keys(checkpoint)
+    if not ties:
+        return checkpoint
+    entries = {
+        key: replace(entry, storage=replace(entry.storage))
+        if key in ties and isinstance(entry, TensorSpec) and entry.storage is not None
+        else entry
+        for key, entry in checkpoint.entries.items()
+    }
+    return checkpoint.with_entries(entries, checkpoint.metadata)
+
+
+def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """Return the note for what is around the state_dict, and the places that it cannot hold; worked out once."""
+    known: tuple[dict[str, Any], list[str]] | None = checkpoint.derived.get("note")
+    if known is None:
+        known = checkpoint.derived["note"] = encode_container(checkpoint, plain_root(checkpoint)[0])
+    return known
 
 
 def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
-    stored: dict[tuple[object, ...], str] = {}
-    records: dict[str, Any] = {}
-    ties: dict[str, str] = {}
-    order: list[TensorSpec] = []
-    position = 0
+    """Return the header, with the keys in the order of the state_dict, and the tensors in that of their bytes: those of
+    large elements first, so that each is aligned, as the reference writer has them."""
+    ties = tied_keys(checkpoint)
+    stored: dict[str, tuple[TensorSpec, str]] = {}
     for key, spec in checkpoint.specs.items():
         dtype = DTYPES[spec.dtype]
-        half = dtype.packed > 1 and not spec.shape  # a scalar pair: its two numbers have no dimension to lie in
+        half = dtype.packed > 1 and not spec.shape  # a scalar pair: its two numbers have no dimension to be in
         if half or dtype.safetensors is None or spec.layout != "strided" or spec.quantizer is not None:
             kind = spec.layout if spec.layout != "strided" else spec.dtype
-            raise WriteError(f"{checkpoint.path}: safetensors cannot hold {key} ({kind}); write it with --format pth")
+            raise WriteError(
+                f"{checkpoint.path}: safetensors cannot hold {key} ({kind}); write it with ", Opt("format", "pth")
+            )
         if key == "__metadata__":
             raise WriteError(
-                f"{checkpoint.path}: safetensors reserves the key __metadata__; rename the tensor, or write it with "
-                "--format pth"
+                f"{checkpoint.path}: safetensors reserves the key __metadata__; rename the tensor, or write it with ",
+                Opt("format", "pth"),
             )
-        view = spec.view
-        if spec.numel and view in stored:
-            ties[key] = stored[view]
-            continue
-        stored[view] = key
-        records[key] = {
-            "dtype": dtype.safetensors,
-            "shape": [*spec.shape[:-1], *(size * dtype.packed for size in spec.shape[-1:])],
-            "data_offsets": [position, position + spec.nbytes],
+        if key not in ties:
+            stored[key] = spec, dtype.safetensors
+    offsets: dict[str, list[int]] = {}
+    order, position = sorted(stored, key=lambda key: -stored[key][0].itemsize), 0
+    for key in order:
+        offsets[key] = [position, position := position + stored[key][0].nbytes]
+    records = {
+        key: {
+            "dtype": name,
+            "shape": [*spec.shape[:-1], *(size * DTYPES[spec.dtype].packed for size in spec.shape[-1:])],
+            "data_offsets": offsets[key],
         }
-        position += spec.nbytes
-        order.append(spec)
-    root, _ = plain_root(checkpoint)
-    container, _ = encode_container(checkpoint, root)
+        for key, (spec, name) in stored.items()
+    }
+    return {"__metadata__": _notes(checkpoint, ties), **records}, [stored[key][0] for key in order]
+
+
+def _notes(checkpoint: Checkpoint, ties: dict[str, str]) -> dict[str, str]:
     notes = {fact.place: fact.data["text"] for fact in checkpoint.remarks if fact.kind is Kind.NOTE} | {"format": "pt"}
-    for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, container)):
+    for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, _note(checkpoint)[0])):
         if value:
             try:
                 notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise WriteError(
                     f"{checkpoint.path}: its {name.removeprefix('ckptfix.')} has no form in JSON ({error}); write it "
-                    "with --format pth"
+                    "with ",
+                    Opt("format", "pth"),
                 ) from error
-    return {"__metadata__": notes, **records}, order
+    return notes

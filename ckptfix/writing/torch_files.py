@@ -15,7 +15,7 @@ from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.regions import Region, Regions
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
-from ckptfix.errors import WriteError
+from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.torch_files.torch_legacy import MAGIC, PROTOCOL
 from ckptfix.writing.pickle_writer import PickleWriter, StorageRef
 from ckptfix.writing.plain import plain_root
@@ -98,8 +98,8 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         # Neither an old torch nor a new one reads an untyped storage from this container.
         raise WriteError(
             f"{checkpoint.path}: the container for torch before 1.6 cannot hold {min(modern)}; cast the tensors, or "
-            "leave "
-            "out --for-torch"
+            "leave out ",
+            Opt("for_torch"),
         )
     placement = Placement(root, checkpoint.devices)
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}

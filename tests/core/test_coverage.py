@@ -41,6 +41,20 @@ def test_what_was_filled_is_not_covered():
     assert (got.parameters_from_file, dict(got.filled)) == (3, {"target": 6})
 
 
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(("model", "parameters"), [(Tied(), 4), (Untied(), 8)])
+@pytest.mark.parametrize("filled", ["a.weight", "b.weight"])
+def test_a_name_that_is_tied_to_a_filled_tensor_is_not_from_the_file(filled, model, parameters):
+    one = torch.ones(2, 2)
+    got = coverage({"a.weight": one, "b.weight": one}, model, filled=[filled])
+    assert (got.parameters, got.parameters_from_file, dict(got.filled)) == (parameters, 0, {"target": parameters})
+
+
 @pytest.mark.parametrize("keys", [("a.weight", "b.weight"), ("a.weight",), ("b.weight",)])
 def test_a_tie_counts_once(keys):
     got = coverage({key: torch.ones(2, 2) for key in keys}, Tied())

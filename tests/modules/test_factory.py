@@ -136,8 +136,8 @@ def test_the_caller_s_state_is_left_alone(module, capsys):
         pytest.param("{module}:zzz", (), "see what", id="no attribute"),
         pytest.param("{module}:number", (), "is of type int", id="neither callable nor model"),
         pytest.param("{module}:pair", (), "returned an object of type tuple", id="more than a model"),
-        pytest.param("{module}:instance", [1], "leave out --model-args", id="arguments for a model"),
-        pytest.param("{module}:net", {"depth": 1}, "--model-args", id="an argument that it does not take"),
+        pytest.param("{module}:instance", [1], "leave out model_args=", id="arguments for a model"),
+        pytest.param("{module}:net", {"depth": 1}, "model_args=", id="an argument that it does not take"),
     ],
 )
 def test_one_line_names_the_remedy(module, spec, arguments, says):

@@ -289,7 +289,7 @@ def test_a_file_is_replaced_only_on_demand(tmp_path):
     refuse_output(tmp_path / "new.pth")
     (tmp_path / "old.pth").touch()
     refuse_output(tmp_path / "old.pth", force=True)
-    with pytest.raises(UsageError, match=r"old\.pth: already exists; replace it with --force"):
+    with pytest.raises(UsageError, match=r"old\.pth: already exists; replace it with force=True"):
         refuse_output(tmp_path / "old.pth")
 
 

@@ -90,7 +90,7 @@ def test_a_written_safetensors_is_what_was_read(kind, tmp_path):
         or len(spec.shape) < DTYPES[spec.dtype].packed - 1
         for spec in checkpoint.specs.values()
     ):
-        with pytest.raises(WriteError, match="write it with --format pth"):
+        with pytest.raises(WriteError, match="write it with format='pth'"):
             write(checkpoint, "safetensors", tmp_path)
         return
     path = write(checkpoint, "safetensors", tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import ckptfix
 from ckptfix.bytes.copying import LARGE, PAGE
+from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
+from ckptfix.reading.opening import open_file
+from tests.checks import bytes_of
 from tests.reading.files import opened, write
 from tests.reading.state_dicts import same
 from tests.writing.test_torch_files import places
@@ -92,3 +97,59 @@ def test_an_entry_with_tensors_in_it_is_never_lost_in_silence(tmp_path):
     with pytest.raises(WriteError, match="cannot hold packed"):
         ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", select=("KEY",))
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def offsets_of(path: Path) -> dict[str, int]:
+    """Where each tensor of a file begins."""
+    checkpoint = open_file(str(path))
+    places = {key: located(spec.storage.source) for key, spec in checkpoint.specs.items() if spec.storage is not None}
+    return {key: place.offset for key, place in places.items() if place is not None}
+
+
+def test_every_tensor_is_aligned_and_the_keys_keep_their_order(tmp_path):
+    state_dict = {
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(3, dtype=torch.float16),
+        "double": torch.ones(5, dtype=torch.float64),
+        "byte": torch.ones(1, dtype=torch.uint8),
+        "single": torch.ones(3),
+        "empty": torch.ones(0, dtype=torch.int64),
+    }
+    ckptfix.repair(state_dict, output=tmp_path / "model.safetensors")
+    assert list(open_file(str(tmp_path / "model.safetensors")).specs) == list(state_dict)
+    offsets = offsets_of(tmp_path / "model.safetensors")
+    assert {key: start % state_dict[key].itemsize for key, start in offsets.items()} == dict.fromkeys(state_dict, 0)
+    assert all(torch.equal(value, state_dict[key]) for key, value in load_file(tmp_path / "model.safetensors").items())
+
+
+WEIGHT, WHOLE = torch.randn(3, 2), torch.arange(6.0)
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "remarks"),
+    [
+        pytest.param({"a": WEIGHT, "b": WEIGHT.clone()}, [], id="equal tensors"),
+        pytest.param({"a": WHOLE[:3], "b": WHOLE[3:]}, [], id="neighbours in one storage"),
+        pytest.param({"a": WEIGHT[:0], "b": WEIGHT[:0]}, [], id="empty tensors"),
+        pytest.param({"a": WEIGHT, "b": WEIGHT, "c": WEIGHT}, ["lacks 2 keys (b, c)"], id="a tie"),
+        pytest.param({"a": WHOLE[:4], "b": WHOLE[2:]}, ["2 tensors that share memory (a, b)"], id="an overlap"),
+        pytest.param({"a": WHOLE, "b": WHOLE.view(2, 3)}, ["2 tensors that share memory (a, b)"], id="a view"),
+    ],
+)
+def test_what_a_plain_reader_does_not_get_is_said(state_dict, remarks, tmp_path):
+    for name in ("model.pth", "model.safetensors"):
+        said = ckptfix.repair(state_dict, output=tmp_path / name).report.remarks
+        assert len(said) == (len(remarks) if name.endswith("safetensors") else 0)
+        assert all(part in remark for part, remark in zip(remarks, said, strict=False))
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard_size": "1GB"}], ids=["one file", "shards"])
+def test_untied_tensors_are_written_each(settings: dict[str, Any], tmp_path):
+    state_dict = {"a": WEIGHT, "b": WEIGHT, "c": WHOLE}
+    report = ckptfix.repair(state_dict, output=tmp_path / "model.safetensors", untie=True, **settings).report
+    (file,) = tmp_path.glob("*.safetensors")
+    found = load_file(file)
+    assert report.remarks == ()
+    assert {key: bytes_of(value) for key, value in found.items()} == {
+        key: bytes_of(value) for key, value in state_dict.items()
+    }
