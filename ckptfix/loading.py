@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import counted
+from ckptfix.core.finding import Blocks, counted
 from ckptfix.core.report import Report
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import HostileError, TargetError, UsageError
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import repair
+from ckptfix.report.commands import remedies_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +90,7 @@ def _check_device(map_location: object) -> None:
 
 def refuse_misfit(report: Report) -> None:
     """Raises ``TargetError`` where a strict load would fail, and ``HostileError`` for a file that would run code."""
-    if any(finding.code == "FIL901" for finding in report.remaining):
+    if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
         raise HostileError(
             f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
         )
@@ -100,7 +101,11 @@ def refuse_misfit(report: Report) -> None:
             if finding.code[:3] in ("KEY", "FIT", "BUF")
         )
         hint = next(
-            (finding.remedy for finding in report.remaining if finding.remedy and finding.code.startswith("FIT")),
+            (
+                remedies_text(finding.remedies, as_arguments=True)
+                for finding in report.remaining
+                if finding.remedies and finding.code.startswith("FIT")
+            ),
             "see ckptfix.check",
         )
         raise TargetError(

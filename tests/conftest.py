@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import printed
+
 # Two workers of pytest on two cores: with more threads, torch waits for itself. Said before it is imported, and to the
 # programs that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda number, frame: None)
+
+printed.watch()
 
 # How long an example takes, and how long one is searched for, says something of the machine and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckptfix
+from ckptfix.rules import RULES
 
 PACKAGE = Path(ckptfix.__file__).parent
 
@@ -144,3 +145,19 @@ def test_work_on_names_imports_no_torch():
     """A check and even a repair that changes names alone: parse, rules, write, comparison."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stderr, done.stdout.split()) == ("", [])
+
+
+OF_MESSAGES = "explain/"
+"""What explains messages of other programs says which rules find their cause in a file."""
+
+
+def test_no_room_but_the_rules_names_a_rule():
+    codes = {rule.code for rule in RULES}
+    named = {
+        f"{module}: {node.value}"
+        for module in names()
+        if room(module) != "rules" and not module.startswith(OF_MESSAGES)
+        for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in codes
+    }
+    assert named == set()

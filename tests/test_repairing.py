@@ -184,6 +184,9 @@ def test_weights_picks_the_state_dict(tmp_path):
         assert_same(ckptfix.repair(tmp_path / "two.pth", weights=name).state_dict(), net(seed=seed).state_dict())
 
 
+PART = {key: value for key, value in net().state_dict().items() if not key.startswith("2.")}
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "code"),
     [
@@ -192,7 +195,7 @@ def test_weights_picks_the_state_dict(tmp_path):
         pytest.param({**net().state_dict(), "x": torch.ones(1)}, {}, 1, id="an unsafe fix is not enabled"),
         pytest.param({**net().state_dict(), "x": torch.ones(1)}, {"unsafe_fixes": True}, 0, id="and now it is"),
         pytest.param({"0.weight": torch.ones(4, 3)}, {}, 1, id="coverage below 100 %"),
-        pytest.param({"0.weight": torch.ones(4, 3)}, {"fill": "target"}, 0, id="the fill was asked for"),
+        pytest.param(PART, {"fill": "target"}, 1, id="though the fill was asked for"),
         pytest.param({"0.weight": torch.ones(4, 3)}, {"select": ("VAL",)}, 1, id="whatever was selected"),
         pytest.param({"0.weight": torch.ones(4, 3)}, {"ignore": ("FIT",)}, 1, id="or ignored"),
         pytest.param(prefixed(net().state_dict()), {"ignore": ("KEY", "FIT")}, 1, id="a load that would fail"),
@@ -202,6 +205,7 @@ def test_weights_picks_the_state_dict(tmp_path):
 def test_exit_code(source, settings, code, tmp_path):
     report = ckptfix.repair(source, net(), output=tmp_path / "out.pth", **settings).report
     assert report.exit_code == code
+    assert report.obstacles or (report.coverage and report.coverage.share >= 0.5)
     assert (report.output is not None) == (not report.obstacles)
     assert (tmp_path / "out.pth").exists() == (not report.obstacles)
 
@@ -210,6 +214,15 @@ def test_a_note_never_changes_the_exit_code(samples):
     report = ckptfix.check(samples / "imagenet_dataparallel_cuda3.pth", select=("FIL103",))
     assert [finding.level for finding in report.findings] == [Level.NOTE]
     assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("allow_untrained", [False, True])
+def test_a_model_that_is_mostly_untrained_is_written_only_when_that_is_asked_for(tmp_path, allow_untrained):
+    part = {key: value for key, value in PART.items() if not key.startswith("0.")}
+    settings = {"fill": "target", "allow_untrained": allow_untrained}
+    report = ckptfix.repair(part, net(), output=tmp_path / "out.pth", **settings).report
+    assert report.exit_code == 1
+    assert (tmp_path / "out.pth").exists() is allow_untrained
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.encoder."])
@@ -221,7 +234,7 @@ def test_a_donor_under_any_prefix(tmp_path, prefix):
     assert repair.report.coverage is not None
     assert repair.report.coverage.share < 1
     assert dict(repair.report.coverage.filled) == {"donor": 20}
-    assert repair.report.exit_code == 0
+    assert (repair.report.is_open, repair.report.exit_code) == (False, 1)
 
 
 def test_fill_is_seeded(factories):
@@ -239,7 +252,7 @@ def test_drop_mismatched_and_fill():
     kept = ckptfix.repair(state, net(seed=4))
     assert kept.report.obstacles == ("2.weight", "2.bias")
     done = ckptfix.repair(state, net(seed=4), drop_mismatched=True, fill="target")
-    assert done.report.exit_code == 0
+    assert (done.report.is_open, done.report.exit_code) == (False, 1)
     assert torch.equal(done.state_dict()["2.bias"], net(seed=4).state_dict()["2.bias"])
     assert torch.equal(done.state_dict()["0.bias"], state["0.bias"])
 
@@ -327,7 +340,9 @@ def test_load_with_a_map_location(map_location):
 
 def test_load_names_what_is_left_and_leaves_the_model_alone():
     model, before = net(seed=9), net(seed=9).state_dict()
-    with pytest.raises(ckptfix.TargetError, match=r"does not fit Sequential \(2 keys, 2\.weight.*FIT103.*--drop-mism"):
+    with pytest.raises(
+        ckptfix.TargetError, match=r"does not fit Sequential \(2 keys, 2\.weight.*FIT103.*; drop_mismatched=True"
+    ):
         ckptfix.load(model, net(classes=9).state_dict())
     assert_same(model.state_dict(), before)
 

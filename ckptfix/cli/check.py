@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import CHECK, REPAIR, command_words, library_settings
+from ckptfix.core.options import CHECK, library_settings
 from ckptfix.core.report import Report
 from ckptfix.report.telling import Mode, Telling
 
@@ -27,7 +27,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
         for number, path in enumerate(paths, 1):
             console.progress(f"checking {path}{f' ({number} of {len(paths)})' if len(paths) > 1 else ''}")
-            telling = Telling(Mode.CHECK, console.verbose, command_words(REPAIR, path, choices))
+            telling = Telling(Mode.CHECK, console.verbose, choices)
             writer.account(path, telling, partial(_check, path, arguments))
             if console.is_hopeless:
                 break

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import REPAIR, command_words, library_settings
+from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import Opt, PlanError, UsageError, Words, WriteError
 from ckptfix.report.telling import Mode, Telling
@@ -28,7 +28,7 @@ def repair(run: Run, path: str) -> int:
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         arguments = repair_arguments(choices)
         mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
-        telling = Telling(mode, console.verbose, command_words(REPAIR, path, choices))
+        telling = Telling(mode, console.verbose, choices)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
         console.progress(f"repairing {path}")

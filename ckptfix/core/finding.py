@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Flag, IntEnum, auto
 from typing import Any
 
 from ckptfix.core.edits import Edit
@@ -42,12 +42,67 @@ class Fix:
     asked: bool = False
 
 
+class Blocks(Flag):
+    """What must not be done as long as a finding remains."""
+
+    NOTHING = 0
+    WRITING = auto()
+    """No file may be written, whatever else was fixed."""
+    LOADING = auto()
+    """The file must not be used at all: it would run code."""
+    FILLING = auto()
+    """The file has the missing weights in another form: no advice may drop them or fill in untrained values."""
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """A value of an option that only the user can give. An option with one is shown, but makes no command."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FILE = Placeholder("FILE")
+NAME = Placeholder("NAME")
+MODEL = Placeholder("PKG.MOD:FACTORY")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to deal with a finding.
+
+    ``options`` are settings by their Python names with the values to give them (True for a switch). ``text`` goes on
+    after them (``takes the model's initial values``), and is a sentence of its own if there are none. ``untrained``
+    holds the parameters that would get untrained values, with their number of elements: the price."""
+
+    options: tuple[tuple[str, object], ...] = ()
+    text: str = ""
+    untrained: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the options make a command as they are."""
+        return bool(self.options) and not any(isinstance(value, Placeholder) for _, value in self.options)
+
+
+def advise(text: str) -> tuple[Remedy, ...]:
+    """Return a remedy that no option of ckptfix carries out, in words."""
+    return (Remedy(text=text),)
+
+
+UNSAFE_FIXES: tuple[str, object] = ("unsafe_fixes", True)
+"""The option that applies every unsafe fix."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong, or worth knowing, about a checkpoint.
 
     ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it
-    rests on, plain JSON data; ``remedy`` is what to do where no fix was applied, a command or flag where there is one.
+    rests on, plain JSON data; ``remedies`` are the ways to deal with it if no fix was applied, the recommended one
+    first; ``blocks`` is what it forbids as long as it remains.
     """
 
     code: str
@@ -57,7 +112,18 @@ class Finding:
     keys: tuple[str, ...] = ()
     evidence: Mapping[str, Any] = field(default_factory=dict)
     fix: Fix | None = None
-    remedy: str = ""
+    remedies: tuple[Remedy, ...] = ()
+    blocks: Blocks = Blocks.NOTHING
+
+    @property
+    def is_fixable(self) -> bool:
+        """Whether a repair can cure the finding, perhaps only with ``--unsafe-fixes``."""
+        return self.fix is not None and self.fix.applicability > Applicability.DISPLAY_ONLY
+
+    @property
+    def needs_unsafe(self) -> bool:
+        """Whether the repair happens only with ``--unsafe-fixes``."""
+        return self.fix is not None and self.fix.applicability is Applicability.UNSAFE and not self.fix.asked
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.finding import Finding, Fix, Level
+from ckptfix.core.finding import Finding, Fix, Level, Placeholder, Remedy
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -54,14 +54,18 @@ class Report:
         return tuple(finding for finding in self.findings if finding not in self.fixed)
 
     @property
-    def exit_code(self) -> int:
-        """0: clean, or all fixed and verified.
-
-        1: warnings or errors remain, a strict load would still fail whatever rules were selected, or the forward test
-        failed.
+    def is_open(self) -> bool:
+        """Whether something is left to decide: a warning or error remains, a strict load would still fail whatever
+        rules were selected, or the forward test failed.
         """
         failed = self.smoke is not None and self.smoke.passed is False
-        return int(failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining))
+        return failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining)
+
+    @property
+    def exit_code(self) -> int:
+        """0: clean, or all fixed and verified. 1: something is left, or a parameter did not come from the file."""
+        is_partial = self.coverage is not None and self.coverage.share < 1.0
+        return int(self.is_open or is_partial)
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
         """The report as plain JSON data, the same that ``--output-format json`` prints.
@@ -110,8 +114,25 @@ def _finding(finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
         "evidence": plain(finding.evidence),
         **fix,
         "fixed": fixed,
-        "remedy": finding.remedy,
+        "remedies": [_remedy(remedy) for remedy in finding.remedies],
     }
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    options = {
+        name: {"placeholder": value.name} if isinstance(value, Placeholder) else plain(value)
+        for name, value in remedy.options
+    }
+    return {"options": options, "text": remedy.text, "untrained": dict(remedy.untrained)}
+
+
+def remedy_from_json(data: Mapping[str, Any]) -> Remedy:
+    """Return the remedy that ``Report.to_json`` wrote."""
+    options = tuple(
+        (str(name), Placeholder(value["placeholder"]) if isinstance(value, dict) else value)
+        for name, value in data["options"].items()
+    )
+    return Remedy(options, data["text"], tuple(data.get("untrained", {}).items()))
 
 
 def _fix(fix: Fix) -> dict[str, Any]:

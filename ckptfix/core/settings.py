@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypedDict
 
 from ckptfix.errors import Opt, UsageError
@@ -41,9 +40,6 @@ _SHORT_DTYPES = {
 
 SOURCE = "source"
 """What ``--compare`` calls the file that is repaired."""
-
-_OF_TWINS = "VAL301"
-"""The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
 
 
 def parse_size(option: str, text: str) -> int:
@@ -175,11 +171,6 @@ class Settings:
         """Whether the rule of this code is to run."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
         return chosen and not any(code.startswith(start) for start in self.ignore)
-
-    def replaces(self, code: str, key: str) -> bool:
-        """Whether the values of this key, which the rule of this code found broken, are to be replaced."""
-        codes = (code, _OF_TWINS) if self.fill == "twin" else (code,)
-        return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in self.replace)
 
     @property
     def fill_file(self) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Blocks, Finding, counted
 from ckptfix.core.regions import Regions
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
@@ -20,7 +20,6 @@ from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify
 from ckptfix.errors import Opt, WriteError
-from ckptfix.rules.not_weights_only import TAKEN_APART
 from ckptfix.writing.atomic import deliver_file, temporary_beside
 from ckptfix.writing.output import PTH, SAFETENSORS, Write, flushing, write_to, writer_for
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
@@ -30,18 +29,19 @@ ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Findin
 """Runs a model on a file that holds this checkpoint; None for a test that was not asked for."""
 
 
+LEAST_COVERAGE = 0.5
+"""The share of the parameters that has to come from the file, unless ``allow_untrained`` is given."""
+
+
 def refusal(report: Report, settings: Settings) -> str:
-    """Why no file may be written, whatever was asked for; empty where one may."""
-    if any(finding.code == "FIL901" for finding in report.remaining):
-        return "nothing is written from a file that is built to run code"
-    if not settings.salvage and any(finding.code == "FIL201" for finding in report.remaining):
-        return "nothing is written while a storage fails its checksum; --salvage leaves its tensors out"
-    if any(finding.code == "FIL104" and finding.level == Level.ERROR for finding in report.remaining):
-        return "nothing is written: safetensors cannot hold all of the state_dict; --format pth does"
-    if any(finding.code == "FIL102" and TAKEN_APART in finding.evidence for finding in report.remaining):
-        return "nothing is written: tensors would be taken apart that no model loads then; --ignore FIL102 does so"
+    """Return why no file may be written, whatever was asked for; an empty text if one may."""
+    blocking = [finding for finding in report.remaining if Blocks.WRITING in finding.blocks]
+    if blocking:
+        return f"nothing is written because of {blocking[0].code} {blocking[0].name}"
     if report.obstacles:
         return f"nothing is written: a strict load would still fail on {counted(len(report.obstacles), 'key')}"
+    if report.coverage is not None and report.coverage.share < LEAST_COVERAGE and not settings.allow_untrained:
+        return "nothing is written: less than half of the model's parameters come from the file"
     return ""
 
 

@@ -16,7 +16,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import InternalError, Opt
 from ckptfix.reading.opening import open_file
-from ckptfix.rules import RULES, Listed
+from ckptfix.rules import FOR_NAMES, RULES, Listed, Needs
 from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def diagnose(
     context = Context(view, target, _statistics(view, settings), settings, donor)
     for rule in RULES:
         is_told = settings.selects(rule.code)
-        is_asked = (settings.salvage and rule.code == "FIL201") or (view.picked is not None and rule.code == "FIL101")
-        if not is_told and not is_asked:
+        if not is_told and not rule.is_wanted(settings):
             continue
         found = tuple(_propose(rule, context))
         if not is_told:  # who ignores the loss of what --salvage leaves out does not want it back
@@ -116,7 +115,7 @@ def donor_of(target: Target | None, settings: Settings) -> Checkpoint | None:
     donor = open_file(settings.fill_file)
     if target is None and settings.salvage:
         return donor
-    return diagnose(donor, target, Settings(select=("KEY", "FIL102"), values=False)).result
+    return diagnose(donor, target, Settings(select=FOR_NAMES, values=False)).result
 
 
 def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
@@ -185,7 +184,7 @@ def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
     for rule in RULES:
         # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
         # the value rules only those that changed something are asked again.
-        if settings.selects(rule.code) and (rule.code in applied or not rule.code.startswith("VAL")):
+        if settings.selects(rule.code) and (rule.code in applied or rule.needs is not Needs.VALUES):
             again = [
                 finding
                 for finding in _propose(rule, context)

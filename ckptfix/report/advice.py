@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckptfix.core.edits import Rename, RenameModule
-from ckptfix.core.finding import Finding, Fix, Level
+from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy
+from ckptfix.core.options import option_words
 from ckptfix.core.report import Report
-from ckptfix.core.shell import no_option, typed
+from ckptfix.core.shell import typed
+from ckptfix.report.commands import command_for, remedies_text, with_remedies
+from ckptfix.report.figures import percent
 from ckptfix.report.style import Line, Span
-from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
+from ckptfix.report.telling import Mode, Telling
 
-_WEIGHTS = "--weights"
-_NAMED = re.compile(rf"{_WEIGHTS} ([^\s,;]+)")
-_WITH_VALUE = ("--fill", "--weights", "--for-torch", "--replace", "--dtype")
+_DESTRUCTIVE = {"unsafe_fixes", "drop_mismatched"}
+"""Options that act on every finding, and so may drop or fill what another finding says is in the file."""
+
+_NAMED = 3
+"""Modules that a price names."""
 
 
 def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
-    """What the user can do about each finding that remains, and one command for all that a command can do."""
+    """Yield what the user can do about each finding that remains, and one command for all that a command can do."""
     remaining = _remaining(report)
     if not remaining:
         if report.exit_code == 0 and telling.mode is not Mode.CHECK:
             yield (Span("left: nothing", "good"),)
+        elif not report.is_open and report.coverage is not None:
+            lost = report.coverage.parameters - report.coverage.parameters_from_file
+            share = percent(lost, report.coverage.parameters)
+            yield (Span(f"left: {share} of the parameters do not come from the file", "warning"),)
         return
     yield (Span("left:", "strong"),)
     for finding in remaining:
@@ -31,52 +39,70 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     if command := next_command(report, telling):
         yield ("  run: ", Span(command, "strong"))
         yield from (("   or: ", Span(other, "strong")) for other in _other_commands(report, telling))
+        if price := price_text(report, recommended(report)):
+            yield ("       ", Span(price, "warning"))
 
 
 def next_command(report: Report, telling: Telling) -> str:
-    """The repair that cures what remains, as far as one can; empty where there is none."""
-    return typed(next_words(report, telling))
-
-
-def next_words(report: Report, telling: Telling) -> tuple[str, ...]:
-    """The same, word by word."""
-    given = telling.command or ("ckptfix", "repair", no_option(report.source))
-    remaining = _remaining(report)
-    # Where names cannot be told before a set is picked, what else is amiss shows after that.
-    remaining = [f for f in remaining if f.code.startswith("KEY") and _WEIGHTS in remedy_flags(f.remedy)] or remaining
-    flags: dict[str, list[str]] = {}
-    for finding in remaining:
-        own = remedy_flags(finding.remedy)
-        flags.update(own)
-        if not own and needs_unsafe(finding):
-            flags["--unsafe-fixes"] = []
-    added = [word for flag, values in flags.items() if flag not in given for word in (flag, *values)]
+    """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
+    remedies = recommended(report)
     # The same command again would do the same again, except that a check has not done it yet.
-    if not added and not (telling.mode is Mode.CHECK and any(map(is_fixable, remaining))):
-        return ()
-    return (*given, *added)
+    is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
+    if is_new or (telling.mode is Mode.CHECK and any(finding.is_fixable for finding in _remaining(report))):
+        return typed(command_for(report.source, telling.choices, remedies))
+    return ""
+
+
+def recommended(report: Report) -> list[Remedy]:
+    """Return the remedies that one command can carry out together: the first one of each finding, if it needs nothing
+    more from the user. None of them makes a weight untrained that the file has in another form.
+    """
+    remaining = _remaining(report)
+    is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining)
+    return [
+        remedy
+        for finding in remaining
+        for remedy in remedies_of(finding)[:1]
+        if remedy.is_complete
+        if not is_hidden or Blocks.FILLING in finding.blocks or not _may_destroy(remedy)
+    ]
+
+
+def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
+    """Return what can be done about a finding; the option that applies an unsafe fix goes without saying."""
+    if not finding.remedies and finding.fix is not None and finding.needs_unsafe:
+        return (Remedy((UNSAFE_FIXES,), f"applies the fix, which {_risk(finding.fix)}"),)
+    return finding.remedies
+
+
+def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
+    """Return which share of the model becomes untrained by these remedies; an empty text if nothing does."""
+    untrained = {key: numel for remedy in remedies for key, numel in remedy.untrained}
+    if not untrained or report.coverage is None:
+        return ""
+    modules = list(dict.fromkeys(key.rpartition(".")[0] or key for key in untrained))
+    named = ", ".join(f"`{module}`" for module in modules[:_NAMED])
+    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    verb = "becomes" if len(modules) == 1 else "become"
+    return (
+        f"{named}{more} {verb} untrained: {percent(sum(untrained.values()), report.coverage.parameters)} of the model"
+    )
 
 
 def _other_commands(report: Report, telling: Telling) -> Iterator[str]:
-    """The same command for each other set of weights that a finding names."""
-    words = next_words(report, telling)
-    if _WEIGHTS not in words[len(telling.command) :]:
-        return
-    at = words.index(_WEIGHTS, len(telling.command)) + 1
-    named = [name for finding in _remaining(report) for name in _NAMED.findall(finding.remedy)]
-    for name in dict.fromkeys(named):
-        if name not in (words[at], "NAME"):
-            yield typed((*words[:at], name, *words[at + 1 :]))
+    """Yield the same command for each other value of the option that a finding lets the user choose."""
+    remedies = recommended(report)
+    for finding in _remaining(report):
+        first, *others = remedies_of(finding) or (Remedy(),)
+        if first in remedies:
+            for other in others:
+                if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
+                    chosen = [other if remedy is first else remedy for remedy in remedies]
+                    yield typed(command_for(report.source, telling.choices, chosen))
 
 
-def remedy_flags(remedy: str) -> dict[str, list[str]]:
-    """The flags that a remedy begins with: ``--fill target takes …`` gives ``--fill`` and its value."""
-    flags: dict[str, list[str]] = {}
-    words = remedy.split()
-    while words and words[0].startswith("--"):
-        flag = words.pop(0)
-        flags[flag] = [words.pop(0).partition("|")[0]] if flag in _WITH_VALUE and words else []
-    return flags
+def _may_destroy(remedy: Remedy) -> bool:
+    return bool(remedy.untrained) or any(name in _DESTRUCTIVE for name, _ in remedy.options)
 
 
 def _remaining(report: Report) -> list[Finding]:
@@ -84,15 +110,13 @@ def _remaining(report: Report) -> list[Finding]:
 
 
 def _text(finding: Finding) -> str:
-    if finding.remedy:
-        return finding.remedy
-    if finding.fix is not None and needs_unsafe(finding):
-        return f"--unsafe-fixes applies the fix, which {_risk(finding.fix)}"
-    return "" if is_fixable(finding) else f"no automatic repair; see ckptfix rule {finding.code}"
+    if remedies := remedies_of(finding):
+        return remedies_text(remedies)
+    return "" if finding.is_fixable else f"no automatic repair; see ckptfix rule {finding.code}"
 
 
 def _risk(fix: Fix) -> str:
-    """Why a fix is unsafe."""
+    """Return why a fix is unsafe."""
     if fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in fix.edits):
         return "gives keys other names, and nothing confirms that these are the right ones"
     return "invents, drops or changes values"

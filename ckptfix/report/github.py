@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.report import Report
+from ckptfix.report.commands import remedies_text
 from ckptfix.report.telling import message_with_count
 
 _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}
@@ -29,7 +30,7 @@ def github_error(source: str, message: str) -> str:
 
 
 def _message(finding: Finding, fixed: bool) -> str:
-    remedy = f"\n{finding.remedy}" if finding.remedy and not fixed else ""
+    remedy = f"\n{remedies_text(finding.remedies)}" if finding.remedies and not fixed else ""
     return f"{message_with_count(finding)}{' [fixed]' if fixed else ''}{remedy}"
 
 

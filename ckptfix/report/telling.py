@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from ckptfix.core.finding import Applicability, Finding, counted
+from ckptfix.core.finding import Finding, counted
 from ckptfix.core.report import Report
 
 
@@ -21,13 +23,13 @@ class Mode(Enum):
 class Telling:
     """How to tell a report.
 
-    ``verbose`` shows every key and all evidence. ``command`` is the repair of this file as the user would type it,
-    word by word; the advice adds flags to it. Empty: ``ckptfix repair`` and the source.
+    ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
+    names; the commands of the advice repeat them.
     """
 
     mode: Mode = Mode.CHECK
     verbose: bool = False
-    command: tuple[str, ...] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -43,21 +45,10 @@ def message_with_count(finding: Finding) -> str:
     return f"{finding.message} ({counted(number, 'key')})"
 
 
-def is_fixable(finding: Finding) -> bool:
-    """Whether a repair can cure the finding, if perhaps only with ``--unsafe-fixes``."""
-    return finding.fix is not None and finding.fix.applicability > Applicability.DISPLAY_ONLY
-
-
-def needs_unsafe(finding: Finding) -> bool:
-    """Whether the repair happens only with ``--unsafe-fixes``."""
-    fix = finding.fix
-    return fix is not None and fix.applicability is Applicability.UNSAFE and not fix.asked
-
-
 def mark(finding: Finding, report: Report, mode: Mode) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
         return "[would be fixed]" if mode is Mode.DRY_RUN else "[fixed]"
-    if needs_unsafe(finding):
+    if finding.needs_unsafe:
         return "[fixable with --unsafe-fixes]"
-    return "[fixable]" if is_fixable(finding) else ""
+    return "[fixable]" if finding.is_fixable else ""

@@ -9,6 +9,7 @@ from functools import cached_property
 from importlib import import_module
 
 from ckptfix.core.finding import Finding
+from ckptfix.core.settings import Settings
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -37,6 +38,12 @@ class Listed:
     code: str
     name: str
     needs: Needs = Needs.NAMES
+    wanted_by: str | None = None
+    """The setting that asks for what this rule does, even if ``select`` leaves the rule out."""
+
+    def is_wanted(self, settings: Settings) -> bool:
+        """Return whether the rule's fixes are asked for, whichever rules were selected."""
+        return self.wanted_by is not None and bool(getattr(settings, self.wanted_by))
 
     @cached_property
     def rule(self) -> Rule:
@@ -58,9 +65,9 @@ class Listed:
 RULES: tuple[Listed, ...] = (
     Listed("FIL901", "executable-payload"),
     Listed("FIL203", "damaged-file"),
-    Listed("FIL201", "storage-damage", Needs.VALUES),
+    Listed("FIL201", "storage-damage", Needs.VALUES, wanted_by="salvage"),
     Listed("FIL202", "zero-run", Needs.VALUES),
-    Listed("FIL101", "several-state-dicts"),
+    Listed("FIL101", "several-state-dicts", wanted_by="weights"),
     Listed("FIL105", "shard-of-weights"),
     Listed("FIL102", "not-weights-only"),
     Listed("FIL103", "device-tag"),
@@ -99,3 +106,9 @@ RULES: tuple[Listed, ...] = (
     Listed("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
 """Every rule, once. What names say comes before what shapes say, and both before what values say."""
+
+FOR_NAMES = ("KEY", "FIL102")
+"""Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has."""
+
+FOR_LOADING = (*FOR_NAMES, "BUF", "FIT105")
+"""The rules that make a checkpoint load without inventing a value."""

@@ -36,9 +36,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.replacing import Replacements, from_elsewhere, replaces
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
@@ -69,7 +69,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     empty_file = len(zero) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
     suspects = _not_by_design(zero, context, use_names=not empty_file)
     excused = [] if empty_file else _excused(suspects, matrices, context)
-    excused = [key for key in excused if not context.settings.replaces(rule.code, key)]
+    excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
     reported = [key for key in suspects if key not in are_excused]
     if excused:
@@ -101,8 +101,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                         "zero_by_design": len(zero) - len(reported),
                     },
                     fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                    remedy="take these layers from another checkpoint (--replace VAL202 --fill FILE) or train them; "
-                    "nothing of them is left here",
+                    remedies=from_elsewhere(rule),
                 )
     untrained = _untrained_adapter(statistics)
     if untrained and not set(untrained) & set(reported):
@@ -113,7 +112,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{', though the file says that it was trained' if is_stepped else ' yet'}",
             keys=untrained,
             evidence={"lora_B": len(untrained)},
-            remedy="take the adapter of another step" if is_stepped else "",
+            remedies=advise("take the adapter of another step") if is_stepped else (),
         )
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
@@ -58,7 +58,7 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
                     "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
                 },
                 fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedy="take these layers from another checkpoint (--replace VAL205 --fill FILE) or train them",
+                remedies=from_elsewhere(rule),
             )
 
 

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rewrite
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
 from ckptfix.rules.donor import donor_fill
@@ -59,8 +59,9 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may be others than were saved",
-            remedy="fetch the file again, or compare what is written with the model by --model or --like; nothing is "
-            "added or left out unasked",
+            remedies=advise(
+                "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
+            ),
         )
     yield from _doubtful_values(rule, checkpoint)
     yield from _unnamed(rule, context)
@@ -93,7 +94,10 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             _lost(checkpoint, left),
             keys=tuple(left),
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
-            remedy="fetch the file again, or complete it from another checkpoint with --fill FILE",
+            remedies=(
+                *advise("fetch the file again"),
+                Remedy((("salvage", True), ("fill", FILE)), "completes it from another checkpoint"),
+            ),
         )
 
 
@@ -113,7 +117,7 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 Level.WARNING,
                 f"{counted(len(keys), 'tensor')} may hold other values than were saved: {reason}",
                 keys=keys,
-                remedy="fetch the file again, or compare what is written with another copy by ckptfix diff",
+                remedies=advise("fetch the file again, or compare the result with another copy (ckptfix diff)"),
             )
 
 
@@ -127,13 +131,13 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
             # With a target, what is missing of it is the finding of another rule.
             Level.ERROR if context.target is None else Level.NOTE,
             f"tensors are lost whose names are not known: those of {clause(fact)}",
-            remedy="fetch the missing files, or compare what is there with the model by --model or --like",
+            remedies=advise("fetch the missing files, or name the model to compare with"),
         )
     for fact in of_kind.get(Kind.DAMAGED_NOTE, ()):
         yield rule.finding(
             Level.WARNING,
             f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing",
-            remedy="write the file anew from the one that it was made of, or compare it with the model by --model",
+            remedies=advise("write it again from the file that it was made of, or name the model to compare with"),
         )
     for fact in of_kind.get(Kind.INDEX_SIZE, ()):
         if fact.place == ".":
@@ -142,7 +146,7 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 Level.WARNING,
                 f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
-                remedy="fetch all shards of one save again",
+                remedies=advise("fetch all shards of one save again"),
             )
     if packed := of_kind.get(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"

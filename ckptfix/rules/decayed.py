@@ -54,8 +54,8 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.corroboration import Witness
-from ckptfix.rules.light_decay import REMEDY, counted_matrices, light_decay
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.light_decay import counted_matrices, light_decay
+from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import strongest_decay
 from ckptfix.values.roles import (
@@ -143,7 +143,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
                     "optimizer": strongest_decay(context.checkpoint.root),
                 },
                 fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedy=REMEDY,
+                remedies=from_elsewhere(rule),
             )
     yield from light_decay(rule, context, matrices, {matrix.key for matrix in found}, witness)
 

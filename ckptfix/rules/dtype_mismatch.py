@@ -39,7 +39,7 @@ from math import inf
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -63,11 +63,11 @@ _SORTS = (
     ("plain", Level.NOTE, "a load converts"),
 )
 
-_AS_STORED = "build the model in the dtype of the file"
+_AS_STORED = Remedy(text="build the model in the dtype of the file")
 
 _REMEDIES = {
-    "plain": "--unsafe-fixes casts",
-    "rounded": "take these tensors from another copy, or turn them into floats with what quantised them",
+    "plain": Remedy((UNSAFE_FIXES,), "casts them"),
+    "rounded": Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them"),
 }
 
 
@@ -91,7 +91,7 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"dtypes": dict(dtypes), **_largest(alike, sort, context)},
             # A dtype that the user asked for is not to be cast away again.
             fix=Fix(alike, Applicability.UNSAFE) if is_plain and context.settings.dtype is None else None,
-            remedy=_REMEDIES.get(sort, _AS_STORED),
+            remedies=(_REMEDIES.get(sort, _AS_STORED),),
         )
 
 

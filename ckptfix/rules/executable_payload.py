@@ -35,11 +35,14 @@ from dataclasses import replace
 
 from ckptfix.core.edits import Disarm, Plain
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.rules.rule import Context, Rule, rule
 
-REMEDY = "do not load this file with anything; get it from a source that you trust"
+REMEDIES = (
+    *advise("do not load this file with anything; get it from a source that you trust"),
+    Remedy((("disarm", True),), "writes only its tensors"),
+)
 
 
 @rule("FIL901", "executable-payload")
@@ -50,7 +53,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
         armed = [remark for remark in context.checkpoint.remarks if remark.kind in (Kind.PAYLOAD, Kind.HIDDEN_PICKLE)]
         names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
         fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
-    remedy = REMEDY if not context.checkpoint.specs else f"{REMEDY}; --disarm writes its tensors alone"
+    remedies = REMEDIES if context.checkpoint.specs else REMEDIES[:1]
     payload = [fact.data["name"] for fact in context.checkpoint.remarks if fact.kind is Kind.PAYLOAD]
     if payload:
         yield rule.finding(
@@ -58,7 +61,8 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             f"the file is built to run code when it is loaded: it names {', '.join(payload)}",
             evidence={"globals": payload},
             fix=fix,
-            remedy=remedy,
+            remedies=remedies,
+            blocks=Blocks.WRITING | Blocks.LOADING,
         )
     if stored := [remark for remark in context.checkpoint.remarks if remark.kind is Kind.STORED_CODE]:
         edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
@@ -68,7 +72,8 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             "whose code calls operations on tensors and nothing else",
             evidence={"globals": [remark.data["name"] for remark in stored]},
             fix=Fix(edits, Applicability.SAFE) if fix is None else replace(fix, edits=() if payload else fix.edits),
-            remedy="load the state_dict that ckptfix repair writes into the model's own class",
+            remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
+            blocks=Blocks.WRITING | Blocks.LOADING,
         )
     hidden = [fact.place for fact in context.checkpoint.remarks if fact.kind is Kind.HIDDEN_PICKLE]
     if hidden:
@@ -77,5 +82,6 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
             evidence={"members": hidden},
             fix=fix and replace(fix, edits=() if payload or stored else fix.edits),
-            remedy=remedy,
+            remedies=remedies,
+            blocks=Blocks.WRITING | Blocks.LOADING,
         )

@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.choosing import choice
@@ -159,6 +159,7 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
         keys=tuple(new),
         evidence={"prefixes": counts},
         fix=Fix(renames(new), Applicability.SAFE if is_safe else Applicability.UNSAFE),
+        blocks=Blocks.NOTHING if is_safe else Blocks.FILLING,
     )
 
 
@@ -283,13 +284,15 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
         f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
         keys=tuple(matches),
         evidence={"choices": [list(prefixes) for prefixes in choices]},
-        remedy=_remedy(choices, is_most=2 * len(matches) > missing),
+        remedies=_remedies(choices, is_most=2 * len(matches) > missing),
+        blocks=Blocks.FILLING,
     )
 
 
-def _remedy(choices: list[Prefixes], is_most: bool) -> str:
+def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
     """How to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
-        return "give the keys the names that the target has for them: nothing in the file tells which are which"
+        text = "give the keys the names that the target has for them: nothing in the file tells which are which"
+        return advise(text)
     return choice(sets)

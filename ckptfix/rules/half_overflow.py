@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
@@ -73,7 +73,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
                     for key, count in overflowing.items()
                 }
             },
-            remedy=f"they keep their dtype; {_wider(dtype)}",
+            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
         )
     if vanishing:
         yield rule.finding(
@@ -87,7 +87,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
                 },
                 "threshold": MOST,
             },
-            remedy=f"they keep their dtype; {_wider(dtype)}",
+            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
         )
     specs = context.checkpoint.specs
     casts = tuple(

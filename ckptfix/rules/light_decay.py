@@ -9,7 +9,7 @@ from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.corroboration import Corroboration, Witness
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import usual_rms
 
@@ -18,11 +18,6 @@ LIGHT = 0.5
 
 PROVEN = 0.1
 """Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little."""
-
-REMEDY = (
-    "if the model uses these layers, take them from another checkpoint (--replace VAL201 --fill FILE) or train them "
-    "again"
-)
 
 
 def light_decay(
@@ -52,7 +47,7 @@ def light_decay(
                 keys=tuple(some),
                 evidence=_evidence(some, matrices),
                 fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedy="" if cure else REMEDY,
+                remedies=() if cure else from_elsewhere(rule),
             )
     if light:
         yield rule.finding(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted
 from ckptfix.core.tree import holds_tensors
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -45,14 +45,15 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict that hold tensors without "
             "names of their own, and a strict load would miss them",
             keys=weights,
-            remedy="--format pth keeps them",
+            remedies=(Remedy((("format", "pth"),), "keeps them"),),
+            blocks=Blocks.WRITING,
         )
     if lost := [place for place in lost if place not in weights]:
         yield rule.finding(
             Level.NOTE,
             f"safetensors cannot carry {_shown(lost)}, and the file to be written does not have it",
             evidence={"places": lost},
-            remedy="--format pth keeps it",
+            remedies=(Remedy((("format", "pth"),), "keeps it"),),
         )
 
 

@@ -33,10 +33,12 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.edits import Edit, Fill, Tie
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import PARAMETER, Target
-from ckptfix.rules.other_layout import other_layout
+from ckptfix.rules.other_layout import NAME_THE_MODEL, is_of_another_model, other_layout, untrained
 from ckptfix.rules.rule import Context, Rule, rule
+
+_ELSEWHERE = advise("fill nothing in: the file may have them in another form")
 
 
 @rule("FIT101", "missing-key")
@@ -68,8 +70,14 @@ def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
     if unfilled:
         extent, evidence = _extent(unfilled, target)
         is_there = bool(other_layout(context.checkpoint, target))
-        remedy = "no fill is wanted: the file may have them in another form" if is_there else _remedy(context, target)
-        yield rule.finding(Level.ERROR, extent, keys=tuple(unfilled), evidence=evidence, remedy=remedy)
+        yield rule.finding(
+            Level.ERROR,
+            extent,
+            keys=tuple(unfilled),
+            evidence=evidence,
+            remedies=_ELSEWHERE if is_there else tuple(_remedies(unfilled, context, target)),
+            blocks=Blocks.FILLING if is_there else Blocks.NOTHING,
+        )
 
 
 def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
@@ -125,13 +133,16 @@ def _origin(context: Context) -> str:
     return f"the model's initialisation (seed {context.settings.seed})" if fill == "target" else str(fill)
 
 
-def _remedy(context: Context, target: Target) -> str:
+def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:
     """What to do about keys that were not filled, given what was asked for already."""
-    from_file = "--fill FILE takes them from another checkpoint"
-    if context.settings.fill in (None, "twin"):
-        return f"--fill target takes the model's initial values; {from_file}" if target.initial else from_file
-    if _is_of_another_model(context, target):
-        return "nothing in the file belongs to the target, and a model of fillings alone is no repair: name its model"
-    if context.settings.fill == "target" and target.initial is None:
-        return f"{target.label} has no initial values: {from_file}"
-    return f"{_origin(context)} does not have them in the shape that the target wants"
+    fill = context.settings.fill
+    if is_of_another_model(context.checkpoint, target):
+        yield from NAME_THE_MODEL
+    elif fill is not None and fill != "twin" and (fill != "target" or target.initial is not None):
+        yield Remedy(text=f"{_origin(context)} does not have them in the shape that the target wants")
+    else:
+        if target.initial is not None:
+            price = untrained(context.checkpoint, target)
+            lost = tuple((key, price[key]) for key in keys if key in price)
+            yield Remedy((("fill", "target"),), "takes the model's initial values, which are untrained", lost)
+        yield Remedy((("fill", FILE),), "takes them from another checkpoint")

@@ -32,10 +32,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Edit, Zero
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.replacing import Replacements, reset_edits
+from ckptfix.rules.replacing import Replacements, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.channels import channels_with
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
@@ -75,7 +75,7 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
                     keys=keys,
                     evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
                     fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
-                    remedy="" if edits else _remedy(keys, context, replacements),
+                    remedies=() if edits else _remedies(rule, keys, context, replacements),
                 )
 
 
@@ -154,23 +154,22 @@ def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:
     return place[::-1]
 
 
-def _remedy(keys: tuple[str, ...], context: Context, replacements: Replacements) -> str:
+def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements: Replacements) -> tuple[Remedy, ...]:
     twins = [replacements.sound_twin(key, _is_finite) for key in keys]
     places = list(dict.fromkeys(twin.place for twin in twins if twin))
     if places and all(twins):
-        whole = f", or take that set: --weights {places[0]}" if len(places) == 1 and places[0] else ""
         named = ", ".join(place or "the other end of the tie" for place in places)
-        return f"--replace VAL101 --fill twin takes them from {named}, finite there{whole}"
+        whole = (Remedy((("weights", places[0]),), "takes that whole set"),) if len(places) == 1 and places[0] else ()
+        from_twin = (("replace", (rule.code,)), ("fill", "twin"))
+        return (Remedy(from_twin, f"takes them from {named}, finite there"), *whole)
     if all(is_running_statistic(key) for key in keys):
-        return (
-            "measure them on some hundred samples of training data: --recalibrate data.npy --model pkg.mod:factory; or "
-            "take them from another copy: --replace VAL101 --fill FILE; or make them fresh: --reset-running-stats"
-        )
+        return for_running_statistics(rule)
     others = [
         candidate.name for candidate in context.checkpoint.candidates if candidate.path != context.checkpoint.container
     ]
-    hint = f"see whether another set of this file is finite: --weights {others[0]}; or " if others else ""
+    look = advise(f"see whether the other set of this file, {others[0]}, is finite") if others else ()
     return (
-        f"{hint}take these tensors from an earlier checkpoint: --replace VAL101 --fill FILE; the last resort is "
-        "--zero-non-finite"
+        *look,
+        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these tensors from an earlier checkpoint"),
+        Remedy((("zero_non_finite", True),), "sets these values to zero: the last resort"),
     )

@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Plain
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause
 from ckptfix.reading.weights.quantized_modules import (
@@ -53,9 +53,6 @@ from ckptfix.reading.weights.quantized_modules import (
 )
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.writing.plain import plain_root
-
-TAKEN_APART = "parts"
-"""In the evidence where writing the file would take tensors apart that its reader puts together."""
 
 _BEFORE = {
     Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
@@ -83,7 +80,9 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"({SCRIPT_OBJECT}), which no file for weights_only=True can hold: as plain data they do not load into the "
             "model",
             keys=packed,
-            remedy="quantise the float model again after loading its weights; the tensors stay in the file as data",
+            remedies=advise(
+                "quantise the float model again after loading its weights; the tensors stay in the file as data"
+            ),
         )
     composed = {key: name for key, entry in others.items() if (name := composed_class(entry))}
     if composed:
@@ -97,11 +96,14 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which that class alone makes of several "
             f"tensors{parts}: as plain data they do not load into the model",
             keys=tuple(composed),
-            evidence={} if is_taken_apart else {TAKEN_APART: names},
-            remedy="the tensors were taken apart when this file was written: use the file that it was made of"
-            if is_taken_apart
-            else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
-            f"without {package}, load the model there, dequantise it, and save its state_dict",
+            evidence={} if is_taken_apart else {"parts": names},
+            remedies=advise(
+                "the tensors were taken apart when this file was written: use the file that it was made of"
+                if is_taken_apart
+                else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
+                f"without {package}, load the model there, dequantise it, and save its state_dict"
+            ),
+            blocks=Blocks.NOTHING if is_taken_apart else Blocks.WRITING,
         )
     rebuilt = {key: name for key, entry in others.items() if (name := rebuilding_call(entry))}
     if rebuilt:
@@ -111,8 +113,10 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{counted(len(rebuilt), 'weight')} that the unknown function {calls} alone makes of a storage: as plain "
             "data they do not load into the model",
             keys=tuple(rebuilt),
-            remedy="if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
-            "tensors of torch.Tensor",
+            remedies=advise(
+                "if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
+                "tensors of torch.Tensor"
+            ),
         )
     empty = tuple(fact.place for fact in checkpoint.remarks if fact.kind is Kind.UNINITIALIZED)
     if empty:
@@ -120,7 +124,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             Level.WARNING,
             f"{counted(len(empty), 'tensor')} of lazy modules never got a shape or value and cannot be written",
             keys=empty,
-            remedy="run the model once on an input before it is saved",
+            remedies=advise("run the model once on an input before it is saved"),
         )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.finding import counted
-from ckptfix.core.target import Target
+from ckptfix.core.finding import advise, counted
+from ckptfix.core.target import PARAMETER, Target
 
 Shape = tuple[int, ...]
 
@@ -31,6 +31,38 @@ MANY = 8
 
 DEEPEST = 32
 """Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept."""
+
+
+MOST = 0.5
+"""Share of a model's parameters from which on a model without them is another one."""
+
+NAME_THE_MODEL = advise("name the model that the file belongs to: most parameters of this one are not in the file")
+
+
+def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
+    """Return the target's parameters for which the file has no tensor of this name and shape, with their number of
+    elements. Tied ones count once."""
+    found: dict[str, int] = {}
+    seen: set[str] = set()
+    for key, slot in target.slots.items():
+        if slot.kind != PARAMETER or key in seen:
+            continue
+        group = target.tie_of.get(key, (key,))
+        seen.update(group)
+        if not any(name in checkpoint.specs and target.accepts(name, checkpoint.specs[name].shape) for name in group):
+            found[key] = slot.numel
+    return found
+
+
+def is_of_another_model(checkpoint: Checkpoint, target: Target) -> bool:
+    """Return whether half of the target's parameters or more are not in the file."""
+    seen: set[str] = set()
+    total = 0
+    for key, slot in target.slots.items():
+        if slot.kind == PARAMETER and key not in seen:
+            seen.update(target.tie_of.get(key, (key,)))
+            total += slot.numel
+    return total > 0 and sum(untrained(checkpoint, target).values()) >= MOST * total
 
 
 def other_layout(checkpoint: Checkpoint, target: Target) -> str:

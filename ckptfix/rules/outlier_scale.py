@@ -30,7 +30,7 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
 from ckptfix.values.statistics import Statistics
@@ -80,7 +80,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
                     "thresholds": {"of_kind": OF_KIND, "of_start": OF_START},
                 },
                 fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedy="take these layers from another checkpoint: --replace VAL206 --fill FILE",
+                remedies=from_elsewhere(rule),
             )
 
 

@@ -5,19 +5,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
 from ckptfix.core.edits import Replace
+from ckptfix.core.finding import FILE, Placeholder, Remedy
+from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.rule import Context
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
+DATA = Placeholder("data.npy")
+
 FRESH = {"running_mean": "zeros", "running_var": "ones", NUM_BATCHES_TRACKED: "zeros"}
 """What the statistics of a new norm are."""
+
+
+def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
+    """Return what can be done about layers whose trained values are lost."""
+    return (
+        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these layers from another checkpoint"),
+        Remedy(text="train them again, if the model uses them"),
+    )
+
+
+def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
+    """Return what can be done about broken statistics of norms."""
+    return (
+        Remedy((("recalibrate", DATA),), "measures them on some hundred samples of training data (needs the model)"),
+        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes them from another copy"),
+        Remedy((("reset_running_stats", True),), "makes them those of a fresh norm, to be trained on"),
+    )
+
+
+OF_TWINS = "VAL301"
+"""The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
+
+
+def replaces(settings: Settings, code: str, key: str) -> bool:
+    """Return whether the values of this key, which the rule of this code found broken, are to be replaced."""
+    codes = (code, OF_TWINS) if settings.fill == "twin" else (code,)
+    return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in settings.replace)
 
 
 @dataclass(frozen=True)
@@ -29,7 +61,7 @@ class Replacements:
     def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
         """What replaces the values of a key that a rule found broken; None where nothing was asked for, or nothing
         sound is there. ``is_sound`` is what the rule thinks of the new figures."""
-        return self.beside(key, is_sound) if self.context.settings.replaces(code, key) else None
+        return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else None
 
     def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
         """The same for a key that has to go with one that is replaced, whether it was named or not."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 
 if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
@@ -39,9 +39,18 @@ class Rule:
     manual: str
     propose: Callable[[Context], Iterator[Finding]]
 
-    def finding(self, level: Level, message: str, **rest: Any) -> Finding:
-        """A finding of this rule."""
-        return Finding(self.code, self.name, level, message, **rest)
+    def finding(
+        self,
+        level: Level,
+        message: str,
+        keys: tuple[str, ...] = (),
+        evidence: Mapping[str, Any] | None = None,
+        fix: Fix | None = None,
+        remedies: tuple[Remedy, ...] = (),
+        blocks: Blocks = Blocks.NOTHING,
+    ) -> Finding:
+        """Return a finding of this rule."""
+        return Finding(self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks)
 
 
 def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:

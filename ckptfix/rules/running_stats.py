@@ -37,14 +37,9 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.replacing import Replacements, reset_edits
+from ckptfix.rules.replacing import Replacements, for_running_statistics, replaces, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.statistics import Statistics
-
-RECALIBRATE = (
-    "measure them on some hundred samples of training data: --recalibrate data.npy --model pkg.mod:factory; "
-    "or take them from another copy: --replace VAL103 --fill FILE; or make them fresh: --reset-running-stats"
-)
 
 
 @rule("VAL103", "running-stats")
@@ -98,14 +93,14 @@ def _findings(
                 keys=tuple(norm.variance_key for norm in norms),
                 evidence={"tensors": {norm.variance_key: norm.evidence for norm in norms}},
                 fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
-                remedy="" if level is Level.NOTE or edits else RECALIBRATE,
+                remedies=() if level is Level.NOTE or edits else for_running_statistics(rule),
             )
 
 
 def _cure(rule: Rule, norm: _RunningStatistics, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
     """Both statistics from elsewhere, or those of a fresh norm: a mean without its variance is of no use."""
     settings, key = context.settings, norm.variance_key
-    if settings.replaces(rule.code, key):
+    if replaces(settings, rule.code, key):
         mean_key = norm.sibling_key("running_mean")
         edits = [replacements.of(rule.code, key, _is_variance)]
         if mean_key in context.checkpoint.specs:

@@ -78,7 +78,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
             candidate.name: {"tensors": candidate.tensors, "numel": candidate.numel}
             for candidate in checkpoint.candidates
         },
-        remedy=choice([taken, *(name for name in names if name != taken)]),
+        remedies=choice([taken, *(name for name in names if name != taken)]),
     )
 
 

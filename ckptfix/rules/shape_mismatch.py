@@ -30,17 +30,22 @@ value changes its place: a 1x1 convolution `[64, 16, 1, 1]` in place of a linear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ckptfix.core.edits import Drop, Reshape
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.rules.other_layout import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 
-_TRANSPOSED = (
-    "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, and "
-    "those of the same layers that are square fit as they are and may be transposed too"
+_TRANSPOSED = advise(
+    "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, "
+    "and those of the same layers that are square fit as they are and may be transposed too"
 )
+
+_DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
 
 
 @rule("FIT103", "shape-mismatch")
@@ -80,10 +85,21 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(evidence),
             evidence={"shapes": evidence},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
-            remedy=_TRANSPOSED
-            if turned == len(evidence)
-            else "--drop-mismatched --fill target|FILE takes other values; or name the model that the file is of",
+            remedies=_TRANSPOSED if turned == len(evidence) else tuple(_remedies(evidence, context, context.target)),
+            blocks=Blocks.FILLING if turned == len(evidence) else Blocks.NOTHING,
         )
+
+
+def _remedies(mismatched: Mapping[str, Any], context: Context, target: Target) -> Iterator[Remedy]:
+    if is_of_another_model(context.checkpoint, target):
+        yield from NAME_THE_MODEL
+        return
+    if target.initial is not None:
+        price = untrained(context.checkpoint, target)
+        lost = tuple((key, price[key]) for key in mismatched if key in price)
+        yield Remedy((*_DROP, ("fill", "target")), "takes the model's initial values, which are untrained", lost)
+    yield Remedy((*_DROP, ("fill", FILE)), "takes them from another checkpoint")
+    yield Remedy(text="name the model that the file belongs to")
 
 
 def _is_plain(spec: TensorSpec) -> bool:

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
 from ckptfix.reading.folders.rank_shards import rank_shard
 from ckptfix.rules.rule import Context, Rule, rule
@@ -53,7 +53,8 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             f"the file is a part of a distributed checkpoint: it {shard.what}",
             keys=shard.keys,
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
-            remedy=shard.remedy,
+            remedies=advise(shard.remedy),
+            blocks=Blocks.FILLING,
         )
     yield from _merged(rule, checkpoint)
     name = Path(checkpoint.member or checkpoint.path).name
@@ -68,7 +69,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             f"the file is by its name one of {numbering.count} shards and holds a part of the weights; for the whole,"
             " name the folder that holds all of them",
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
-            remedy=f"name the folder that holds all of {numbering}, or the index beside them",
+            remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),
         )
 
 
@@ -83,7 +84,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 Level.NOTE,
                 clause(fact),
                 evidence={"trained in": dtype},
-                remedy=f"--dtype {dtype} writes them as the training used them",
+                remedies=(Remedy((("dtype", dtype),), "writes them as the training used them"),),
             )
     if copies := places.get(Kind.RANK_COPIES):
         yield rule.finding(

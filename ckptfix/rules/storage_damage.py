@@ -27,12 +27,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Drop, Edit
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.donor import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.integrity import storages_of
 
-REMEDY = "fetch the file again; --salvage leaves these tensors out, and --fill FILE takes them from another copy"
+REMEDIES = (
+    Remedy(text="fetch the file again"),
+    Remedy((("salvage", True),), "leaves these tensors out"),
+    Remedy((("salvage", True), ("fill", FILE)), "takes them from another copy"),
+)
 
 
 @rule("FIL201", "storage-damage")
@@ -66,7 +70,12 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     drop = Fix(tuple(map(Drop, left)), Applicability.UNSAFE, asked=True) if context.settings.salvage else None
     # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
     yield rule.finding(
-        Level.ERROR, _said(len(left)), keys=tuple(left), fix=drop if context.target is not None else None, remedy=REMEDY
+        Level.ERROR,
+        _said(len(left)),
+        keys=tuple(left),
+        fix=drop if context.target is not None else None,
+        remedies=REMEDIES,
+        blocks=Blocks.NOTHING if context.settings.salvage else Blocks.WRITING,
     )
     if drop is not None and context.target is None:
         yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=tuple(left), fix=drop)

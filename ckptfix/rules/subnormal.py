@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Zero
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 from ckptfix.values.zeroing import SUBNORMAL, can_be_zeroed
@@ -64,5 +64,5 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
                     "threshold": MANY,
                 },
                 fix=Fix(edits, Applicability.UNSAFE, asked=True) if is_asked else None,
-                remedy="--flush-subnormals sets them to zero",
+                remedies=(Remedy((("flush_subnormals", True),), "sets them to zero"),),
             )

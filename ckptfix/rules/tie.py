@@ -37,7 +37,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Tie
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.reading.contiguous import contiguous_blocks
@@ -66,7 +66,9 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(sum(map(len, unequal)), 'key')} with different values that are one tensor in the target",
             keys=tuple(key for keys in unequal for key in keys),
             evidence={"overwritten_by": kept},
-            remedy=f"a load keeps {', '.join(kept)} and loses the rest; drop what is not wanted, or untie the model",
+            remedies=advise(
+                f"a load keeps {', '.join(kept)} and loses the rest; drop what is not wanted, or untie the model"
+            ),
         )
 
 

@@ -45,7 +45,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, s
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Drop, Fill
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
@@ -80,7 +80,10 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(different),
             evidence={"largest_difference": different},
             fix=Fix(tuple(Drop(key) for key in different), Applicability.UNSAFE),
-            remedy="--unsafe-fixes drops them; look first whether the model is configured as the one that was saved",
+            remedies=(
+                Remedy(text="check first that the model is configured as the one that was saved"),
+                Remedy((UNSAFE_FIXES,), "drops them"),
+            ),
         )
     if extra:
         yield rule.finding(

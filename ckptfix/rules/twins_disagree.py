@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ckptfix.core.buffers import split_key
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements
@@ -80,8 +80,10 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
                     keys=tuple(keys),
                     evidence={"twins": {key: twins[key].label for key in keys}},
                     fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                    remedy="--replace VAL301 --fill twin takes them from there"
-                    + (f"; --weights {place} takes the whole set" if place else ""),
+                    remedies=(
+                        Remedy((("replace", (rule.code,)), ("fill", "twin")), "takes them from there"),
+                        *((Remedy((("weights", place),), "takes the whole set"),) if place else ()),
+                    ),
                 )
     # The other end of a pair in the same state_dict is found broken under its own name.
     if worse and place:
@@ -90,7 +92,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
             f"{counted(len(worse), 'key')} broken in {place} and sound here",
             keys=tuple(worse),
             evidence={"twins": {key: twins[key].label for key in worse}},
-            remedy="stay with this set, and do not use the other one",
+            remedies=advise("stay with this set, and do not use the other one"),
         )
 
 

@@ -30,18 +30,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Drop
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
-from ckptfix.core.target import Target
+from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
-from ckptfix.rules.other_layout import other_layout
+from ckptfix.rules.other_layout import NAME_THE_MODEL, other_layout
 from ckptfix.rules.rule import Context, Rule, rule
 
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 """In the keys of low-rank adapters, beside or around the layers that they change."""
+
+_MERGE = "merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
 
 
 @rule("FIT102", "unexpected-key")
@@ -61,23 +62,25 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
             f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
             keys=tuple(unexpected),
             evidence=evidence,
-            remedy="name the model that the file belongs to, or pick another state_dict of the file with --weights",
+            remedies=(*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
+            blocks=Blocks.FILLING,
         )
         return
+    copies = copied_under(checkpoint.entries)
+    is_copy = bool(copies) and all(key.startswith(copies) for key in unexpected)
+    hidden = "" if is_copy else _MERGE if any(map(_ADAPTER.search, unexpected)) else other_layout(checkpoint, target)
+    drops = Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE)
     yield rule.finding(
         Level.ERROR,
         f"{counted(len(unexpected), 'key')} without a place in the target",
         keys=tuple(unexpected),
         evidence=evidence,
-        fix=Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE),
-        remedy=_remedy(unexpected, checkpoint, target),
+        # What holds the model's weights in another form must not be dropped together with something else.
+        fix=replace(drops, applicability=Applicability.DISPLAY_ONLY) if hidden else drops,
+        remedies=choice_of_copies(checkpoint.entries)
+        if is_copy
+        else advise(hidden)
+        if hidden
+        else (Remedy((UNSAFE_FIXES,), "drops them"),),
+        blocks=Blocks.FILLING if hidden else Blocks.NOTHING,
     )
-
-
-def _remedy(unexpected: list[str], checkpoint: Checkpoint, target: Target) -> str:
-    copies = copied_under(checkpoint.entries)
-    if copies and all(key.startswith(copies) for key in unexpected):
-        return choice_of_copies(checkpoint.entries)
-    if any(_ADAPTER.search(key) for key in unexpected):
-        return "merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
-    return other_layout(checkpoint, target) or "--unsafe-fixes drops them"

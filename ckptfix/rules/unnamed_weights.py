@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.wording import clause
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -46,9 +46,9 @@ def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     for kind, level in ((Kind.FROZEN, Level.WARNING), (Kind.CONSTANTS, Level.NOTE)):
         for remark in remarks:
             if remark.kind is kind:
-                remedy = "use the file that was frozen" if level is Level.WARNING else ""
+                remedies = advise("use the file that was frozen") if level is Level.WARNING else ()
                 said = _FROZEN if level is Level.WARNING else _CONSTANTS
-                yield rule.finding(level, f"{said}: {clause(remark)}", remedy=remedy)
+                yield rule.finding(level, f"{said}: {clause(remark)}", remedies=remedies)
     attributes = tuple(remark.place for remark in remarks if remark.kind is Kind.TENSOR_ATTRIBUTE)
     if attributes:
         said = f"{counted(len(attributes), 'attribute')} with tensors, neither parameter nor buffer, left out"
@@ -57,5 +57,5 @@ def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING if outweighing else Level.NOTE,
             ": ".join([said, *outweighing]),
             keys=attributes,
-            remedy="register them as buffers or modules, and save the model again" if outweighing else "",
+            remedies=advise("register them as buffers or modules, and save the model again") if outweighing else (),
         )

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Drop
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.choosing import choice_of_copies
@@ -75,8 +75,10 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 Level.WARNING,
                 f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
                 keys=tuple(halves),
-                remedy="name the model with --model or --like: only it can tell which names are right"
-                + (f"; of two sets, {choice_of_copies(keys)}" if copied_under(keys) else ""),
+                remedies=(
+                    Remedy((("model", MODEL),), "tells which names are right"),
+                    *(choice_of_copies(keys) if copied_under(keys) else ()),
+                ),
             )
         return
     message = f"{counted(len(new), 'key')} with the wrapper prefix `module.`" if new else ""
@@ -85,7 +87,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
             keys=tuple(new),
-            remedy=choice_of_copies(checkpoint.entries),
+            remedies=choice_of_copies(checkpoint.entries),
         )
         return
     if counters:

@@ -59,7 +59,7 @@ def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collec
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
             keys=keys,
-            remedy=choice_of_copies(entries),
+            remedies=choice_of_copies(entries),
         )
     return rule.finding(
         Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from ckptfix.bytes.torn import SECTOR
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
@@ -72,7 +72,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(found), 'tensor')} with a long run of zeros among other numbers: a lost block reads so",
             keys=tuple(found),
             evidence={"bytes_of_storage": {key: [hole.start, hole.stop] for key, hole in found.items()}},
-            remedy="compare the file with another copy",
+            remedies=advise("compare the file with another copy"),
         )
 
 

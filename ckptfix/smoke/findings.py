@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import FILE, Finding, Level, Placeholder, Remedy, advise, counted
 from ckptfix.rules.forward_devices_differ import forward_devices_differ
 from ckptfix.rules.forward_fails import forward_fails
 from ckptfix.rules.forward_in_training import forward_in_training
@@ -25,15 +25,18 @@ _SAID = {
 
 _SLOW = "the model is slow here, or waits for something"
 
-_REMEDY = {
-    ENVIRONMENT: "mend the environment and run again, or try --device cpu",
-    INPUT: "give the input that the model takes with --input",
-    MODEL: "run the model by itself to see its error; --no-smoke leaves the forward test out",
-    CHECKPOINT: "see the findings above for what the file lacks; --fill supplies missing values",
+_INPUT = Remedy((("input", Placeholder("SPEC")),), "gives the input that the model takes")
+_ON_CPU = Remedy((("device", "cpu"),), "runs it on the CPU")
+_NO_TEST = Remedy((("smoke", False),), "leaves the forward test out")
+
+_REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
+    ENVIRONMENT: (Remedy(text="fix the environment and run the same command again"), _ON_CPU),
+    INPUT: (_INPUT,),
+    MODEL: (Remedy(text="run the model by itself to see its error"), _NO_TEST),
+    CHECKPOINT: advise("see the findings above for what the file lacks"),
 }
 
-_REMEDY_OF_SCALE = "scale the input as in training, or leave --input out"
-_REMEDY_OF_UNDECIDED = "give an input that the model takes with --input, or leave the test out with --no-smoke"
+_SCALE = Remedy(text="scale the input as in training, or give none")
 
 _STAGE = {
     "start": "while it started",
@@ -50,7 +53,7 @@ _STAGE = {
 
 def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
     """What a finished test found; ``printed`` is the tail of what the model printed."""
-    found = [forward_odd_input.finding(Level.NOTE, text, remedy=_REMEDY_OF_SCALE) for text in outcome.warnings]
+    found = [forward_odd_input.finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
     if outcome.undecided:
         return [*found, _not_run(outcome), *_incomparable(outcome)]
     if outcome.failure is not None:
@@ -68,7 +71,7 @@ def _not_run(outcome: Outcome) -> Finding:
     """A warning and no error: the strict load was proven, and a guess that fails says nothing against the file."""
     message = f"the forward test could not be run: {outcome.undecided}"
     return forward_fails.finding(
-        Level.WARNING, message, evidence={"device": outcome.device}, remedy=_REMEDY_OF_UNDECIDED
+        Level.WARNING, message, evidence={"device": outcome.device}, remedies=(_INPUT, _NO_TEST)
     )
 
 
@@ -92,7 +95,7 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
     message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
     told = {name: value for name, value in evidence.items() if value not in (None, "", [])}
     return forward_fails.finding(
-        Level.ERROR, message, keys=failure.keys, evidence=told, remedy=_remedy(failure, outcome.device)
+        Level.ERROR, message, keys=failure.keys, evidence=told, remedies=_remedies(failure, outcome.device)
     )
 
 
@@ -101,13 +104,13 @@ def _is_slow(failure: Failure) -> bool:
     return failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
 
 
-def _remedy(failure: Failure, device: str) -> str:
+def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
+    smaller = Remedy(_INPUT.options, "gives a smaller input")
     if is_out_of_memory(failure):
-        elsewhere = "run it where there is more memory" if device == "cpu" else "run on the CPU with --device cpu"
-        return f"give a smaller input with --input, or {elsewhere}"
+        return (smaller, Remedy(text="run it on a machine with more memory") if device == "cpu" else _ON_CPU)
     if failure.error.startswith(NO_ANSWER):
-        return "give the model more time with --timeout SECONDS, or a smaller input with --input"
-    return _REMEDY[failure.blame]
+        return (Remedy((("timeout", Placeholder("SECONDS")),), "gives the model more time"), smaller)
+    return _REMEDIES[failure.blame]
 
 
 def _non_finite(outcome: Outcome) -> Finding:
@@ -123,30 +126,34 @@ def _non_finite(outcome: Outcome) -> Finding:
         evidence |= _origin(outcome.origin)
         keys = outcome.origin.broken
         cause = f"; {_culprit(outcome.origin)}"
-    level, remedy = Level.ERROR, "look at the named module's values in the file, or try another input with --input"
+    level = Level.ERROR
+    remedies: tuple[Remedy, ...] = (Remedy(text="look at the named module's values in the file"), _INPUT)
     if outcome.finite_in_float32 is not None:
         evidence["finite_in_float32"] = outcome.finite_in_float32
     if outcome.finite_in_float32:
-        level, remedy = Level.WARNING, "run the model in float32 or bfloat16; the file can stay as it is"
+        level = Level.WARNING
+        remedies = advise("run the model in float32 or bfloat16; the file can stay as it is")
         cause += "; in float32 the same pass is finite: a limit of the dtype, not of the weights"
     elif outcome.finite_in_float32 is False:
         cause += "; in float32 it is not finite either: no limit of the dtype"
     if outcome.shared:
-        level, remedy = Level.WARNING, "try an input that the model is made for with --input"
+        level, remedies = Level.WARNING, (_INPUT,)
         cause += "; with its own initial weights the model does so too: the input or its code is at fault, not the file"
     if outcome.training is not None and outcome.training.is_good:
         cause += (
             "; in training mode, with the statistics of the batch, it is finite: the running statistics are at fault"
         )
         keys = keys or _statistics(outcome.origin)
-        remedy = "measure the running statistics anew with --recalibrate data.npy, or take them from another copy with "
-        remedy += "--replace VAL --fill FILE"
+        remedies = (
+            Remedy((("recalibrate", Placeholder("data.npy")),), "measures the running statistics again"),
+            Remedy((("replace", ("VAL",)), ("fill", FILE)), "takes them from another copy"),
+        )
     return forward_non_finite.finding(
         level,
         f"the model runs, but its output is not finite: {what}{cause}",
         keys=keys,
         evidence=evidence,
-        remedy=remedy,
+        remedies=remedies,
     )
 
 
@@ -183,14 +190,16 @@ def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
         evidence = {"blame": failure.blame, "inputs": list(training.inputs), "traceback": failure.traceback}
         told = {name: value for name, value in evidence.items() if value}
         return [
-            forward_in_training.finding(Level.WARNING, message, evidence=told, remedy=_remedy(failure, training.device))
+            forward_in_training.finding(
+                Level.WARNING, message, evidence=told, remedies=_remedies(failure, training.device)
+            )
         ]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
         message = f"fine in eval mode, but not finite in training mode: {_listed(training)}{cause}"
         evidence = _origin(training.origin) if training.origin is not None else {}
-        remedy = "look at the named module: what differs are the statistics of the batch, and dropout"
-        return [forward_in_training.finding(Level.WARNING, message, evidence=evidence, remedy=remedy)]
+        remedy = Remedy(text="look at the named module: what differs are the statistics of the batch, and dropout")
+        return [forward_in_training.finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]
     return [] if gradients is None else list(_odd_gradients(gradients))
 
 
@@ -202,7 +211,9 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
             Level.WARNING,
             f"{counted(len(gradients.non_finite), 'parameter')} with a gradient that is not finite{first}{line}",
             keys=gradients.non_finite,
-            remedy="training would destroy the weights in one step: look at the named line, and try a real input",
+            remedies=advise(
+                "training would destroy the weights in one step: look at the named line, and try a real input"
+            ),
         )
     for names, what in ((gradients.zero, "a gradient of zeros"), (gradients.missing, "no gradient")):
         if names:
@@ -211,7 +222,9 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
                 Level.WARNING if is_all else Level.NOTE,
                 f"{counted(len(names), 'parameter')} with {what}: training would leave them as they are",
                 keys=names,
-                remedy="a part that is unused, or lies behind weights of zero, is no defect; else try a real input",
+                remedies=advise(
+                    "a part that is not used, or comes after weights of zero, is not a defect; else try a real input"
+                ),
             )
 
 
@@ -223,7 +236,10 @@ def _differing(outcome: Outcome) -> Finding:
         Level.WARNING,
         f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: {devices}",
         evidence=evidence,
-        remedy="trust neither before you know which is wrong; update the driver and torch, and see --device cpu",
+        remedies=(
+            Remedy(text="trust neither before you know which is wrong; update the driver and torch"),
+            _ON_CPU,
+        ),
     )
 
 
@@ -235,14 +251,16 @@ def _incomparable(outcome: Outcome) -> Iterator[Finding]:
         yield forward_incomparable.finding(
             Level.NOTE,
             f"the outputs are not compared with those of {seen.against}: {seen.unlike}",
-            remedy="name a checkpoint of the very same model with --compare",
+            remedies=(Remedy((("compare", FILE),), "compares with a checkpoint of the very same model"),),
         )
     elif seen.differing == 0 and not seen.is_close:
         yield forward_incomparable.finding(
             Level.NOTE,
             f"the model is not repeatable: with the same weights its outputs differ, {seen}",
             evidence={"difference": seen.difference, "scale": seen.scale, "agreement": seen.agreement},
-            remedy="look in the model's code for random numbers of numpy or the clock, and for a state that it keeps",
+            remedies=advise(
+                "look in the model's code for random numbers of numpy or the clock, and for a state that it keeps"
+            ),
         )
 
 

@@ -18,6 +18,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
+from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import Pass, Subject, forward
 from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.outputs import dtype_name, values_of
@@ -94,7 +95,7 @@ def compare_with_cpu(subject: Subject, run: Pass, base: Outcome) -> Comparison:
     return compare_outputs(first.outputs, reference.outputs, "cpu", dtype)
 
 
-_NAMES = Settings(select=("KEY", "BUF", "FIT105", "FIL102"), values=False)
+_NAMES = Settings(select=FOR_LOADING, values=False)
 
 
 @dataclass(frozen=True)

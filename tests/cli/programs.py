@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-import click
-
-from ckptfix.cli.program import PROGRAM, exit_code
+from ckptfix.cli.program import exit_code
+from tests import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -92,8 +91,4 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 def parse(line: str) -> None:
     """Let the program's own parser read a command, without running it."""
-    first, name, *words = shlex.split(line)
-    assert first == "ckptfix"
-    command = PROGRAM.get_command(click.Context(PROGRAM), name)
-    assert command is not None, f"there is no command {name}"
-    command.make_context(name, words)
+    printed.parse(shlex.split(line))

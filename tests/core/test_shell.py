@@ -21,7 +21,7 @@ def test_bash_reads_the_word_that_was_meant(word: str) -> None:
 
 
 def test_words_are_joined_by_blanks() -> None:
-    assert typed(["ckptfix", "repair", "a b.pth", "x\ny"]) == r"ckptfix repair 'a b.pth' $'x\012y'"
+    assert typed(["ckptfix", "repair", "a b.pth", "-o", "x\ny"]) == r"ckptfix repair 'a b.pth' -o $'x\012y'"
 
 
 @pytest.mark.parametrize(("name", "word"), [("a-x", "a-x"), ("./-x", "./-x"), ("-x", "./-x"), ("--fill", "./--fill")])

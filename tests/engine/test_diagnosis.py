@@ -18,9 +18,17 @@ from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import diagnose, is_enabled
 from ckptfix.errors import InternalError
 from ckptfix.reading.memory import open_state_dict
+from ckptfix.rules import Listed
 from ckptfix.rules.rule import Context, Rule
 
 CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
+
+
+def listed(code, name, propose):
+    """A rule in the list that no module has."""
+    made = Listed(code, name)
+    made.__dict__["rule"] = Rule(code, name, "", propose)
+    return made
 
 
 def test_nothing_to_say():
@@ -84,7 +92,7 @@ def test_a_rule_that_is_never_satisfied_is_a_bug_of_ours(monkeypatch):
             "TST101", "restless", Level.ERROR, "again", fix=Fix((Rename(key, key + "x"),), Applicability.SAFE)
         )
 
-    monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", (Rule("TST101", "restless", "", propose),))
+    monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", (listed("TST101", "restless", propose),))
     with pytest.raises(InternalError, match="TST101 proposes another fix after all fixes"):
         diagnose(CHECKPOINT, None, Settings())
 
@@ -104,7 +112,7 @@ def test_a_rule_after_the_last_one_may_not_undo_it(monkeypatch):
                 edits = (Rename(key, f"x{key}"),)
                 yield Finding("TST102", "bring", Level.ERROR, "bring", fix=Fix(edits, Applicability.SAFE))
 
-    rules = (Rule("TST101", "take", "", take), Rule("TST102", "bring", "", bring))
+    rules = (listed("TST101", "take", take), listed("TST102", "bring", bring))
     monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", rules)
     with pytest.raises(InternalError, match="TST101"):
         diagnose(CHECKPOINT, None, Settings())
@@ -116,7 +124,7 @@ def test_a_fix_that_is_not_allowed_stays_a_finding(monkeypatch):
         if edits:
             yield Finding("TST101", "drop", Level.ERROR, "drop", fix=Fix(edits, Applicability.UNSAFE))
 
-    monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", (Rule("TST101", "drop", "", propose),))
+    monkeypatch.setattr(ckptfix.engine.diagnosis, "RULES", (listed("TST101", "drop", propose),))
     kept, dropped = (diagnose(CHECKPOINT, None, Settings(unsafe_fixes=unsafe)) for unsafe in (False, True))
     assert (len(kept.findings), kept.fixed, len(kept.result.entries)) == (1, (), 1)
     assert (len(dropped.fixed), len(dropped.result.entries)) == (1, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Drop, Fill, Rename
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy
 from ckptfix.core.report import Report
 from ckptfix.core.smoke_result import SmokeResult
 
@@ -43,7 +43,7 @@ MISSING = Finding(
     "the file lacks keys of the target",
     keys=("fc.weight", "fc.bias"),
     fix=Fix((), Applicability.UNSAFE),
-    remedy="--fill target takes the initial values",
+    remedies=(Remedy((("fill", "target"),), "takes the initial values", (("fc.weight", 512_000), ("fc.bias", 1000))),),
 )
 MISMATCH = Finding("FIT103", "shape-mismatch", Level.ERROR, "another shape", keys=("fc.weight",))
 NOTE = Finding("FIL103", "foreign-class", Level.NOTE, "an object of a class is inside", evidence={"class": "Namespace"})

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
-from ckptfix.core.finding import Applicability, Fix
-from ckptfix.report.advice import advice_lines, next_command, remedy_flags
+from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
+from ckptfix.report.advice import advice_lines, next_command
 from ckptfix.report.style import Paper
 from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
@@ -39,34 +40,19 @@ def test_command_after_a_check(findings, command):
 
 
 def test_the_command_is_quoted_and_keeps_what_was_given():
-    telling = Telling(command=("ckptfix", "repair", "my file.pth", "--model", "zoo:resnet"))
-    assert next_command(report(EXTRA), telling) == "ckptfix repair 'my file.pth' --model zoo:resnet --unsafe-fixes"
+    telling = Telling(choices={"model": "zoo:resnet"})
+    assert (
+        next_command(report(EXTRA, source="my file.pth"), telling)
+        == "ckptfix repair 'my file.pth' --model zoo:resnet --unsafe-fixes"
+    )
 
 
 def test_a_repair_does_not_advise_itself():
     assert next_command(report(COUNTER), Telling(Mode.REPAIR)) == ""
 
 
-@pytest.mark.parametrize(
-    ("remedy", "flags"),
-    [
-        pytest.param("", {}, id="none"),
-        pytest.param("name the model with --model", {}, id="a flag inside is not the command"),
-        pytest.param("--unsafe-fixes drops them", {"--unsafe-fixes": []}, id="without a value"),
-        pytest.param("--fill FILE takes them", {"--fill": ["FILE"]}, id="with a value"),
-        pytest.param(
-            "--drop-mismatched --fill target|FILE takes others",
-            {"--drop-mismatched": [], "--fill": ["target"]},
-            id="two, and a choice",
-        ),
-    ],
-)
-def test_remedy_flags(remedy, flags):
-    assert remedy_flags(remedy) == flags
-
-
 def test_a_flag_that_was_given_is_not_given_twice():
-    telling = Telling(Mode.REPAIR, command=("ckptfix", "repair", "a.pth", "--fill", "donor.pth"))
+    telling = Telling(Mode.REPAIR, choices={"fill": "donor.pth"})
     assert next_command(report(MISSING), telling) == ""
 
 
@@ -90,9 +76,39 @@ def test_a_rename_is_no_change_of_values():
 
 def test_a_command_for_each_set_of_weights():
     """What a pick may cure is not cured by another flag before it."""
-    sets = replace(MISMATCH, code="KEY104", remedy="--weights q takes this set alone, --weights k that one")
+    sets = replace(
+        MISMATCH,
+        code="KEY104",
+        blocks=Blocks.FILLING,
+        remedies=tuple(Remedy((("weights", name),), "takes only this set") for name in "qk"),
+    )
     lines = told(report(sets, EXTRA, MISSING))
     assert [line.strip() for line in lines if "ckptfix repair" in line] == [
         "run: ckptfix repair resnet.pth --weights q",
         "or: ckptfix repair resnet.pth --weights k",
     ]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "command"),
+    [
+        pytest.param(Remedy(text="merge the adapter first"), "", id="words make no command"),
+        pytest.param(Remedy((("fill", FILE),), "takes them from there"), "", id="nor does a value to be given"),
+        pytest.param(Remedy((("weights", "net A"),), "takes it"), "--weights 'net A'", id="a blank in a value"),
+        pytest.param(Remedy((("format", "pth"),), "keeps it"), "--format pth", id="an option with a value"),
+    ],
+)
+def test_what_makes_a_command(remedy, command):
+    made = next_command(report(replace(MISMATCH, remedies=(remedy,))), Telling(Mode.REPAIR))
+    assert made == (f"ckptfix repair resnet.pth {command}" if command else "")
+
+
+def test_nothing_is_filled_or_dropped_while_the_weights_are_in_another_form():
+    elsewhere = replace(MISMATCH, blocks=Blocks.FILLING, remedies=advise("merge the adapter first"))
+    assert next_command(report(MISSING, EXTRA, elsewhere), Telling(Mode.REPAIR)) == ""
+    assert next_command(report(MISSING, EXTRA), Telling(Mode.REPAIR)).endswith("--unsafe-fixes --fill target")
+
+
+def test_the_price_of_a_fill():
+    coverage = Coverage(20_520_000, 20_007_000, 0, 0)
+    assert told(report(MISSING, coverage=coverage))[-1].strip() == "`fc` becomes untrained: 2.5 % of the model"

@@ -10,6 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
+from ckptfix.report.commands import remedies_text
 from ckptfix.rules.foreign_prefix import MOST, foreign_prefix
 from tests.checks import check_noop, check_repaired
 from tests.rules.proposals import propose, repaired
@@ -182,11 +183,13 @@ def test_a_part_of_a_second_set_is_no_other_part_of_the_first(model, missing):
 def test_two_sets_are_named_with_their_flags_and_parts_of_one_are_not():
     sets = {**prefixed(net().state_dict(), "encoder_k."), **prefixed(net().state_dict(), "encoder_q.")}
     (finding,) = propose(foreign_prefix, sets, net())
-    assert finding.remedy == "--weights encoder_q takes this set alone, --weights encoder_k that one"
+    assert remedies_text(finding.remedies) == (
+        "--weights encoder_q takes only this set; or --weights encoder_k takes only this set"
+    )
     stages = {**prefixed(net().state_dict(), "stage.1."), **prefixed(net().state_dict(), "stage.2.")}
     findings = propose(foreign_prefix, stages, within(layer1=net(), layer2=net()))
     assert findings
-    assert not any("--weights" in finding.remedy for finding in findings)
+    assert not any("--weights" in remedies_text(finding.remedies) for finding in findings)
 
 
 @pytest.mark.parametrize("places", [("query", "key"), ("0", "1")])

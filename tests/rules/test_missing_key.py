@@ -10,6 +10,7 @@ from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.memory import open_state_dict
+from ckptfix.report.commands import remedies_text
 from ckptfix.rules.missing_key import missing_key
 from tests.rules.proposals import propose, repaired
 
@@ -64,7 +65,7 @@ def test_nothing_is_filled_unasked():
     assert finding.message == "1 key missing, 40 % of the target's parameters"
     assert finding.evidence == {"parameters": 40, "of": 100}
     assert finding.fix is None
-    assert "--fill target" in finding.remedy
+    assert "--fill target" in remedies_text(finding.remedies)
 
 
 def test_filled_from_the_model():
@@ -102,7 +103,7 @@ def test_a_donor_gives_what_fits_and_the_rest_stays_missing():
 def test_a_donor_that_does_not_fit(donor):
     (finding,) = propose(missing_key, backbone(), classifier(), donor=donor, fill="donor.pth")
     assert finding.fix is None
-    assert "donor.pth does not have them" in finding.remedy
+    assert "donor.pth does not have them" in remedies_text(finding.remedies)
 
 
 def test_a_donor_may_hold_the_twin():
@@ -139,7 +140,7 @@ def test_tied_keys_are_filled_as_one_and_count_once():
 def test_a_target_without_values(model, says):
     (finding,) = propose(missing_key, backbone(), model, fill="target")
     assert finding.fix is None
-    assert says in finding.remedy
+    assert says in remedies_text(finding.remedies)
 
 
 def test_buffers_are_no_share_of_the_parameters():
@@ -151,6 +152,6 @@ def test_buffers_are_no_share_of_the_parameters():
 def test_a_model_of_fillings_alone_is_no_repair():
     (finding,) = propose(missing_key, {"other.weight": torch.ones(1)}, classifier(), fill="target")
     assert finding.fix is None
-    assert "nothing in the file belongs to the target" in finding.remedy
+    assert "name the model that the file belongs to" in remedies_text(finding.remedies)
     (finding,) = propose(missing_key, {}, classifier(), fill="target")
     assert finding.fix is not None

@@ -11,6 +11,7 @@ from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Level
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.reading.opening import open_file
+from ckptfix.report.commands import remedies_text
 from ckptfix.rules.non_finite import non_finite
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
@@ -112,10 +113,10 @@ def test_a_finite_twin_is_named():
         candidates=tuple(Candidate((name,), 1, 1) for name in ("state_dict", "worse", "state_dict_ema")),
     )
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy.startswith("--replace VAL101 --fill twin takes them from state_dict_ema")
+    assert remedies_text(finding.remedies).startswith("--replace VAL101 --fill twin takes them from state_dict_ema")
     checkpoint = replace(checkpoint, candidates=checkpoint.candidates[:2])
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy.startswith("see whether another set of this file is finite: --weights worse")
+    assert remedies_text(finding.remedies).startswith("see whether the other set of this file, worse, is finite")
 
 
 def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
@@ -123,7 +124,7 @@ def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
     torch.save({"epoch": 3, "state_dict": raw, "nested": {"ema": averaged}}, tmp_path / "model.pth")
     checkpoint = open_file(str(tmp_path / "model.pth"), "state_dict")
     (finding,) = propose(non_finite, checkpoint)
-    assert finding.remedy.endswith("or take that set: --weights nested.ema")
+    assert remedies_text(finding.remedies).endswith("or --weights nested.ema takes that whole set")
 
 
 def test_values_are_left_alone_where_the_user_says_so():
@@ -142,7 +143,7 @@ BROKEN["fc.weight"][1, 2] = INF
 def test_nothing_is_changed_unasked():
     (finding,) = propose(non_finite, BROKEN)
     assert finding.fix is None
-    assert "--zero-non-finite" in finding.remedy
+    assert "--zero-non-finite" in remedies_text(finding.remedies)
 
 
 def test_zeros_are_the_last_resort_and_leave_all_other_values():

@@ -10,6 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.finding import Level
+from ckptfix.report.commands import remedies_text
 from tests.checks import assert_same, check_noop
 
 
@@ -49,7 +50,7 @@ def test_two_are_listed_and_one_is_taken(tmp_path):
     assert (finding.level, finding.fix) == (Level.WARNING, None)
     assert "2 sets of weights (state_dict, state_dict_ema); state_dict was taken" in finding.message
     assert finding.evidence["state_dict_ema"] == {"tensors": 2, "numel": 6}
-    assert "--weights" in finding.remedy
+    assert "--weights" in remedies_text(finding.remedies)
     assert ckptfix.open_checkpoint(file).read("fc.bias")[0] == 1
     assert ckptfix.open_checkpoint(file, weights="state_dict_ema").read("fc.bias")[0] == 2
 
@@ -126,7 +127,9 @@ def test_plain_names_beside_a_copy():
     average = net().state_dict()
     state = {**net().state_dict(), **wrapped(average, "ema_model.")}
     report = ckptfix.check(state, net(), values=False)
-    assert report.findings[0].remedy.startswith("--weights plain takes this set alone, --weights ema_model that one")
+    assert remedies_text(report.findings[0].remedies).startswith(
+        "--weights plain takes only this set; or --weights ema_model"
+    )
     for name, want in (("plain", dict(list(state.items())[:4])), ("ema_model", average)):
         fitting, report = ckptfix.repair_state_dict(state, net(), weights=name, values=False)
         assert_same(fitting, dict(want))
@@ -138,7 +141,7 @@ def test_a_wrapped_set_beside_a_plain_one(prefix):
     inner = net().state_dict()
     state = {**net().state_dict(), **wrapped(inner, prefix)}
     (finding, *_) = ckptfix.check(state, net(), values=False).findings
-    assert f"--weights plain takes this set alone, --weights {prefix[:-1]} that one" in finding.remedy
+    assert f"--weights plain takes only this set; or --weights {prefix[:-1]} takes" in remedies_text(finding.remedies)
     fitting, _ = ckptfix.repair_state_dict(state, net(), weights=prefix[:-1])
     assert_same(fitting, dict(inner))
 

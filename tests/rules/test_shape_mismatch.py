@@ -8,6 +8,8 @@ from torch import nn
 
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Level
+from ckptfix.report.commands import remedies_text
+from ckptfix.rules.other_layout import NAME_THE_MODEL
 from ckptfix.rules.shape_mismatch import shape_mismatch
 from tests.rules.proposals import propose, repaired
 
@@ -37,7 +39,16 @@ def test_shown_with_both_shapes_and_never_resized():
     assert finding.level == Level.ERROR
     assert finding.evidence["shapes"]["weight"] == {"file": [10, 2], "target": [3, 2]}
     assert finding.fix is None
-    assert "--drop-mismatched" in finding.remedy
+    assert finding.remedies == NAME_THE_MODEL
+
+
+def test_the_price_of_other_values():
+    file, model = (nn.Sequential(nn.Linear(9, 9), nn.Linear(9, width)) for width in (3, 2))
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    first, donor, _ = finding.remedies
+    assert first.options == (("drop_mismatched", True), ("fill", "target"))
+    assert first.untrained == (("1.weight", 18), ("1.bias", 2))
+    assert not donor.is_complete
 
 
 def test_dropped_where_asked_for():
@@ -106,4 +117,6 @@ def test_a_transpose_is_called_so():
     state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
     (finding,) = propose(shape_mismatch, state, nn.Linear(2, 3))
     assert finding.message == "1 key of another shape than the target's, 1 of them transposed"
-    assert finding.remedy.startswith("convert the file")  # its square matrices are transposed too, and fit
+    assert remedies_text(finding.remedies).startswith(
+        "convert the file"
+    )  # its square matrices are transposed too, and fit

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.finding import Applicability, Level
+from ckptfix.report.commands import remedies_text
 from ckptfix.rules.unexpected_key import unexpected_key
 from tests.rules.proposals import propose, repaired
 
@@ -55,10 +56,10 @@ def test_nothing_is_offered_for_the_wrong_model():
     (finding,) = propose(unexpected_key, {"a": torch.zeros(1), "b": torch.zeros(2)}, nn.Linear(2, 2))
     assert finding.fix is None
     assert finding.evidence == {"numel": 3, "of": 3}
-    assert "--weights" in finding.remedy
+    assert "--weights" in remedies_text(finding.remedies)
 
 
 def test_an_adapter_is_to_be_merged_first():
     state = {**nn.Linear(2, 2).state_dict(), "lora_A.default.weight": torch.ones(1, 2)}
     (finding,) = propose(unexpected_key, state, nn.Linear(2, 2))
-    assert finding.remedy.startswith("merge the adapter first")
+    assert remedies_text(finding.remedies).startswith("merge the adapter first")

@@ -8,6 +8,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
+from ckptfix.report.commands import remedies_text
 from ckptfix.rules.wrapper_prefix import wrapper_prefix
 from tests.checks import assert_same, check_noop, check_repaired
 from tests.rules.proposals import propose, repaired
@@ -110,7 +111,7 @@ def test_half_prefixed_without_a_target_is_only_reported():
     state = {"module.bn1.weight": ONE, "bn1.bias": ONE, "module.fc.weight": ONE}
     (finding,) = propose(wrapper_prefix, state)
     assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("module.bn1.weight",), None)
-    assert "--model" in finding.remedy
+    assert "--model" in remedies_text(finding.remedies)
 
 
 def test_half_prefixed_with_a_target():

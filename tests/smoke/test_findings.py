@@ -8,6 +8,7 @@ import pytest
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import Comparison
+from ckptfix.report.commands import remedies_text
 from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 
@@ -26,7 +27,7 @@ def only(outcome: Outcome, level: Level = Level.ERROR) -> Finding:
     [finding] = findings_of(outcome)
     assert finding.level is level
     assert finding.fix is None
-    assert finding.remedy
+    assert remedies_text(finding.remedies)
     return finding
 
 
@@ -44,7 +45,7 @@ def test_a_failure_says_whose_fault_it_is_and_where() -> None:
         "the forward test failed in the forward pass, the input does not suit the model: RuntimeError: 3 channels"
         " in conv (Conv2d), at model.py:12 in forward"
     )
-    assert "--input" in finding.remedy
+    assert "--input" in remedies_text(finding.remedies)
 
 
 def test_keys_of_the_strict_load_are_the_findings() -> None:
@@ -61,7 +62,8 @@ def test_an_error_after_nan_names_the_module_that_made_it() -> None:
 
 def test_a_lack_of_memory_has_its_own_remedy() -> None:
     error = "OutOfMemoryError: CUDA out of memory."
-    assert "smaller input" in only(replace(RAN, failure=Failure("forward", "environment", error))).remedy
+    found = only(replace(RAN, failure=Failure("forward", "environment", error)))
+    assert "smaller input" in remedies_text(found.remedies)
 
 
 def test_an_output_that_is_not_finite_is_traced() -> None:

@@ -10,6 +10,7 @@ from ckptfix.core.finding import Finding, Level
 from ckptfix.core.settings import SmokeSettings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
+from ckptfix.report.commands import remedies_text
 from ckptfix.smoke.launch import Ending
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Outcome
 from ckptfix.smoke.reference import Reference
@@ -46,7 +47,7 @@ def only(ending: Ending) -> Finding:
     [finding] = findings
     assert finding.level is Level.ERROR
     assert finding.fix is None
-    assert finding.remedy
+    assert remedies_text(finding.remedies)
     return finding
 
 
@@ -117,8 +118,8 @@ def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
     [finding] = findings
     assert (finding.code, finding.level) == ("RUN101", Level.WARNING)
     assert finding.message == "the forward test could not be run: no derived input suits the model"
-    assert "--input" in finding.remedy
-    assert "--no-smoke" in finding.remedy
+    assert "--input" in remedies_text(finding.remedies)
+    assert "--no-smoke" in remedies_text(finding.remedies)
 
 
 @pytest.mark.parametrize(

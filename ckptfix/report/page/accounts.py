@@ -8,14 +8,14 @@ from typing import Any
 from ckptfix.core.finding import Level
 from ckptfix.core.report import Report
 from ckptfix.report.advice import next_command
-from ckptfix.report.telling import Mode, Telling, is_fixable, needs_unsafe
+from ckptfix.report.telling import Mode, Telling
 
 
 def account_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
     """The record of one report: the same form as a line of ``manifest.jsonl``."""
     data = report.to_json(fixes=False)
     findings = [
-        {**finding, "fixable": is_fixable(original) and not needs_unsafe(original)}
+        {**finding, "fixable": original.is_fixable and not original.needs_unsafe}
         for finding, original in zip(data["findings"], report.findings, strict=True)
     ]
     return {
@@ -41,7 +41,7 @@ def _outcome(report: Report, telling: Telling) -> str:
         return "can be repaired" if report.edits else "already fine"
     failed = report.smoke is not None and report.smoke.passed is False
     left = [finding for finding in report.remaining if finding.level > Level.NOTE]
-    is_mendable = left and all(is_fixable(finding) and not needs_unsafe(finding) for finding in left)
+    is_mendable = left and all(finding.is_fixable and not finding.needs_unsafe for finding in left)
     return "can be repaired" if is_mendable and not report.obstacles and not failed else "needs a decision"
 
 

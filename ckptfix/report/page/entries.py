@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from ckptfix.core.plan import Plan
-from ckptfix.core.report import plain
+from ckptfix.core.report import plain, remedy_from_json
 from ckptfix.errors import PlanError
+from ckptfix.report.commands import remedies_text
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.folding import folded_lines
@@ -100,7 +101,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
     told |= {
         "fixed": finding.get("fixed"),
         "fixable": finding.get("fixable"),
-        "remedy": finding.get("remedy"),
+        "remedy": remedies_text(map(remedy_from_json, finding.get("remedies") or ())),
         "count": len(keys),
         "keys": _folded(keys),
         "evidence": list(evidence_items(plain(finding.get("evidence") or {}), _EVIDENCE_LENGTH)),

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from posixpath import normpath
 from string import Formatter
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.errors import UsageError
 from ckptfix.rules.wrong_name_hash import wrong_name_hash
 
@@ -118,6 +118,8 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
         Level.WARNING,
         f"the name says that the sha256 begins with {claimed}, and it begins with {sha256[: len(claimed)]}",
         evidence={"in_name": claimed, "sha256": sha256},
-        remedy="compare with the place where it came from: the file was changed or damaged since it was named, or the"
-        " digits are no hash of the content",
+        remedies=advise(
+            "compare with the place where it came from: the file was changed or damaged since it was named, or the"
+            " digits are no hash of the content"
+        ),
     )

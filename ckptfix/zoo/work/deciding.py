@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from ckptfix.core.finding import Level
+from ckptfix.core.finding import Level, Remedy
 from ckptfix.core.options import option_words
 from ckptfix.core.report import Report
 from ckptfix.core.shell import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.report.advice import next_words
-from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.advice import recommended
+from ckptfix.report.commands import with_remedies
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.work.job import Job
-
-_WAYS_ON = {"FIL901": ("--disarm",), "FIL201": ("--salvage",), "FIL104": ("--format", "pth")}
-"""The flags that let a file be written which is not written because of a rule."""
 
 _FLAGS_OF_ERRORS = ("--salvage",)
 """Flags without a value that an error may name as the way on."""
 
 
 def command_for(job: Job, report: Report) -> str:
-    """The command that cures what remains; else the one that takes the file as it is."""
-    given = job.treatment.command(job.item.name)
-    if cure := next_words(report, Telling(Mode.REPAIR, command=given)):
-        return _command(job, *cure[len(given) :])
-    codes = list(dict.fromkeys(finding.code for finding in report.remaining if finding.level > Level.NOTE))
+    """Return the command that cures what remains; else the one that takes the file as it is."""
+    given = job.treatment.choices
+    if added := _added(given, recommended(report)):
+        return _command(job, added)
+    left = [finding for finding in report.remaining if finding.level > Level.NOTE]
     if refusal(report, parsed_settings(job.treatment.settings)):
-        for code in codes:
-            if code in _WAYS_ON:
-                return _command(job, *_WAYS_ON[code])
+        last = [remedy for finding in left if finding.blocks for remedy in finding.remedies if remedy.is_complete]
+        if added := _added(given, last[:1]):
+            return _command(job, added)
     if report.smoke is not None and report.smoke.passed is False:
-        return _command(job, "--no-smoke")
-    return _command(job, ignored=codes)
+        return _command(job, {"smoke": False})
+    codes = dict.fromkeys(finding.code for finding in left)
+    return _command(job, {"ignore": [*given.get("ignore", ()), *codes]})
+
+
+def _added(given: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
+    """Return the options of the remedies that were not given yet."""
+    merged = with_remedies(given, remedies)
+    return {name: value for name, value in merged.items() if name not in given or given[name] != value}
 
 
 def fault_of_the_machine(job: Job, report: Report) -> str | None:
@@ -45,29 +50,21 @@ def fault_of_the_machine(job: Job, report: Report) -> str | None:
         return None
     for finding in report.remaining:
         if finding.evidence.get("blame") == ENVIRONMENT:
-            return (
-                f"{job.item.name}: {finding.message}; {finding.remedy}, and run the same command again; or take it"
-                " without a forward test"
-            )
+            return f"{job.item.name}: {finding.message}; fix that and run the same command again"
     return None
 
 
 def command_after_error(job: Job, outcome: Outcome, error: str) -> str | None:
     """The command that an error advises, to be completed where it needs a value."""
-    flags = [flag for flag in _FLAGS_OF_ERRORS if flag in error]
     if outcome is Outcome.DECISION and "--member" in error:
-        flags = ["--member", "NAME"]
-    return _command(job, *flags) if flags else None
+        return _command(job, {"member": "NAME"})
+    named = {flag.removeprefix("--"): True for flag in _FLAGS_OF_ERRORS if flag in error}
+    return _command(job, named) if named else None
 
 
-def _command(job: Job, *flags: str, ignored: Sequence[str] = ()) -> str:
-    """The migration of this file alone, with these flags: a decision that later runs keep to.
+def _command(job: Job, options: Mapping[str, Any]) -> str:
+    """Return the migration of only this file with these options: a decision that later runs keep to.
 
-    It takes the place of an earlier one, and so says again what that one said."""
-    choices = dict(job.decision or {})
-    if ignored:
-        choices["ignore"] = [*job.treatment.choices.get("ignore", ()), ",".join(ignored)]
-    decided = option_words(choices)
-    return typed(
-        (*job.again, "--only", no_option(job.item.name), *decided, *(flag for flag in flags if flag not in decided))
-    )
+    It takes the place of an earlier one, and so repeats what that one said."""
+    words = option_words({**(job.decision or {}), **options})
+    return typed((*job.again, "--only", no_option(job.item.name), *words))

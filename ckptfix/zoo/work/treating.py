@@ -70,7 +70,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             goal = name_with_hash(goal, written_sha256, sha256)
             facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
             staged = (Staged(str(draft), goal, not _is_flushed_later(job)),)
-    outcome = Outcome.DECISION if report.exit_code else Outcome.REPAIRED if done.is_changed else Outcome.FINE
+    outcome = Outcome.DECISION if report.is_open else Outcome.REPAIRED if done.is_changed else Outcome.FINE
     command = command_for(job, report) if outcome is Outcome.DECISION else None
     if (fault := fault_of_the_machine(job, report)) is not None:
         outcome = Outcome.FAILED

@@ -33,7 +33,7 @@ PREFIX = {
     "keys": [f"module.layers.{number}.weight" for number in range(4)],
     "evidence": {"prefix": "module", "share": 1.0},
     "fixed": True,
-    "remedy": "",
+    "remedies": [],
 }
 NAN = {
     "code": "VAL101",
@@ -43,7 +43,9 @@ NAN = {
     "keys": ["layers.2.weight"],
     "evidence": {"nan": 3},
     "fixed": False,
-    "remedy": "--replace VAL101 --fill twin takes these keys from the file's EMA set",
+    "remedies": [
+        {"options": {"replace": ["VAL101"], "fill": "twin"}, "text": "takes these keys from the file's EMA set"}
+    ],
 }
 RENAMES = [{"edit": "rename", "key": key, "to": key.removeprefix("module.")} for key in PREFIX["keys"]]  # type: ignore[attr-defined]  # a list of texts
 

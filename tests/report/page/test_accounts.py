@@ -2,13 +2,14 @@ import json
 
 import pytest
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.page import account_of, account_of_error
 from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
-NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedy="--replace VAL101 --fill twin takes them")
+TWIN = (Remedy((("replace", ("VAL101",)), ("fill", "twin")), "takes them"),)
+NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=TWIN)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,9 @@ def test_outcome(made, mode, outcome):
 
 
 def test_the_command_carries_the_flags():
-    telling = Telling(command=("ckptfix", "repair", "a b.pth", "--model", "zoo:net"))
-    assert account_of(report(NAN), telling)["command"] == (
-        "ckptfix repair 'a b.pth' --model zoo:net --replace VAL101 --fill twin"
+    telling = Telling(choices={"model": "zoo:net"})
+    assert account_of(report(NAN, source="a b.pth"), telling)["command"] == (
+        "ckptfix repair 'a b.pth' --model zoo:net --fill twin --replace VAL101"
     )
     assert account_of(report(), telling)["command"] is None
 

@@ -14,7 +14,9 @@ def hostile_zoo():
     records = [repaired(name, target=name, remarks=[name], command=name, error=name) for name in HOSTILE]
     for line, name in zip(records, HOSTILE, strict=True):
         finding = {"code": name, "name": name, "level": "error", "message": name, "keys": [name]}
-        line["findings"] = [{**finding, "evidence": {name: name}, "fixed": False, "remedy": name}]
+        line["findings"] = [
+            {**finding, "evidence": {name: name}, "fixed": False, "remedies": [{"options": {}, "text": name}]}
+        ]
         line["edits"] = [{"edit": "rename", "key": name, "to": name + "."}]
     lines = [weights(name, flagged={0: [name]}) for name in HOSTILE]
     for line in lines:

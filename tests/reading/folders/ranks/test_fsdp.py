@@ -12,6 +12,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.report.commands import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import tensors_of, unpacked
 
@@ -189,4 +190,4 @@ def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
     rank_file(folder, 0).unlink()
     (finding,) = [found for found in ckptfix.check(rank_file(folder, 1)).findings if found.code == "FIL105"]
     assert "one rank's part of 14 sharded tensors" in finding.message
-    assert "put the files of all ranks into one folder" in finding.remedy
+    assert "put the files of all ranks into one folder" in remedies_text(finding.remedies)

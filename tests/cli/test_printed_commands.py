@@ -1,0 +1,89 @@
+"""Every command that ckptfix prints works when it is pasted. ``tests.printed`` parses those of all other tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix.cli.program import exit_code
+from sample_checkpoints.build import SAMPLES
+from tests.printed import parse
+
+MODELS = {
+    "head_missing.pth": "resnet_tiny",
+    "nan_running_var.pth": "resnet_bottleneck",
+    "decayed_aux_head.pth": "mlp_with_aux_head",
+}
+
+
+def printed(text: str) -> list[list[str]]:
+    """The commands of a report, word by word."""
+    return [shlex.split(command) for command in re.findall(r"^ +(?:run|or): (ckptfix .*)$", text, re.MULTILINE)]
+
+
+def run_all(capsys: pytest.CaptureFixture[str], *words: str) -> set[int]:
+    """Run a command, and then what it prints, and what that prints, until nothing new is printed."""
+    codes: set[int] = set()
+    todo, done = [["ckptfix", *words]], set()
+    while todo:
+        command = todo.pop()
+        if tuple(command) in done:
+            continue
+        done.add(tuple(command))
+        parse(command)
+        codes.add(exit_code(command[1:]))
+        todo += printed(capsys.readouterr().out)
+    assert len(done) < 20
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, "") for name in SAMPLES), *MODELS.items()], ids=lambda value: value or "alone"
+)
+def test_the_commands_of_the_samples(samples, tmp_path, monkeypatch, capsys, name, model):
+    shutil.copy(samples / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    target = ["--model", f"sample_checkpoints.models:{model}"] if model else []
+    assert run_all(capsys, "check", name, *target) <= {0, 1}
+
+
+def a_quantised_entry(folder: Path) -> list[str]:
+    torch.save({"w": torch.ones(2), "bn._extra_state": {"scale": torch.ones(1)}}, folder / "es.pth")
+    return ["repair", "es.pth", "-o", "es.safetensors"]
+
+
+def sets_with_blanks(folder: Path) -> list[str]:
+    state = {"fc.weight": torch.ones(3, 3), "fc.bias": torch.ones(3)}
+    torch.save({"net A": state, "net B": state}, folder / "sp.pth")
+    return ["repair", "sp.pth"]
+
+
+def another_head(folder: Path) -> list[str]:
+    for file, classes in (("old.pth", 5), ("new.pth", 3)):
+        torch.save(torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, classes)).state_dict(), folder / file)
+    return ["check", "old.pth", "--like", "new.pth"]
+
+
+def a_broken_twin(folder: Path) -> list[str]:
+    nan = {"w": torch.full((3, 3), float("nan"))}
+    torch.save({"state_dict": nan, "state_dict_ema": {"w": torch.ones(3, 3)}}, folder / "ema.pth")
+    return ["repair", "ema.pth"]
+
+
+def an_option_for_a_name(folder: Path) -> list[str]:
+    save_file({"module.w": torch.ones(3)}, folder / "-x y.safetensors")
+    return ["check", "./-x y.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "make", [a_quantised_entry, sets_with_blanks, another_head, a_broken_twin, an_option_for_a_name]
+)
+def test_the_commands_of_odd_files(tmp_path, monkeypatch, capsys, make):
+    monkeypatch.chdir(tmp_path)
+    assert run_all(capsys, *make(tmp_path)) <= {0, 1}
