@@ -54,7 +54,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
     """
     import torch
 
-    made = _resolve(spec, seed)
+    made = resolve(spec, seed)
     if isinstance(made, torch.nn.Module):
         return target_from_module(_build(spec, made, arguments, seed), spec)
 
@@ -76,7 +76,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
 
 def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:
     """The model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
-    return _build(spec, _resolve(spec, seed), arguments, seed)
+    return _build(spec, resolve(spec, seed), arguments, seed)
 
 
 def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
@@ -91,8 +91,8 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
     return initial()
 
 
-def _resolve(spec: str, seed: int) -> Any:
-    """The object that ``pkg.mod:name`` names."""
+def resolve(spec: str, seed: int) -> Any:
+    """Return the object that ``pkg.mod:name`` names. Raises ``TargetError`` if there is none."""
     path, colon, name = spec.partition(":")
     if not (path and colon and name):
         raise TargetError(

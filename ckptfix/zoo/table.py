@@ -37,7 +37,7 @@ from ckptfix.core.options import (
     without_model,
 )
 from ckptfix.core.settings import Settings
-from ckptfix.errors import Opt, UsageError
+from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
 
@@ -157,9 +157,44 @@ class Table:
         ]
 
 
+def check_models(tables: Iterable[Table]) -> None:
+    """Raise ``UsageError`` if a model line names nothing: once for all of them, before the first file.
+
+    This imports the user's code, in a process of its own: the driver stays small, and survives it."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    treatments = [treatment for table in tables for treatment in (*table.treatments, table.rest)]
+    places = {treatment.model: treatment.place for treatment in reversed(treatments) if treatment.model is not None}
+    if not places:
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            faults = list(pool.map(_fault_of_model, places))
+        except BrokenProcessPool as error:
+            raise UsageError(f"importing {', '.join(places)} ended the process; import them by hand") from error
+    found = [
+        f"{place}: {fault}" if place else fault for place, fault in zip(places.values(), faults, strict=True) if fault
+    ]
+    if found:
+        raise UsageError("; ".join(found))
+
+
+def _fault_of_model(model: str) -> str | None:
+    from ckptfix.modules.factory import resolve
+
+    try:
+        resolve(model, 0)
+    except CkptfixError as error:
+        return error.worded(key_text)
+    return None
+
+
 def plain_table(given: Mapping[str, Any] | None = None) -> Table:
     """Return the table of a zoo without one: ``given`` are the flags of the command line, by name."""
-    return Table(rest=_treatment("the command line", (), {}, {}, given or {}))
+    table = Table(rest=_treatment("the command line", (), {}, {}, given or {}))
+    return _without_idle_options(table, given or {})
 
 
 def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
@@ -195,7 +230,16 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
         patterns = (found,) if isinstance(found, str) else tuple(found)
         treatments.append(_treatment(where, patterns, common, own, given or {}, place))
     rest = _treatment(f"{path}: [defaults]", (), common, {}, given or {}, "[defaults]")
-    return Table(tuple(treatments), rest, tuple(exclude), path)
+    return _without_idle_options(Table(tuple(treatments), rest, tuple(exclude), path), given or {})
+
+
+def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
+    """Return the table. Raises ``UsageError`` if the command line has an option that needs a model, and no file has
+    one."""
+    idle = [] if any(each.model for each in (*table.treatments, table.rest)) else without_model(given)
+    if idle := [name for name in idle if given[name] is not False]:
+        raise UsageError(Opt(idle[0]), " has no meaning without a model; add ", Opt("model", "pkg.mod:factory"))
+    return table
 
 
 def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatment:

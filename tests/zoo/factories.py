@@ -42,3 +42,10 @@ def exhausted() -> nn.Module:
 
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
+
+
+def greedy() -> nn.Module:
+    """As if a model took far more memory than its file is expected to."""
+    held = torch.ones(1100 << 20, dtype=torch.uint8, device="cpu")
+    signal.pause()
+    return nn.Linear(2, len(held))

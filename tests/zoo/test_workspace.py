@@ -7,6 +7,7 @@ import os
 import pytest
 
 from ckptfix.errors import UsageError
+from ckptfix.zoo.journal import line_of
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.workspace import SCRATCH, opened
 
@@ -55,3 +56,26 @@ def test_what_a_killed_dry_run_left_is_removed_by_the_next(tmp_path, monkeypatch
             assert first.scratch.is_dir()  # it is in use, however old it looks
             assert second.scratch.is_dir()
     assert sorted(tmp_path.iterdir()) == [young, others]
+
+
+def test_what_an_older_release_left_when_it_was_killed_while_tidying_is_removed(tmp_path):
+    goal = tmp_path / "new"
+    with opened(open_place(str(goal)), dry_run=False):
+        pass
+    left, mine = goal / f".manifest.jsonl.0123456789abcdef{SCRATCH}", goal / ".manifest.jsonl.mine"
+    for file in (left, mine):
+        file.write_bytes(b"half")
+    with opened(open_place(str(goal)), dry_run=False):
+        assert (left.exists(), mine.exists()) == (False, True)
+
+
+def test_a_kill_while_tidying_leaves_nothing_behind_the_next_run(tmp_path, monkeypatch):
+    place = open_place(str(tmp_path / "new"))
+    with opened(place, dry_run=False) as workspace:
+        workspace.manifest.append([("b", line_of({"source": "b"})), ("a", line_of({"source": "a"}))])
+        with monkeypatch.context() as killed:
+            killed.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                workspace.close_journals({})
+        left = {path.relative_to(tmp_path / "new").parts[0] for path in (tmp_path / "new").rglob("*")}
+    assert left == {"manifest.jsonl", "weights.jsonl", SCRATCH}, "unfinished files are where the next run looks"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfix.zoo.engines import local
 from ckptfix.zoo.engines.local import Batch, LocalEngine, Worker
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.manifest import Outcome
@@ -176,3 +178,27 @@ def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch):
         environ = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
     worker.end()
     assert f"TMPDIR={tmp_path}/scratch".encode() in environ.split(b"\0")
+
+
+def test_noop_a_job_within_the_budget_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "TICK", 0.0)
+    monkeypatch.setattr(local, "memory_of", lambda pid: 1 << 20)
+    done = run(tmp_path, jobs_for(tmp_path, 4), budget=Budget(1 << 30))
+    assert {each.record.outcome for each in done.values()} == {Outcome.FINE}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory a process has")
+def test_a_job_that_takes_more_than_the_budget_is_ended(tmp_path):
+    model = {"model": "tests.zoo.factories:greedy", "smoke": False}
+    jobs = jobs_for(tmp_path, 3, f1=model)
+    most = cost_of(jobs[0].item.size, True, False).memory
+    done = run(tmp_path, jobs, budget=Budget(most))
+    assert done["f1.pth"].record.outcome is Outcome.FAILED
+    assert "MiB of memory, and --memory allows less" in str(done["f1.pth"].record.error)
+    assert done["f0.pth"].record.outcome is done["f2.pth"].record.outcome is Outcome.FINE
+
+
+def test_jobs_larger_than_any_pipe_go_through(tmp_path):
+    jobs = jobs_for(tmp_path, 40)
+    long = [replace(job, again=("x" * 200_000,)) for job in jobs]
+    assert {each.record.outcome for each in run(tmp_path, long, workers=1).values()} == {Outcome.FINE}

@@ -294,6 +294,27 @@ def test_a_folder_that_a_node_does_not_have(cluster, zoo, tmp_path):
     assert "and the driver 0.0.0" in str(done.record.error)
 
 
+def test_what_a_killed_attempt_left_on_the_node_is_no_hindrance(zoo, tmp_path):
+    from ckptfix.zoo.engines.ray import perform_on_node
+    from ckptfix.zoo.manifest import version
+
+    jobs: list[Any] = []
+
+    class Recorder(Alone):
+        def run_jobs(self, these, on_done, on_wait=lambda count: None):
+            jobs.extend(these)
+
+    migrated("old", "new", Table(), Recorder)
+    (tmp_path / "scratch").mkdir()
+    for job in jobs:
+        for name in ("copy-0", "draft.pth"):
+            (tmp_path / f"scratch/{job.number}.{name}").write_bytes(b"half")
+        done = perform_on_node(job, str(tmp_path / "scratch"), str(tmp_path), version())
+        assert "exists" not in str(done.record.error)
+    assert (tmp_path / "new/fine.pth").read_bytes() == (zoo / "fine.pth").read_bytes()
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 def test_the_command_line_and_files_that_take_their_worker_with_them(zoo, tmp_path):
     """A cluster of its own, which ends with the run."""
     table_of(tmp_path, fine="dying", misfit="exhausted")

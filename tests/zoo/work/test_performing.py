@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.zoo.items.grouping import Item, Kind
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan
-from ckptfix.zoo.table import plain_table
+from ckptfix.zoo.table import Treatment, plain_table
 from ckptfix.zoo.work import performing, treating
-from ckptfix.zoo.work.job import Done
+from ckptfix.zoo.work.job import Done, Job, Workplace
 from ckptfix.zoo.work.performing import perform
 from tests.zoo.zoos import weights
 
@@ -104,3 +105,23 @@ def test_the_command_says_what_to_do(what, flags, tmp_path):
     assert record.outcome is (Outcome.UNREADABLE if what == "cut" else Outcome.DECISION)
     assert (record.command is None) == (what == "cut" and "--salvage" not in str(record.error))
     assert str(tmp_path) not in str(record.error)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "shown"),
+    [
+        (
+            ".",
+            "it names the file '../x.safetensors', which leads out",
+            "it names the file '../x.safetensors', which leads out",
+        ),
+        ("old", "old/a.pth: cannot be read", "a.pth: cannot be read"),
+        ("old", "threshold/a.pth and 'old/b.pth'", "threshold/a.pth and 'b.pth'"),
+        ("/zoo/old", "/zoo/old/deep/a.pth: is cut short", "deep/a.pth: is cut short"),
+        ("old", "/tmp/7.source/a.pth: no (/tmp/7.draft.pth)", "a.pth: no (draft.pth)"),
+    ],
+    ids=["the working directory", "relative", "part of another name", "absolute", "temporary"],
+)
+def test_messages_have_the_names_of_the_zoo(source, text, shown):
+    job = Job(7, Item("a.pth", 1, "s", Kind.FILE), source, "new", Treatment(), "a.pth", "x")
+    assert job.shown(text, Workplace(Path("/tmp"), 7)) == shown
