@@ -9,21 +9,23 @@ plain extras)."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptfix.bytes.limits import Bounds
+from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.bytes.torn import TornBytes, unfilled_from
-from ckptfix.core.dtypes import BY_SAFETENSORS
+from ckptfix.core.dtypes import BY_SAFETENSORS, DType
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.core.wording import clause
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.safetensors_header import check_layout, padding_behind, read_header, shape_of
+from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 from ckptfix.reading.weights.document import Document
 
 NAME = "safetensors"
@@ -144,3 +146,177 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
         remarks.append(Fact.of(Kind.DAMAGED_NOTE, TIES, fault=f"does not fit the tensors (as {loose[0]!r:.60})"))
     root = restore_container(state_dict, note(CONTAINER))
     return Document(path, NAME, root, note(METADATA) or None, set(), remarks)
+
+
+ALIGNMENT = 8
+"""Writers pad the header with spaces to a multiple of so many bytes."""
+
+_WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
+
+
+def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
+    """The parsed header, the offset of the first tensor byte, and what is wrong with the length that it declares."""
+    size = len(content)
+    length = int.from_bytes(content.buffer[:8], "little")
+    if size < 8 or length > HEADER_LIMIT or 8 + length > size:
+        return _header_by_its_end(content, length)
+    try:
+        return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length, []
+    except UnreadableError as error:
+        try:
+            return _header_by_its_end(content, length)
+        except UnreadableError:
+            raise error from None
+
+
+def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
+    """The JSON object that the header is."""
+    path = content.path
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(
+            f"{path}: the header is no UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
+        ) from error
+    try:
+        header = content.bounds.parse_json(text, _unique, _no_constant)
+        "".join(header).encode("utf-8")  # an escape may be half a character
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(
+            f"{path}: the header is no valid JSON ({error}): damaged, or no safetensors; fetch it again"
+        ) from error
+    if not isinstance(header, dict):
+        raise UnreadableError(f"{path}: the header is no JSON object; the file is damaged: fetch it again")
+    return header
+
+
+def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[Fact]]:
+    """The header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind it."""
+    path, size = content.path, len(content)
+    damage = Fact.of(Kind.HEADER_SIZE, declared=length, nbytes=size)
+    raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
+    try:
+        content.bounds.expect_json(raw)
+        text = raw.decode("utf-8", "surrogateescape")
+        _, end = json.JSONDecoder().raw_decode(text)
+        behind = 8 + len(text[:end].encode("utf-8", "surrogateescape"))
+        header = _parsed_header(content, raw[: behind - 8])
+    except (ValueError, RecursionError, UnreadableError) as error:
+        raise UnreadableError(
+            f"{path}: {clause(damage)}: a file that is cut short in its header, or no safetensors; fetch it again"
+        ) from error
+    start = size - check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})
+    # A space that could be padding or data leaves it open where the tensors begin, and with it whether the file is cut.
+    padding = bytes(content.buffer[behind : max(start, behind + 1)])
+    is_padded = behind <= start < behind + ALIGNMENT and start % ALIGNMENT == 0
+    is_padded = is_padded and not padding[: start - behind].strip(b" ")
+    if not is_padded and not (start == behind and padding != b" "):
+        raise UnreadableError(
+            f"{path}: {clause(damage)}, and where its tensors begin cannot be told; fetch the file again"
+        )
+    return header, start, [damage]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} stands twice in it")
+    return made
+
+
+def check_layout(content: Content, header: Mapping[str, Any]) -> int:
+    """The size of all tensors, once every one's dtype, shape and offsets agree and they leave no gap and no overlap."""
+    path = content.path
+    position = 0
+    for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
+        begin, end = record["data_offsets"]
+        needed = _nbytes(path, key, record)
+        if end - begin != needed:
+            raise _violated(
+                path,
+                key,
+                "the size is that of dtype and shape",
+                f"{record['dtype']} {_shown_shape(record['shape'])} needs {needed} bytes and its data_offsets give "
+                f"{end - begin}",
+            )
+        if begin != position:
+            fault = "overlap the tensor before" if begin < position else "leave a gap"
+            raise _violated(path, key, "no overlap, no holes", f"its data_offsets {fault} at byte {begin}")
+        position = end
+    return position
+
+
+def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
+    return UnreadableError(
+        f"{path}: tensor {key!r:.60} contradicts the specification of safetensors (clause: {clause}): {detail}; fetch "
+        "the file again"
+    )
+
+
+def _shown_shape(shape: list[int]) -> str:
+    """A shape in a message: a file may give a tensor any number of dimensions."""
+    return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
+
+
+def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
+    """The bytes of a tensor by its dtype and shape."""
+    name, shape = record["dtype"], record["shape"]
+    dtype = BY_SAFETENSORS.get(name)
+    if dtype is None:
+        known = "torch has no dtype for it" if name in _WITHOUT_TORCH else "the specification knows no such dtype"
+        raise _violated(path, key, "a known dtype", f"{name!r:.20}: {known}")
+    numel = 1
+    for size in shape:
+        numel *= size
+        if numel * 8 * dtype.itemsize >= 1 << 64:
+            raise _violated(path, key, "no overflow", f"{_shown_shape(shape)} has more elements than can be counted")
+    if (shape or [0])[-1] % dtype.packed:
+        raise _violated(
+            path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside of a byte"
+        )
+    return TensorSpec(dtype.name, shape_of(dtype, shape)).nbytes
+
+
+def shape_of(dtype: DType, shape: list[int]) -> tuple[int, ...]:
+    """The shape that torch gives a tensor of a dtype."""
+    return (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
+
+
+def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
+    """The offsets of a tensor, once its record has the form that the specification asks for."""
+    if not isinstance(record, dict):
+        raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it is a {type(record).__name__}")
+    for name in ("dtype", "shape", "data_offsets"):
+        if name not in record:
+            raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it has no {name}")
+    if not isinstance(record["dtype"], str):
+        raise _violated(path, key, "a known dtype", f"it is a {type(record['dtype']).__name__} and no text")
+    for name in ("shape", "data_offsets"):
+        sizes = record[name]
+        if not isinstance(sizes, list):
+            raise _violated(path, key, f"{name} is a list", f"it is a {type(sizes).__name__}")
+        wrong = next((size for size in sizes if type(size) is not int or not 0 <= size < 1 << 63), None)
+        if wrong is not None or None in sizes:
+            raise _violated(path, key, f"{name} holds whole numbers from 0 to 2^63", f"it holds {shown(wrong)}")
+    if len(record["shape"]) > 64:
+        raise _violated(path, key, "a shape that torch can have", f"it has {len(record['shape'])} dimensions")
+    if len(record["data_offsets"]) != 2:
+        raise _violated(path, key, "two data_offsets", f"it has {len(record['data_offsets'])}")
+    begin, end = record["data_offsets"]
+    if begin > end:
+        raise _violated(path, key, "data_offsets in order", f"it begins at {begin} and ends at {end}")
+    return begin, end
+
+
+def padding_behind(content: Content, start: int, surplus: int) -> bool:
+    """Whether the bytes that a file has too many are the padding of a header that declares itself without it."""
+    return (
+        0 < surplus < ALIGNMENT
+        and (start + surplus) % ALIGNMENT == 0
+        and bytes(content.buffer[start : start + surplus]) == b" " * surplus
+    )

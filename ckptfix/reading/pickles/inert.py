@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfix.bytes.limits import shown
+from ckptfix.bytes.limits import bounded_keys, shown
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
-from ckptfix.reading.pickles import inert_values
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
 from ckptfix.reading.pickles.executors import is_union
 from ckptfix.reading.pickles.graph_code import is_graph_code
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
+
+NAME_LIMIT = 1000
+"""Characters of a dotted name that getattr builds."""
 
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
@@ -259,6 +262,98 @@ class InertTable:
         return NumpyArray(sizes(shape), dtype, order == "F", data)
 
 
+# What pickle itself writes for values of the standard library. Each gets the table and the arguments of the call, and
+# returns the value, or NotImplemented for arguments that pickle does not write.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ordered_dict(table: InertTable, pairs: Any = ()) -> Any:
+    """``collections.OrderedDict``, with its pairs in the call as Python 2 writes it."""
+    if not pairs and isinstance(pairs, (tuple, list)):
+        return OrderedDict()  # the hooks of every tensor
+    pairs = list(pairs.items()) if isinstance(pairs, dict) else pairs
+    keys = bounded_keys([key for key, _ in pairs], table.path)
+    return OrderedDict((key, value) for key, (_, value) in zip(keys, pairs, strict=True))
+
+
+def new_dict(table: InertTable, *args: Any) -> Any:
+    """``dict()``."""
+    return NotImplemented if args else {}
+
+
+def new_list(table: InertTable, values: Any = ()) -> Any:
+    """``list()`` and ``list(values)``."""
+    return list(values) if isinstance(values, (list, tuple)) else NotImplemented
+
+
+def new_set(table: InertTable, values: Any = ()) -> Any:
+    """``set(values)``."""
+    return set(bounded_keys(values, table.path)) if isinstance(values, (list, tuple)) else NotImplemented
+
+
+def new_frozenset(table: InertTable, values: Any = ()) -> Any:
+    """``frozenset(values)``."""
+    made = new_set(table, values)
+    return made if made is NotImplemented else frozenset(made)
+
+
+def new_complex(table: InertTable, real: float = 0.0, imaginary: float = 0.0) -> Any:
+    """``complex(real, imaginary)``."""
+    return complex(real, imaginary)
+
+
+def new_bytes(table: InertTable, value: Any = b"", *_: Any) -> Any:
+    """``bytes(…)``: what protocol 2 writes for empty bytes."""
+    return bytes(value) if isinstance(value, (bytes, bytearray, list)) else NotImplemented
+
+
+def new_bytearray(table: InertTable, value: Any = b"", encoding: Any = None) -> Any:
+    """``bytearray(…)``; protocol 2 writes it as a latin-1 string with its encoding."""
+    if isinstance(value, str):
+        return bytearray(value, "latin-1")
+    return bytearray(value) if isinstance(value, (bytes, bytearray)) else NotImplemented
+
+
+def encode(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
+    """``_codecs.encode(text, "latin1")``: bytes as protocol 2 writes them."""
+    if isinstance(text, str) and encoding in ("latin1", "latin-1"):
+        return text.encode("latin-1")
+    return NotImplemented
+
+
+def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
+    """``copyreg._reconstructor(cls, base, state)``: an object of protocol 0 or 1; ``state`` fills a list, dict or
+    number base.
+    """
+    if not isinstance(cls, Global):
+        return NotImplemented
+    made = table.call(cls, ())
+    if isinstance(made, Opaque):
+        if isinstance(state, dict):
+            made.own_pairs().update(state)
+        elif isinstance(state, (list, tuple)):
+            made.own_items().extend(state)
+    return made
+
+
+def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
+    """``copyreg.__newobj__(cls, *args)``."""
+    return table.call(cls, args) if isinstance(cls, Global) else NotImplemented
+
+
+def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
+    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide the name of a
+    function.
+    """
+    if not isinstance(owner, Global) or not isinstance(name, str):
+        return NotImplemented
+    if len(owner.name) + len(name) > NAME_LIMIT:
+        raise HostileError(f"{table.path}: getattr is called on its own result over and over; do not use this file")
+    member = Global(owner.module, f"{owner.name}.{name}")
+    table.derived.add(str(member))
+    return member
+
+
 _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": InertTable.first_tensor,
     "torch._utils._rebuild_tensor_v2": InertTable.tensor,
@@ -284,16 +379,16 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
-    "collections.OrderedDict": inert_values.ordered_dict,
-    "builtins.dict": inert_values.new_dict,
-    "builtins.list": inert_values.new_list,
-    "builtins.set": inert_values.new_set,
-    "builtins.frozenset": inert_values.new_frozenset,
-    "builtins.complex": inert_values.new_complex,
-    "builtins.bytes": inert_values.new_bytes,
-    "builtins.bytearray": inert_values.new_bytearray,
-    "builtins.getattr": inert_values.attribute,
-    "_codecs.encode": inert_values.encode,
-    "copyreg._reconstructor": inert_values.reconstruct,
-    "copyreg.__newobj__": inert_values.new_object,
+    "collections.OrderedDict": ordered_dict,
+    "builtins.dict": new_dict,
+    "builtins.list": new_list,
+    "builtins.set": new_set,
+    "builtins.frozenset": new_frozenset,
+    "builtins.complex": new_complex,
+    "builtins.bytes": new_bytes,
+    "builtins.bytearray": new_bytearray,
+    "builtins.getattr": attribute,
+    "_codecs.encode": encode,
+    "copyreg._reconstructor": reconstruct,
+    "copyreg.__newobj__": new_object,
 }

@@ -15,21 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfix.bytes.sources import Content
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Opaque
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.zip_recovery import first_names
+from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_archive import LeftOf, Reading, TorchArchive
 from ckptfix.reading.torch_files.torch_zip import Archive, open_archive
-from ckptfix.reading.torch_files.torchscript_json import read_json
-from ckptfix.reading.torch_files.torchscript_packed import is_packed, python_module, unpacked
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.loose_tensors import attribute_remarks
+from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, packed_entries, quantized_version
 from ckptfix.reading.weights.quantized_modules import is_packed as is_script_object
-from ckptfix.reading.weights.quantized_modules import packed_entries, quantized_version
 
 NAME = "torchscript"
 DEPTH_LIMIT = 200
@@ -249,3 +249,150 @@ class _Walk:
             self.entries[name] = value
         else:
             self.left_out[name] = value
+
+
+_TYPES = {
+    "FLOAT": "float32",
+    "DOUBLE": "float64",
+    "FLOAT16": "float16",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "BYTE": "uint8",
+}
+
+
+def read_json(reading: Reading) -> OrderedDict[str, Any]:
+    """The state_dict of the module tree. A storage that is gone is torn.
+
+    Raises ``UnreadableError`` where the tree is damaged or has no tensors."""
+    path = reading.archive.path
+    try:
+        model = reading.archive.bounds.parse_json(reading.member("model.json"))
+        table = _table(reading, model.get("tensors", []))
+        entries: OrderedDict[str, Any] = OrderedDict()
+        _gather(path, model["mainModule"], "", 0, table, entries)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise UnreadableError(
+            f"{path}: the model.json of TorchScript is malformed ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    if not entries:
+        raise UnreadableError(f"{path}: a TorchScript module without weights; is it the right file?")
+    return entries
+
+
+def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpec]:
+    """The tensors of the table. How large a storage is, its member says, else the tensors that lie in it."""
+    specs = [_tensor(reading.archive.path, record) for record in records]
+    sizes: dict[str, int] = {}
+    for record, spec in zip(records, specs, strict=True):
+        key = str(record["data"]["key"])
+        sizes[key] = max(sizes.get(key, 0), spec.extent[1])
+    storages: dict[str, Storage] = {}
+    table = []
+    for record, spec in zip(records, specs, strict=True):
+        key = str(record["data"]["key"])
+        if key not in storages:
+            storages[key] = _storage(reading, key, sizes[key], str(record.get("device", "cpu")))
+        table.append(checked(replace(spec, storage=storages[key]), reading.archive.path))
+    return table
+
+
+def _storage(reading: Reading, key: str, needed: int, device: str) -> Storage:
+    archive = reading.archive
+    if key in archive.members and archive.is_whole(key):
+        return Storage(key, archive.source(key), device, archive.crc32(key))
+    return reading.storage(key, key if key in archive.members else None, key, needed, device)
+
+
+def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
+    """The tensor of a record, without its storage."""
+    name = record.get("dataType", "")
+    if name not in _TYPES:
+        raise UnreadableError(f"{path}: a tensor of type {name!s:.40}, which ckptfix does not know")
+    shape = tuple(int(size) for size in record.get("dims", ()))
+    strides = tuple(int(size) for size in record["strides"]) if "strides" in record else contiguous_strides(shape)
+    if any(size < 0 for size in (*shape, *strides)):
+        raise HostileError(f"{path}: a tensor has a negative size; do not use this file")
+    return checked(TensorSpec(DTYPES[_TYPES[name]].name, shape, strides, offset=int(record.get("offset", 0))), path)
+
+
+def _gather(
+    path: str, module: Mapping[str, Any], prefix: str, depth: int, table: list[TensorSpec], entries: dict[str, Any]
+) -> None:
+    if depth > DEPTH_LIMIT:
+        raise HostileError(f"{path}: modules nested deeper than {DEPTH_LIMIT}; do not use this file")
+    records = module.get("parameters", [])
+    for record in sorted(records, key=lambda record: bool(record.get("isBuffer", False))):
+        entries[prefix + record["name"]] = table[int(record.get("tensorId", 0))]
+    for child in module.get("submodules", []):
+        _gather(path, child, f"{prefix}{child['name']}.", depth + 1, table, entries)
+
+
+CLASSES = "__torch__.torch.classes."
+"""How the names of torch's own classes begin; a user's are named after their Python modules."""
+
+PACKED_DEPTH_LIMIT = 100
+_TYPED = "torch.jit._pickle."
+_ROOT = re.compile(r"^__torch__\.|\.___torch_mangle_\d+")
+
+
+def python_class(cls: Global) -> Global:
+    """The Python class that was compiled: ``a.B`` where TorchScript says ``__torch__.a.___torch_mangle_3.B``."""
+    return Global(_ROOT.sub("", cls.module), cls.name)
+
+
+def python_module(module: Opaque, path: str) -> Opaque:
+    """A module with the names that its pickle in Python has: its own class's, and that of the ScriptObjects in it."""
+    state: Any = module.state
+    if isinstance(state, dict):
+        state = {name: unpacked(value, path) if is_packed(value) else value for name, value in state.items()}
+    else:
+        state = unpacked(state, path)
+    return Opaque(python_class(module.cls), state=state)
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a value is an object of a class of torch itself, with its state in a tuple."""
+    return isinstance(value, Opaque) and str(value.cls).startswith(CLASSES)
+
+
+def unpacked(value: Any, path: str) -> Any:
+    """Plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose state is
+    ``(contents, class)``. Raises ``HostileError`` where they have no end.
+    """
+    return _Unpacking(path).plain(value, 0)
+
+
+class _Unpacking:
+    """One unpacking: what stands in two places is unpacked once, and stays one object."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.done: dict[int, Any] = {}
+
+    def plain(self, value: Any, depth: int) -> Any:
+        if depth > PACKED_DEPTH_LIMIT:
+            raise HostileError(
+                f"{self.path}: packed parameters nested deeper than {PACKED_DEPTH_LIMIT}; do not use this file"
+            )
+        if not isinstance(value, (list, tuple, Opaque)):
+            return value
+        if id(value) not in self.done:
+            self.done[id(value)] = self._plain(value, depth + 1)
+        return self.done[id(value)]
+
+    def _plain(self, value: list[Any] | tuple[Any, ...] | Opaque, depth: int) -> Any:
+        if isinstance(value, list):
+            return [self.plain(item, depth) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.plain(item, depth) for item in value)
+        if str(value.cls).startswith(_TYPED) and value.args:
+            return self.plain(value.args[0], depth)
+        if not isinstance(value.state, tuple):
+            return value
+        module, _, name = SCRIPT_OBJECT.rpartition(".")
+        return Opaque(Global(module, name), state=(self.plain(value.state, depth), str(value.cls)))

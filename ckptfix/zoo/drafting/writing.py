@@ -11,7 +11,7 @@ from typing import Any
 from ckptfix.core.finding import counted
 from ckptfix.core.shell import no_option, typed
 from ckptfix.errors import one_line
-from ckptfix.reading.weights.candidates import AVERAGED
+from ckptfix.reading.weights.containers import AVERAGED
 from ckptfix.report.figures import elements
 from ckptfix.report.folding import folded_lines
 from ckptfix.zoo.drafting.gathering import Group

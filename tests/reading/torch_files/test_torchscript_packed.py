@@ -15,7 +15,7 @@ import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import HostileError
-from ckptfix.reading.torch_files.torchscript_packed import DEPTH_LIMIT, python_class, unpacked
+from ckptfix.reading.torch_files.torchscript import PACKED_DEPTH_LIMIT, python_class, unpacked
 from tests.checks import bytes_of
 from tests.reading.state_dicts import same
 from tests.reading.weights.test_quantized_modules import MODELS, dynamic, without_gradients
@@ -105,7 +105,7 @@ def test_a_storage_of_packed_parameters_is_proved(tmp_path: Path) -> None:
 def test_what_has_no_end_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(HostileError, match=f"deeper than {DEPTH_LIMIT}"):
+    with pytest.raises(HostileError, match=f"deeper than {PACKED_DEPTH_LIMIT}"):
         unpacked(endless, "model.pt")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.checkpoint import Candidate
-from ckptfix.reading.weights.candidates import beside, plausible, rank
+from ckptfix.reading.weights.containers import beside, plausible, rank
 
 
 def candidates(**tensors: int) -> list[Candidate]:
