@@ -216,6 +216,25 @@ class Flat:
             start += part.numel
         return cls(placed)
 
+    def fill(self, out: memoryview, start: int, path: str) -> None:
+        """Fill a buffer with the bytes of the run from byte ``start`` on.
+
+        Not by boxes and views: a tensor on 64 ranks has 64 stretches, and each would cost ten times its reading."""
+        itemsize = self._parts[0].itemsize
+        index = max(bisect_right(self._starts, start // itemsize) - 1, 0)
+        done = 0
+        while done < out.nbytes:
+            if index >= len(self._parts):
+                raise UnreadableError(f"{path}: a rank has lost a part of its weights; fetch it again")
+            part = self._parts[index]
+            inner = start + done - self._starts[index] * itemsize
+            count = min(part.nbytes - inner, out.nbytes - done)
+            if part.storage is not None and count > 0:
+                base = part.offset * itemsize + inner
+                out[done : done + count] = part.storage.source.read(base, base + count)
+                done += count
+            index += 1
+
     def pieces(self, start: int, stop: int) -> list[TensorSpec] | None:
         """Return the elements ``start`` to ``stop`` as views of the parts; None if any of them is missing."""
         found = []
@@ -296,18 +315,12 @@ class _SpreadBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop``."""
-        numel, itemsize = self._spec.numel, self._spec.itemsize
-        chunks = list(self._chunks(start // itemsize, -(-stop // itemsize)))
-        return ChunkedBytes((numel,), itemsize, chunks).read(start, stop)
-
-    def _chunks(self, first: int, last: int) -> Iterator[tuple[Box, RowMajorBytes]]:
-        share = self._spread.share(self._spec.numel)
-        for rank in range(first // share, -(-last // share)):
-            begin = rank * share
-            count = min(share, self._spec.numel - begin)
-            pieces = self._spread.flats[rank].pieces(self._start, self._start + count)
-            if pieces is None:
-                raise UnreadableError(f"{self._path}: rank {rank} has lost a part of its weights; fetch it again")
-            for piece in pieces:
-                yield Box((begin,), piece.shape), RowMajorBytes(piece, self._path)
-                begin += piece.numel
+        share = self._spread.share(self._spec.numel) * self._spec.itemsize
+        begin = self._start * self._spec.itemsize
+        out = bytearray(stop - start)
+        place = 0
+        for rank in range(start // share, -(-stop // share)):
+            first, last = max(start - rank * share, 0), min(stop - rank * share, share)
+            self._spread.flats[rank].fill(memoryview(out)[place : place + last - first], begin + first, self._path)
+            place += last - first
+        return memoryview(out)

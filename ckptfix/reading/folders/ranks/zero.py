@@ -139,9 +139,12 @@ class _Reading:
             return self._merged(first, states, roots)
 
     def _model_states(self, files: Mapping[int, Path]) -> dict[int, Any]:
-        """Return the model states of rank 0, and of the others their shares of frozen parameters."""
-        roots, steps = {}, {}
+        """Return the model states of rank 0, and of the others their shares of frozen parameters, if there are any."""
+        roots: dict[int, Any] = {}
+        steps = {}
         for rank, file in files.items():
+            if rank and not roots.get(0, {}).get("frozen_param_shapes"):
+                break
             root = self.files.root(file)
             if isinstance(root, dict):
                 steps[rank] = root.get("global_steps")
@@ -339,7 +342,9 @@ def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> 
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, TensorSpec) and len(value.shape) == 1 and value.is_contiguous and value.has_data
+    if not isinstance(value, TensorSpec) or len(value.shape) != 1 or value.storage is None:
+        return False
+    return value.is_contiguous and not value.math_bits
 
 
 def _states(root: Any) -> _States:
