@@ -54,6 +54,16 @@ class CkptfixError(Exception):
     def __str__(self) -> str:
         return self.worded(str)
 
+    @property
+    def options(self) -> tuple[Opt, ...]:
+        """The options that the message names."""
+        return tuple(piece for piece in self.args if isinstance(piece, Opt))
+
+    def without(self, start: str) -> tuple[Words, ...]:
+        """Return the pieces of the message without its start, for another message."""
+        first, *rest = self.args
+        return (first.removeprefix(start) if isinstance(first, str) else first, *rest)
+
     def worded(self, word: Callable[[Opt], str]) -> str:
         """Return the message with the options as ``word`` writes them."""
         return one_line(joined(self.args, word))

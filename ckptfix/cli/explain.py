@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import CHECK, library_settings, option_words
+from ckptfix.core.options import CHECK, flag_text, library_settings, option_words
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _verdict(explanation: Explanation | None, file: str, choices: Mapping[str, A
     try:
         report = ckptfix.check(file, **library_settings(choices, CHECK))
     except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
-        return Verdict(f"it cannot be read as it is: {error}")
+        return Verdict(f"it cannot be read as it is: {error.worded(flag_text)}")
     return judge(explanation, report, Telling(Mode.CHECK, console.verbose, choices))
 
 

@@ -92,7 +92,9 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
     from ckptfix.engine.destination import refuse_inputs
 
     file = Path(choices["plan"])
-    refuse_inputs(file, {"PATH": source, **_read_files(choices)})
+    refuse_inputs(file, _read_files(choices))
+    if file.resolve() == Path(source).resolve():
+        raise UsageError(f"{file}: is the checkpoint itself; name another file for the plan")
     if choices.get("output") is not None and file.resolve() == Path(choices["output"]).resolve():
         raise UsageError(f"{file}: is where the checkpoint goes; name another file for the plan")
     if not _may_be_replaced(file):

@@ -72,7 +72,7 @@ class Plan:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(
-                f"this is no plan of ckptfix ({type(error).__name__}: {error}); write one with --plan FILE"
+                f"not a ckptfix plan ({type(error).__name__}: {error}); a dry run of ckptfix repair writes one"
             ) from error
 
 

@@ -55,8 +55,8 @@ def read_document(content: Content, salvage: bool) -> Document:
     except UnreadableError as error:
         if not content.damage:
             raise
-        inner = str(error).removeprefix(f"{content.path}: ")
-        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it {inner}") from error
+        inner = error.without(f"{content.path}: ")
+        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it ", *inner) from error
     document.damage[:0] = content.damage
     # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.
     document.remarks += [

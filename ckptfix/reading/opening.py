@@ -11,7 +11,7 @@ from typing import Any
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
-from ckptfix.errors import UsageError
+from ckptfix.errors import Opt, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.weights.containers import open_document
@@ -32,7 +32,9 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
         path, weights = os.fspath(source), settings.weights
         return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
     if settings.smoke_settings.compare == SOURCE:
-        raise UsageError("--compare source: a state_dict in memory is no file to compare with; name one")
+        raise UsageError(
+            Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
+        )
     from ckptfix.reading.memory import open_state_dict
     from ckptfix.reading.weights.prefixed_sets import with_pick
 

@@ -8,7 +8,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.smoke.outputs import dtype_name
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class DeviceError(CkptfixError):
 def check_device_name(name: str) -> None:
     """Raise ``UsageError`` for a text that names no device; needs no torch."""
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
-        raise UsageError(f"--device {name!r} is no device: give auto, cpu, cuda, cuda:1, mps or xpu")
+        raise UsageError(Opt("device", name), ": not a device; give auto, cpu, cuda, cuda:1, mps or xpu")
 
 
 def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptfix.errors import UsageError
+from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outputs import dtype_name, values_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def parse_inputs(texts: Iterable[str]) -> tuple[Input, ...]:
     names = [given.name for given in inputs if given.name]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--input names {name!r} twice: give each argument of forward once")
+            raise UsageError(Opt("input"), f" names {name!r} twice: give each argument of forward once")
     return inputs
 
 
@@ -79,19 +79,19 @@ def _parse(text: str) -> Input:
     name, value = (before, after) if equals and before.isidentifier() else (None, text)
     if value.endswith(SUFFIXES):
         if not Path(value).is_file():
-            raise UsageError(f"--input {text!r}: there is no file {value!r}; check the path")
+            raise UsageError(Opt("input", text), f": there is no file {value!r}; check the path")
         return FileInput(value, name)
     match = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+)((?::-?\d+)*))?", value)
     if match is None:
-        raise UsageError(f"--input {text!r} is neither a shape nor a file: {_FORMS}")
+        raise UsageError(Opt("input", text), f" is neither a shape nor a file: {_FORMS}")
     shape = tuple(int(size) for size in match[1].split("x"))
     if 0 in shape:
-        raise UsageError(f"--input {text!r} has a dimension of size 0: the forward test needs at least one element")
+        raise UsageError(Opt("input", text), " has a dimension of size 0: the forward test needs at least one element")
     if match[2] is None:
         return RandomInput(shape, None, name)
     bounds = [int(bound) for bound in match[3].split(":")[1:]]
     if match[2] != "int" or len(bounds) != 2 or bounds[0] >= bounds[1]:
-        raise UsageError(f"--input {text!r} has no range of integers: write SHAPE:int:LOW:HIGH with LOW < HIGH")
+        raise UsageError(Opt("input", text), " has no range of integers: write SHAPE:int:LOW:HIGH with LOW < HIGH")
     return RandomInput(shape, (bounds[0], bounds[1]), name)
 
 
@@ -267,7 +267,7 @@ def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.de
             if name is None:
                 args.append(placed)
             elif name in kwargs:
-                raise UsageError(f"--input gives {name!r} twice: give each argument of forward once")
+                raise UsageError(Opt("input"), f" gives {name!r} twice: give each argument of forward once")
             else:
                 kwargs[name] = placed
     return Arguments(tuple(args), kwargs, tuple(notes), tuple(warnings))

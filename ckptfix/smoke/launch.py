@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ckptfix.errors import UsageError
+from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.diagnosis import is_user_file
 from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, MODEL, Failure, Outcome
 from ckptfix.writing.atomic import temporary_folder_beside
@@ -56,7 +56,7 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
         try:
             text = json.dumps(order).encode()
         except TypeError as error:
-            raise UsageError(f"--model-args: {error}; the forward test takes plain JSON only") from error
+            raise UsageError(Opt("model_args"), f": {error}; the forward test takes plain JSON only") from error
         returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
         stage, outcome, answered = _read_answer(answer)
         return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.errors import TargetError
+from ckptfix.errors import Opt, TargetError
 from ckptfix.modules.factory import Arguments, build_module, user_code
 from ckptfix.modules.recalibration import norms_of, recalibrate
 from ckptfix.smoke.inputs import FileInput, tensors_of_file
@@ -61,7 +61,8 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
         if key.endswith("running_var") and not measured[key].any():
             raise TargetError(
                 f"{path}: gives {key} no variance: the data is constant there, or never reaches this layer; use other "
-                "data, or --reset-running-stats"
+                "data, or ",
+                Opt("reset_running_stats"),
             )
     return {key: measured[key] for key in keys}
 

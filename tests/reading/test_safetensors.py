@@ -187,7 +187,7 @@ def test_a_conjugated_view_is_no_tie_of_its_base(tmp_path):
 
 @pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
 def test_a_name_that_the_format_cannot_hold_is_refused(key, tmp_path):
-    with pytest.raises(WriteError, match="--format pth"):
+    with pytest.raises(WriteError, match="format='pth'"):
         write(opened(saved({key: torch.ones(1)}, tmp_path)), "safetensors", tmp_path)
 
 

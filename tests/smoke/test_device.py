@@ -19,7 +19,7 @@ def test_names_of_devices(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cpu0"])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="no device"):
+    with pytest.raises(UsageError, match="not a device"):
         check_device_name(name)
 
 

@@ -113,7 +113,7 @@ def test_a_time_out_ends_the_child_and_all_that_it_started(
 
 
 def test_arguments_that_are_no_json_are_refused() -> None:
-    with pytest.raises(UsageError, match="--model-args"):
+    with pytest.raises(UsageError, match="model_args="):
         launch({"factory_args": {"x": object()}}, 1)
 
 

@@ -109,7 +109,7 @@ def test_data_that_gives_no_statistics(tmp_path: Path, trained: nn.Module, value
 
 def test_usage(tmp_path: Path, trained: nn.Module, data: Path):
     path = saved(tmp_path, trained, {"1.running_var": -0.5})
-    with pytest.raises(ckptfix.UsageError, match="add --model"):
+    with pytest.raises(ckptfix.UsageError, match="add model="):
         ckptfix.repair(path, recalibrate=str(data))
     with pytest.raises(ckptfix.UsageError, match="no such file"):
         ckptfix.repair(path, net(), recalibrate="gone.npy")

@@ -82,8 +82,8 @@ def test_a_second_child_names_the_true_line(save: Save, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        pytest.param(SmokeSettings(inputs=("2x",)), "--input", id="input"),
-        pytest.param(SmokeSettings(device="gpu"), "--device", id="device"),
+        pytest.param(SmokeSettings(inputs=("2x",)), "input=", id="input"),
+        pytest.param(SmokeSettings(device="gpu"), "device=", id="device"),
     ],
 )
 def test_settings_without_meaning_start_nothing(settings: SmokeSettings, said: str) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.archives import tar_members, unpacking, zip_members
 from ckptfix.reading.archives.unpacking import Blocks, expand
 from ckptfix.reading.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
@@ -80,7 +80,9 @@ def unwrap(content: Content, member: str | None = None) -> Content:
                 f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
             )
         elif wanted is not None:
-            raise UsageError(f"{content.path}: is no archive that holds {wanted!r}; leave out --member, or correct it")
+            raise UsageError(
+                f"{content.path}: not an archive that holds {wanted!r}; correct or leave out ", Opt("member")
+            )
         else:
             content.damage = damage
             return content
@@ -129,11 +131,13 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if len(likely) == 1 and (wanted is None or _wraps(likely[0].head)):
         return likely[0], wanted
     if likely and wanted is not None:
-        raise UsageError(f"{path}: it holds no single file {wanted!r}; give one of these with --member: {names}")
+        raise UsageError(
+            f"{path}: it holds no single file {wanted!r}; give one of these with ", Opt("member"), f": {names}"
+        )
     if likely:
         shards = any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
-        advice = "unpack it and name the folder" if shards else "pick one with --member NAME"
-        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}: {names}")
+        advice = ["unpack it and name the folder"] if shards else ["pick one with ", Opt("member")]
+        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; ", *advice, f": {names}")
     if (shut := next((member for member in archive if member.closed), None)) is not None:
         raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
     if (bundle := name_bundle(present, FOREIGN_BUNDLES)) is not None:

@@ -21,7 +21,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.shard_index import (
     Numbering,
@@ -259,8 +259,9 @@ class _Merge:
         ):
             raise UnreadableError(
                 f"{self.path}: its shards hold more than a state_dict each, and not the same in all of them (weights at"
-                f" {path_name(first.container)} in the first); take the state_dict out of each with `ckptfix repair"
-                " SHARD --format safetensors`, or save the checkpoint again"
+                f" {path_name(first.container)} in the first); take the state_dict out of each by a repair with ",
+                Opt("format", "safetensors"),
+                ", or save the checkpoint again",
             )
         root: Any = self.entries
         for part, level in zip(reversed(first.container), reversed(around), strict=True):

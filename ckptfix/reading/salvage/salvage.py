@@ -12,7 +12,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clauses
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import Opt, UnreadableError, Words
 from ckptfix.reading.weights.document import Document
 
 
@@ -32,17 +32,17 @@ def split_entries(
     tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
-        raise UnreadableError(f"{document.path}: {causes}: {_remedy(whole, lost, tensors)}")
+        raise UnreadableError(f"{document.path}: {causes}: ", *_remedy(whole, lost, tensors))
     return whole, lost
 
 
-def _remedy(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None], tensors: int) -> str:
+def _remedy(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None], tensors: int) -> tuple[Words, ...]:
     if not tensors:
-        return "no tensor in it is whole; fetch the file again"
+        return ("no tensor in it is complete; fetch the file again",)
     back = f"all {counted(tensors, 'tensor')}"
     if lost:
         back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
-    return f"fetch the file again, or take {back} with --salvage"
+    return (f"fetch the file again, or take {back} with ", Opt("salvage", True))
 
 
 def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:

@@ -14,7 +14,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_optimizer, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray
@@ -242,7 +242,7 @@ def _pick(
                 return path, found[path], prefix
     names = ", ".join(path_name(path) for path in found) or "none"
     raise UsageError(
-        f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with --weights"
+        f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with ", Opt("weights")
     )
 
 

@@ -11,14 +11,12 @@ from ckptfix.core.report import Report
 from ckptfix.core.shell import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
+from ckptfix.errors import CkptfixError
 from ckptfix.report.advice import recommended
 from ckptfix.report.commands import with_remedies
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.work.job import Job
-
-_FLAGS_OF_ERRORS = ("--salvage",)
-"""Flags without a value that an error may name as the way on."""
 
 
 def command_for(job: Job, report: Report) -> str:
@@ -54,12 +52,12 @@ def fault_of_the_machine(job: Job, report: Report) -> str | None:
     return None
 
 
-def command_after_error(job: Job, outcome: Outcome, error: str) -> str | None:
-    """The command that an error advises, to be completed where it needs a value."""
-    if outcome is Outcome.DECISION and "--member" in error:
+def command_after_error(job: Job, outcome: Outcome, error: CkptfixError) -> str | None:
+    """Return the command that an error advises, to be completed if it needs a value."""
+    named = {option.name for option in error.options}
+    if outcome is Outcome.DECISION and "member" in named:
         return _command(job, {"member": "NAME"})
-    named = {flag.removeprefix("--"): True for flag in _FLAGS_OF_ERRORS if flag in error}
-    return _command(job, named) if named else None
+    return _command(job, {"salvage": True}) if "salvage" in named else None
 
 
 def _command(job: Job, options: Mapping[str, Any]) -> str:

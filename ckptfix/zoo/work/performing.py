@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ckptfix.core.options import flag_text
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
 from ckptfix.zoo.items.grouping import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record
@@ -98,13 +99,13 @@ def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | N
     outcome = Outcome.DECISION if isinstance(error, UsageError) else Outcome.FAILED
     if isinstance(error, (UnreadableError, HostileError)):
         outcome = Outcome.UNREADABLE
-    text, sha256 = job.shown(str(error), workplace), None
+    text, sha256 = job.shown(error.worded(flag_text), workplace), None
     if path is not None:
         try:
             sha256 = digest_of(job, path)  # its bytes can perhaps be read
         except OSError:
             sha256 = None
-    command = command_after_error(job, outcome, text)
+    command = command_after_error(job, outcome, error)
     return Done(job.number, job.record(outcome, error=text, sha256=sha256, command=command))
 
 

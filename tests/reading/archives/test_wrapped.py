@@ -128,7 +128,7 @@ TWO = {"run/a.pth": saved({"a": torch.ones(1)}), "run/b.pth": saved({"b": torch.
 def test_member_picks_one_of_several_checkpoints(tmp_path: Path, pack: Callable[[dict[str, bytes]], bytes]) -> None:
     path = tmp_path / "x"
     path.write_bytes(gzip.compress(pack(TWO)))
-    with pytest.raises(UsageError, match=r"2 files that may be checkpoints.*--member NAME: run/a\.pth, run/b\.pth"):
+    with pytest.raises(UsageError, match=r"2 files that may be checkpoints.*member=: run/a\.pth, run/b\.pth"):
         ckptfix.open_checkpoint(path)
     for name in ("run/b.pth", "b.pth"):
         assert ckptfix.open_checkpoint(path, member=name).keys() == ["b"]
@@ -139,7 +139,7 @@ def test_member_picks_one_of_several_checkpoints(tmp_path: Path, pack: Callable[
 def test_member_is_refused_where_there_is_no_archive(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     path.write_bytes(saved())
-    with pytest.raises(UsageError, match=r"is no archive that holds 'a\.pth'"):
+    with pytest.raises(UsageError, match=r"not an archive that holds 'a\.pth'"):
         ckptfix.open_checkpoint(path, member="a.pth")
 
 
@@ -147,12 +147,12 @@ REFUSED = {
     "gzip cut short": (
         gzip.compress(saved())[:-30],
         UnreadableError,
-        r"gzip stream ends early, \d+ bytes.*with --salvage",
+        r"gzip stream ends early, \d+ bytes.*with salvage=True",
     ),
     "gzip with a wrong checksum": (
         gzip.compress(saved())[:-8] + bytes(8),
         UnreadableError,
-        r"gzip stream fails after \d+ bytes were unpacked \(wrong checksum\).*take all 2 tensors with --salvage",
+        r"gzip stream fails after \d+ bytes were unpacked \(wrong checksum\).*take all 2 tensors with salvage=True",
     ),
     "xz cut short": (lzma.compress(saved())[:-30], UnreadableError, "xz stream ends early"),
     "bzip2 damaged": (
@@ -254,6 +254,6 @@ def test_what_was_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
     assert done.report.output == str(tmp_path / "model.fixed.pth")
     assert_same(torch.load(tmp_path / "model.fixed.pth"), WEIGHTS)
     assert path.read_bytes() == before
-    with pytest.raises(UsageError, match=r"the checkpoint is out/model\.pth in it; use -o OUT"):
+    with pytest.raises(UsageError, match=r"the checkpoint is out/model\.pth in it; name an output"):
         ckptfix.repair(path, in_place=True)
     assert path.read_bytes() == before

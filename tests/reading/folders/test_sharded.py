@@ -157,7 +157,7 @@ def test_what_does_not_agree_is_said_and_the_rest_salvaged(
     write_index(tmp_path, index)
     with pytest.raises(UnreadableError, match=said) as caught:
         ckptfix.open_checkpoint(tmp_path)
-    assert "--salvage" in str(caught.value)
+    assert "salvage=True" in str(caught.value)
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert_same(checkpoint.state_dict(), {key: STATE[key] for key in kept})
     assert list(checkpoint.lost) == list(lost)
@@ -261,7 +261,7 @@ def test_a_shard_of_a_name_that_is_too_long_is_missing(tmp_path: Path) -> None:
     index = write(tmp_path)
     index["weight_map"]["a"] = "a" * 300
     write_index(tmp_path, index)
-    with pytest.raises(UnreadableError, match=r"lacks the shard aaa.*with 1 key.*4 of 5 tensors with --salvage"):
+    with pytest.raises(UnreadableError, match=r"lacks the shard aaa.*with 1 key.*4 of 5 tensors with salvage=True"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -276,7 +276,7 @@ def test_the_numbers_of_the_shards_stand_in_for_a_broken_index(tmp_path: Path, t
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(
-        UnreadableError, match=r"has an index that cannot be read \(.*take all \d tensors with --salvage"
+        UnreadableError, match=r"has an index that cannot be read \(.*take all \d tensors with salvage=True"
     ):
         ckptfix.open_checkpoint(tmp_path)
     assert set(ckptfix.open_checkpoint(tmp_path, salvage=True).keys()) == set(STATE)

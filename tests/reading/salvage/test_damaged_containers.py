@@ -78,7 +78,7 @@ def test_a_cut_container_gives_what_is_whole_and_names_the_cause(file: Path, wra
         assert "data.pkl" not in str(caught.value) or inner == "zip"
         if checkpoint is not None:
             assert cause_is_first(checkpoint, cause)
-            assert "with --salvage" in str(caught.value)
+            assert "with salvage=True" in str(caught.value)
             best = max(best, len(checkpoint.keys()))
     assert best >= 1 or wrapper == "bzip2", "bzip2 gives blocks of 900 KB or nothing"
 
@@ -141,7 +141,7 @@ def test_what_came_out_whole_is_all_there_where_a_checksum_fails(file: Path, cas
     assert set(checkpoint.keys()) == set(TENSORS)
     assert not checkpoint.lost
     assert cause_is_first(checkpoint, cause)
-    with pytest.raises(ckptfix.UnreadableError, match=rf"{cause}.*take all 4 tensors with --salvage"):
+    with pytest.raises(ckptfix.UnreadableError, match=rf"{cause}.*take all 4 tensors with salvage=True"):
         ckptfix.open_checkpoint(file)
 
 

@@ -135,7 +135,7 @@ def test_the_refusal_says_what_salvage_would_bring_back(tmp_path: Path) -> None:
     said = str(refusal.value)
     assert f"it has {cut} bytes and its storages end at byte {len(data)}" in said
     assert "2 of 4 tensors (" in said
-    assert "% of the numbers) with --salvage" in said
+    assert "% of the numbers) with salvage=True" in said
 
 
 # The tensors are too small for safetensors, which has nothing but its tensors at its end: see test_unfilled.

@@ -118,7 +118,7 @@ def test_zeros_at_the_cut_are_no_data_of_a_view(zeros: int, legacy: bool, tmp_pa
     path.write_bytes(content[: at + 3601] + bytes(zeros))
     with pytest.raises(UnreadableError):
         ckptfix.open_checkpoint(path)
-    with pytest.raises(UnreadableError, match="no tensor in it is whole"):
+    with pytest.raises(UnreadableError, match="no tensor in it is complete"):
         ckptfix.open_checkpoint(path, salvage=True)
     path.write_bytes(content[: at + 4001] + bytes(zeros))
     checkpoint = ckptfix.open_checkpoint(path, salvage=True)

@@ -49,7 +49,7 @@ def test_it_is_repaired_into_one_file_beside_it(folder: Path) -> None:
     assert done.report.output == str(output)
     assert_same(torch.load(output), WEIGHTS)
     assert output.stat().st_mode & 0o111 == 0
-    with pytest.raises(UsageError, match="the checkpoint is a folder; use -o OUT"):
+    with pytest.raises(UsageError, match="the checkpoint is a folder; name an output"):
         ckptfix.repair(folder, in_place=True)
 
 
