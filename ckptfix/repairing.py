@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.target import Target
+    from ckptfix.engine.applying import Measure
     from ckptfix.engine.delivery import ForwardTest
-    from ckptfix.engine.supplies import Measure
     from ckptfix.modules.factory import Arguments
 
 

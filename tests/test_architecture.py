@@ -36,7 +36,6 @@ AT_THE_TOP = {
     "reading/tensors": {"torch"},
     "reading/live": {"torch"},
     "reading/memory": {"torch"},
-    "values/casting": {"torch"},
 }
 """The modules and rooms that may import a heavy package at the top."""
 

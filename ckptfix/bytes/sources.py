@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptfix.bytes.buffers import Buffer, FileBuffer
 from ckptfix.bytes.decoders import FAULTS, Decoder, deflate
-from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.statistics import TensorStatistics
     from ckptfix.core.target import Target
-    from ckptfix.engine.supplies import Measure
+    from ckptfix.engine.applying import Measure
     from ckptfix.values.statistics import Statistics
 
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
@@ -77,8 +77,7 @@ def diagnose(
         )
         if edits:
             from ckptfix.core.plan import Step
-            from ckptfix.engine.applying import apply_step
-            from ckptfix.engine.supplies import Supplies
+            from ckptfix.engine.applying import Supplies, apply_step
 
             supplies = supplies or Supplies(target.initial if target is not None else None, donor, measure)
             step = Step(rule.code, edits)
@@ -100,8 +99,7 @@ def carry_out(
     measure: Measure | None = None,
 ) -> Diagnosis:
     """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
-    from ckptfix.engine.applying import apply_plan
-    from ckptfix.engine.supplies import Supplies
+    from ckptfix.engine.applying import Supplies, apply_plan
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
     left = diagnose(result, target, replace(settings, unsafe_fixes=False), donor)

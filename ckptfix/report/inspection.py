@@ -19,8 +19,7 @@ from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
-from ckptfix.writing.natural import known_form
-from ckptfix.writing.plain import NATIVE
+from ckptfix.writing.plain import NATIVE, known_form
 
 BLOAT = 1.25
 """From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word."""

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.channels import channels_with
 from ckptfix.values.roles import is_matrix, kind
+from ckptfix.values.scan import channels_with
 from ckptfix.values.statistics import Statistics
 
 if TYPE_CHECKING:

@@ -37,9 +37,9 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.replacing import Replacements, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.channels import channels_with
+from ckptfix.values.casting import NON_FINITE, can_be_zeroed
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
-from ckptfix.values.zeroing import NON_FINITE, can_be_zeroed
+from ckptfix.values.scan import channels_with
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from ckptfix.core.edits import Zero
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
 from ckptfix.values.roles import is_matrix
-from ckptfix.values.zeroing import SUBNORMAL, can_be_zeroed
 
 MANY = 0.01
 """Share of a weight matrix from which on its subnormal values are worth a warning."""

@@ -30,8 +30,8 @@ from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.casting import WITHOUT_ZERO
 from ckptfix.values.integrity import WORD, Hole, storages_of
-from ckptfix.values.zeroing import WITHOUT_ZERO
 
 DENSE = 0.01
 """The largest share of zeros among the other numbers of the matrix."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.files import NEAR, FileBuffer, OpenFile
 from ckptfix.errors import UnreadableError
 
 
@@ -47,3 +54,123 @@ def test_a_file_that_ends_before_a_buffer_is_full_is_named(file):
     assert bytes(buffer) == b"6789"
     with pytest.raises(UnreadableError, match=r"/f: the file ends inside a storage: 4 bytes .* at offset 8, 2 are"):
         file.fill(memoryview(buffer), 8)
+
+
+DATA = bytes(range(251)) * 100
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def buffer(path: Path) -> FileBuffer:
+    return FileBuffer(OpenFile(str(path)))
+
+
+def test_it_slices_like_bytes(buffer: FileBuffer) -> None:
+    ends = (None, 0, 1, 30, NEAR - 1, NEAR, NEAR + 1, 2 * NEAR, len(DATA) - 1, len(DATA), len(DATA) + 9, -1, -30, -NEAR)
+    assert len(buffer) == len(DATA)
+    for start in ends:
+        for stop in ends:
+            assert buffer[start:stop] == DATA[start:stop], (start, stop)
+    assert [buffer[place] for place in (0, 250, len(DATA) - 1)] == [DATA[place] for place in (0, 250, len(DATA) - 1)]
+    assert buffer[3:900:7] == DATA[3:900:7]
+    with pytest.raises(IndexError, match=f"no byte {len(DATA)} of {len(DATA)}"):
+        buffer[len(DATA)]
+
+
+def test_what_is_near_is_read_once(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, taken = OpenFile.read, []
+
+    def counted(file: OpenFile, start: int, count: int) -> bytes:
+        taken.append((start, count))
+        return read(file, start, count)
+
+    monkeypatch.setattr(OpenFile, "read", counted)
+    for near in (slice(600, 604), slice(604, 700), slice(1000, 600 + NEAR)):
+        assert buffer[near] == DATA[near]
+    assert taken == [(600, NEAR)]
+
+
+def test_it_finds_what_lies_across_two_blocks(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.bytes.files.SEARCHED", 100)
+    for sub in (bytes((99, 100, 101)), DATA[90:310], b"\0", b"nowhere"):
+        for start in (0, 1, 98, 100, 252, len(DATA) - 2, len(DATA)):
+            assert buffer.find(sub, start) == DATA.find(sub, start)
+            assert buffer.find(sub, start, start + 400) == DATA.find(sub, start, start + 400)
+    assert buffer.find(bytes((99, 100))) == 99
+
+
+def test_it_reads_like_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", "text")
+    buffer = FileBuffer(OpenFile(str(path)))
+    assert zipfile.ZipFile(buffer).read("a") == b"text"
+    assert (buffer.seek(-2, io.SEEK_END), buffer.read(), buffer.read()) == (len(buffer) - 2, b"\0\0", b"")
+
+
+@pytest.mark.parametrize("place", [0, NEAR, 4 * NEAR])
+def test_a_file_that_was_cut_is_an_error(path: Path, buffer: FileBuffer, place: int) -> None:
+    os.truncate(path, 100)
+    with pytest.raises(UnreadableError, match=f"was cut short while it was read: it had {len(DATA)} bytes and has 100"):
+        buffer[place : place + NEAR + 9]
+    with pytest.raises(UnreadableError, match="was cut short while it was read"):
+        buffer.find(b"nowhere")
+
+
+STATE_DICT = {f"layer{number}.weight": torch.arange(600.0) + number for number in range(40)}
+
+CUTTING = """
+import os, sys
+from ckptfix.bytes.files import FileBuffer
+
+path, left, *arguments = sys.argv[1:]
+opened = FileBuffer.__init__
+
+def cut_when_opened(self, file):
+    opened(self, file)
+    os.truncate(path, int(left))
+
+FileBuffer.__init__ = cut_when_opened
+from ckptfix.cli import main
+
+sys.argv[1:] = arguments
+main()
+"""
+"""The program, and somebody who cuts its source short right after it was opened."""
+
+
+def _saved(form: str, path: Path) -> int:
+    if form == "safetensors":
+        save_file(STATE_DICT, path)
+    else:
+        torch.save(STATE_DICT, path, _use_new_zipfile_serialization=form == "zip")
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
+def test_the_program_says_in_one_line_that_its_source_was_cut(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    for share in (0, 0.01, 0.5, 0.97):
+        size = _saved(form, path)
+        command = [
+            sys.executable,
+            "-c",
+            CUTTING,
+            str(path),
+            str(int(share * size)),
+            "repair",
+            str(path),
+            "-o",
+            "out.pth",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), (share, done.stderr)
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"ckptfix: error: {path}: ")
+        assert [left.name for left in tmp_path.iterdir()] == ["model.bin"]

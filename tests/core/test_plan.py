@@ -33,8 +33,7 @@ from ckptfix.core.edits import (
 )
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
-from ckptfix.engine.applying import apply_plan
-from ckptfix.engine.supplies import Supplies
+from ckptfix.engine.applying import Supplies, apply_plan
 from ckptfix.errors import PlanError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.wrappers import bare

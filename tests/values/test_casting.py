@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptfix.errors import WriteError
 from ckptfix.reading.live import spec_of_tensor
 from ckptfix.reading.tensors import build_tensor
-from ckptfix.values.casting import cast_spec
+from ckptfix.values.casting import NON_FINITE, SUBNORMAL, can_be_zeroed, cast_spec, zeroed_spec
 from tests.checks import bytes_of
 
 
@@ -27,3 +29,64 @@ def test_a_cast_of_what_no_whole_number_stands_for_is_refused(value, goal):
     spec = cast_spec(spec_of_tensor(torch.tensor([value])), goal, "f")
     with pytest.raises(WriteError, match=f"cannot become {goal}"):
         build_tensor(spec)
+
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def zeroed(tensor: torch.Tensor, which: str) -> torch.Tensor:
+    return build_tensor(zeroed_spec(spec_of_tensor(tensor), which, "file"))
+
+
+@given(st.binary(min_size=8, max_size=160), st.sampled_from(DTYPES))
+def test_only_the_non_finite_change(raw, dtype):
+    tensor = torch.frombuffer(bytearray(raw[: len(raw) // 8 * 8]), dtype=torch.uint8).view(dtype)
+    bad = ~tensor.double().isfinite()
+    expected = tensor.clone()
+    expected.view(torch.uint8).view(len(tensor), -1)[bad] = 0
+    assert bytes_of(zeroed(tensor, NON_FINITE)) == bytes_of(expected)
+
+
+@given(st.lists(st.floats(width=32), min_size=1))
+def test_only_the_subnormal_change(numbers):
+    tensor = torch.tensor(numbers, dtype=torch.float32)
+    small = (tensor.double().abs() < 2.0**-126) & (tensor != 0)
+    assert bytes_of(zeroed(tensor, SUBNORMAL)) == bytes_of(torch.where(small, 0.0, tensor))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x, lambda x: x.T, lambda x: x[1:, ::2], lambda x: x[:1].expand(4, 6)],
+    ids=["plain", "transposed", "slice", "expanded"],
+)
+def test_views_keep_their_values_and_shape(view):
+    tensor = torch.arange(24.0).reshape(4, 6)
+    tensor[1, 2], tensor[0, 0], tensor[3, 3] = torch.nan, torch.inf, -0.0
+    before = view(tensor)
+    after = zeroed(before, NON_FINITE)
+    assert bytes_of(after) == bytes_of(torch.where(before.isfinite(), before, 0.0))
+
+
+def test_a_piece_can_be_read():
+    tensor = torch.tensor([1.0, torch.nan, 2.0, torch.inf])
+    storage = zeroed_spec(spec_of_tensor(tensor), NON_FINITE, "file").storage
+    assert storage is not None
+    source, whole = storage.source, bytes(storage.source.read(0, 16))
+    assert all(bytes(source.read(a, b)) == whole[a:b] for a in range(17) for b in range(a, 17))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "can"),
+    [
+        pytest.param(torch.ones(2), True, id="float"),
+        pytest.param(torch.ones(2, dtype=torch.complex64), True, id="complex"),
+        pytest.param(torch.ones(2, dtype=torch.int64), False, id="integers"),
+        pytest.param(torch.ones(2).to_sparse(), False, id="sparse"),
+        pytest.param(torch.ones(2, dtype=torch.complex64).conj(), False, id="conjugated"),
+        pytest.param(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), False, id="quantised"),
+        pytest.param(torch.ones(2).to(torch.float8_e8m0fnu), False, id="no-zero"),
+        pytest.param(torch.ones(2, device="meta"), False, id="no-data"),
+    ],
+)
+def test_what_can_be_zeroed(tensor, can):
+    assert can_be_zeroed(spec_of_tensor(tensor)) is can

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfix.bytes.buffers import Buffer, RangeBuffer
+from ckptfix.bytes.files import Buffer, RangeBuffer
 from ckptfix.bytes.sources import Content, WindowBytes
 from ckptfix.core.spec import ByteSource
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ckptfix.bytes.buffers import RangeBuffer
 from ckptfix.bytes.decoders import zip_decoder
+from ckptfix.bytes.files import RangeBuffer
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
