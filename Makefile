@@ -3,6 +3,7 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TEST_INSTALLED := .venv/.test-installed
 DOCS_INSTALLED := .venv/.docs-installed
 
 SAMPLE := sample_checkpoints/imagenet_dataparallel_cuda3.pth
@@ -20,11 +21,12 @@ BENCH_INSTALLED := .venv-bench/.installed
 BENCH ?= --readme benchmarks/README.md
 JUDGED_INSTALLED := .venv-bench/.judged-installed
 
-.PHONY: help install demo test docs bench judgement structures lint types format samples vendor screenshot clean
+.PHONY: help install demo quick test docs bench judgement structures lint types format samples vendor screenshot clean
 
 help:
 	@echo "make demo     repair a sample checkpoint against a sample model"
-	@echo "make test     lint, types and tests"
+	@echo "make quick    lint, and the tests of the core (half a minute)"
+	@echo "make test     lint, types and all tests (six minutes on two cores)"
 	@echo "make docs     build the site into build/site"
 	@echo "make bench    measure speed and memory beside cp and peers (20 minutes, 20 GB of disk)"
 	@echo "make judgement  measure how often the value rules are right (10 minutes on two cores)"
@@ -51,8 +53,16 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "import torch; from sample_checkpoints.models import resnet_tiny; \
 	print(resnet_tiny().load_state_dict(torch.load('$(REPAIRED)', weights_only=True)['state_dict'], strict=True))"
 
-test: lint types $(INSTALLED)
+# Without Ray, an S3 server or a browser.
+quick: lint $(INSTALLED)
+	$(BIN)/pytest -n 2 -q -m "not slow" tests/core tests/bytes tests/writing tests/engine tests/rules/test_manuals.py tests/test_architecture.py
+
+test: lint types $(TEST_INSTALLED)
 	$(BIN)/pytest -n 2
+
+$(TEST_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,test-page,test-zoo]'
+	@touch $@
 
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -85,7 +95,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(INSTALLED)
+types: $(TEST_INSTALLED)
 	$(BIN)/mypy
 
 format: $(INSTALLED)
@@ -109,7 +119,7 @@ vendor:
 	cp build/vendor/tabulator/LICENSE $(VENDOR)/tabulator.LICENSE
 	cd $(VENDOR) && sha256sum --check SHA256SUMS
 
-screenshot: $(INSTALLED)
+screenshot: $(TEST_INSTALLED)
 	$(BIN)/python -m tests.report.page.screenshot docs/report.png
 
 clean:

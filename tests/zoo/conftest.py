@@ -16,7 +16,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Bucket]:
     """One server for all tests, and the environment in which S3 is this server: child processes have it as well."""
-    pytest.importorskip("moto", reason="moto is the S3 server of these tests: pip install -e '.[dev]'")
+    pytest.importorskip("moto", reason="moto is the S3 server of these tests: pip install -e '.[test-zoo]'")
     pytest.importorskip("s3fs", reason="pip install 'ckptfix[s3]'")
     with serving() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", server.url)

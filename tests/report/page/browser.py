@@ -26,7 +26,7 @@ def missing() -> str:
     try:
         import selenium  # noqa: F401 - only whether it is there
     except ImportError:
-        return "the page is not looked at: selenium is not installed; pip install -e '.[dev]'"
+        return "the page is not looked at: selenium is not installed; pip install -e '.[test-page]'"
     return ""
 
 
