@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import (
@@ -33,9 +34,6 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.pickles.payload import GRAPH_CODE
-from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, zeroed_spec
-from ckptfix.values.integrity import Integrity
-from ckptfix.values.twins import entry_at
 from ckptfix.writing.plain import plain_root
 
 if TYPE_CHECKING:
@@ -72,7 +70,6 @@ class Supplies:
     donor: Checkpoint | None = None
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    integrity: Integrity = field(default_factory=Integrity)
 
 
 def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:
@@ -191,8 +188,12 @@ def _changed(
                 f"{checkpoint.path}: {change.key} is {spec.dtype} and not {change.before}; the plan belongs to "
                 "another file"
             )
+        from ckptfix.values.casting import cast_spec
+
         return cast_spec(spec, change.dtype, checkpoint.path)
     if isinstance(change, Zero):
+        from ckptfix.values.casting import WHICH, can_be_zeroed, zeroed_spec
+
         if spec.dtype != change.dtype or change.which not in WHICH or not can_be_zeroed(spec):
             raise PlanError(
                 f"{checkpoint.path}: the {change.which} numbers of {change.key} cannot be set to zero, as it is "
@@ -298,7 +299,7 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
             Opt("fill"),
         )
     storages = (part.storage for part in donor.strided_parts())
-    if not all(storage is None or supplies.integrity.is_sound(storage) for storage in storages):
+    if not all(storage is None or is_sound(storage) for storage in storages):
         raise PlanError(
             f"{checkpoint.path}: the donor's own {donor_key} fails the checksum of its archive; name another one with ",
             Opt("fill"),
@@ -309,6 +310,8 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
 def replaced(checkpoint: Checkpoint, change: Replace, supplies: Supplies) -> TensorSpec:
     """The values that take the place of a tensor's, in its dtype."""
     if change.origin == "twin":
+        from ckptfix.values.twins import entry_at
+
         found = entry_at(checkpoint, change.place or "", change.source or change.key)
         if not isinstance(found, TensorSpec) or found.shape != change.shape or not found.has_data:
             raise PlanError(
@@ -327,4 +330,6 @@ def replaced(checkpoint: Checkpoint, change: Replace, supplies: Supplies) -> Ten
         found = filled(checkpoint, Fill(change.key, change.dtype, change.shape, change.origin, change.source), supplies)
     if found.dtype == change.dtype:
         return found
+    from ckptfix.values.casting import cast_spec
+
     return cast_spec(found, change.dtype, checkpoint.path)

@@ -30,7 +30,7 @@ from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.donor import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.integrity import storages_of
+from ckptfix.values.integrity import soundness, storages_of
 
 REMEDIES = (
     Remedy(text="fetch the file again"),
@@ -44,13 +44,12 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
     if context.statistics is None:
         return
-    integrity = context.statistics.integrity
     keys_of = list(storages_of(context.checkpoint))
     context.statistics.compute()  # the scan proves most checksums on its way
-    soundness = integrity.soundness([storage for storage, _ in keys_of])
-    if all(soundness):
+    are_sound = soundness([storage for storage, _ in keys_of])
+    if all(are_sound):
         return
-    bad = {key for (_, keys), is_sound in zip(keys_of, soundness, strict=True) if not is_sound for key in keys}
+    bad = {key for (_, keys), is_sound in zip(keys_of, are_sound, strict=True) if not is_sound for key in keys}
     damaged = [key for key in context.checkpoint.entries if key in bad]
     specs = context.checkpoint.specs
     fills = {key: fill for key in damaged if key in specs and (fill := donor_fill(key, specs[key], context))}

@@ -31,7 +31,7 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import WITHOUT_ZERO
-from ckptfix.values.integrity import WORD, Hole, storages_of
+from ckptfix.values.integrity import WORD, Hole, longest_holes, storages_of
 
 DENSE = 0.01
 """The largest share of zeros among the other numbers of the matrix."""
@@ -57,7 +57,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         some = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
         if some:
             suspects.append((storage, some))
-    holes = context.statistics.integrity.holes([storage for storage, _ in suspects])
+    holes = longest_holes([storage for storage, _ in suspects])
     found = {
         key: hole
         for (_, some), hole in zip(suspects, holes, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from ckptfix.bytes.checksums import is_sound, is_unproved
 from ckptfix.bytes.sources import stream
@@ -29,34 +30,25 @@ class Hole:
     stop: int
 
 
-class Integrity:
-    """Checks storages, each once: an edited view of a checkpoint shares most of them."""
+_HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
+"""What is known: an edited view of a checkpoint shares most storages."""
 
-    def __init__(self) -> None:
-        # The storage is kept beside what is known of it, or its id could be that of another one.
-        self._holes: dict[int, tuple[Storage, Hole]] = {}
 
-    def is_sound(self, storage: Storage) -> bool:
-        """Whether the storage has the checksum that its file gives, or none. Reads it in blocks.
+def soundness(storages: Sequence[Storage]) -> list[bool]:
+    """Return whether each storage has the checksum of its file, two at a time: a checksum takes longer than reading."""
+    unproved = list(filter(is_unproved, storages))
+    task = Task("proving checksums", sum(storage.nbytes for storage in unproved))
+    for storage, _ in zip(unproved, side_by_side(is_sound, unproved), strict=True):
+        task.advance(storage.nbytes)
+    return list(map(is_sound, storages))
 
-        Raises ``UnreadableError`` where the bytes are not in the file.
-        """
-        return is_sound(storage)
 
-    def soundness(self, storages: Sequence[Storage]) -> list[bool]:
-        """The same for many storages, two at a time: a checksum takes longer than the reading."""
-        unproved = list(filter(is_unproved, storages))
-        task = Task("proving checksums", sum(storage.nbytes for storage in unproved))
-        for storage, _ in zip(unproved, side_by_side(is_sound, unproved), strict=True):
-            task.advance(storage.nbytes)
-        return list(map(is_sound, storages))
-
-    def holes(self, storages: Sequence[Storage]) -> list[Hole]:
-        """The longest run of zeros in each storage. Raises ``UnreadableError`` where bytes are not in the file."""
-        unknown = [storage for storage in storages if id(storage) not in self._holes]
-        for storage, hole in zip(unknown, side_by_side(_longest_hole, unknown), strict=True):
-            self._holes[id(storage)] = (storage, hole)
-        return [self._holes[id(storage)][1] for storage in storages]
+def longest_holes(storages: Sequence[Storage]) -> list[Hole]:
+    """Return the longest run of zeros in each storage. Raises ``UnreadableError`` if bytes are not in the file."""
+    unknown = [storage for storage in storages if storage not in _HOLES]
+    for storage, hole in zip(unknown, side_by_side(_longest_hole, unknown), strict=True):
+        _HOLES[storage] = hole
+    return [_HOLES[storage] for storage in storages]
 
 
 def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:

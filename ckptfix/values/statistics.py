@@ -12,7 +12,6 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
-from ckptfix.values.integrity import Integrity
 from ckptfix.values.scan import Part, looks, parts_of, statistics_of
 from ckptfix.values.tally import Tally
 from ckptfix.values.walk import Walk
@@ -35,14 +34,12 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
         self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
         self._asked: set[str] = set()
-        self.integrity = Integrity()
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
         """The statistics of an edited view of the checkpoint. What both share is not computed again."""
         other = Statistics(checkpoint, self._narrowing)
         other._of_view = self._of_view
         other._task = self._task
-        other.integrity = self.integrity
         return other
 
     def __getitem__(self, key: str) -> TensorStatistics:
