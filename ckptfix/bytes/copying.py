@@ -270,7 +270,7 @@ def reason_of(source: ByteSource) -> str:
 
 
 _REASONS = {
-    "DeflatedBytes": "compressed in the source",
+    "PackedBytes": "compressed in the source",
     "SwappedBytes": "turned round from big-endian order",
     "CastBytes": "cast to another dtype",
     "ChunkedBytes": "put together from chunks",

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptfix.bytes.decoders import FAULTS, Decoder, deflate
 from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.facts import Fact
@@ -48,38 +47,6 @@ class MemoryBytes:
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop``."""
         return memoryview(self.buffer).cast("B")[start:stop]
-
-
-@dataclass(eq=False)
-class DeflatedBytes:
-    """A packed member of a zip archive, expanded on first use and never beyond the size that was declared."""
-
-    packed: ByteSource
-    path: str
-    nbytes: int
-    make_decoder: Decoder = deflate
-    _data: memoryview | None = field(default=None, repr=False)
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the inflated member."""
-        whole = self._data
-        if whole is None:
-            try:
-                packed = self.packed.read(0, self.packed.nbytes)
-                data = self.make_decoder().decompress(packed, self.nbytes + 1)
-            except FAULTS as error:
-                raise UnreadableError(
-                    f"{self.path}: a compressed member is damaged ({error}); fetch the file again"
-                ) from error
-            if len(data) != self.nbytes:
-                raise UnreadableError(
-                    f"{self.path}: a compressed member does not expand to its declared {self.nbytes} bytes; "
-                    "fetch the file again"
-                )
-            whole = memoryview(data)
-        # Read to its end it is let go: a large archive must not pile up in memory.
-        self._data = whole if stop < self.nbytes else None
-        return whole[start:stop]
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,13 @@ def _member_cut(fact: Fact) -> str:
     return f"is cut short: the zip archive has {fact.data['there']} {whole}"
 
 
+def _storage_size(fact: Fact) -> str:
+    there, size = fact.data["there"], fact.data["size"]
+    if there < size:
+        return f"has {there} of the {size} bytes of its storage {fact.place}"
+    return f"has {there} bytes where its storage {fact.place} has {size} (torch: record size does not match)"
+
+
 def _cut_short(fact: Fact) -> str:
     if "end" not in fact.data:
         return "is cut short"
@@ -182,7 +189,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.BYTEORDER_LOST: "has lost its byteorder, which was taken for little",
     Kind.BYTEORDER_ODD: "has a byteorder that is neither little nor big",
     Kind.STORAGE_LACKING: "lacks its storage {place}",
-    Kind.STORAGE_CUT: "has {there} of the {size} bytes of its storage {place}",
+    Kind.STORAGE_SIZE: _storage_size,
     Kind.STORAGES_LACKING: "lacks {more} more",
     Kind.STORAGES_UNWRITTEN: lambda fact: f"lacks {counted(fact.data['storages'], 'storage')} that its tensors use",
     Kind.STORAGES_CUT: "is cut short inside of its storages",
@@ -234,6 +241,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
     Kind.MASTERS: "the weights are the fp32 masters of a training in {dtype}",
     Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",
+    Kind.PACKED_MEMBERS: lambda fact: f"{counted(fact.data['members'], 'member')} of the archive",
     Kind.PACKED_SHARD: "compressed by itself",
     Kind.INDEX_SIZE: "the index counts {total} bytes of tensors and its shards hold {held}",
     Kind.TRAILING_BYTES: "{nbytes}",

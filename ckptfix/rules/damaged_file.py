@@ -148,6 +148,12 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
                 remedies=advise("fetch all shards of one save again"),
             )
+    for fact in of_kind.get(Kind.PACKED_MEMBERS, ()):
+        yield rule.finding(
+            Level.NOTE,
+            f"{clause(fact)} compressed, which torch.save never does: another program packed the file again, and"
+            " torch.load(mmap=True) refuses it",
+        )
     if packed := of_kind.get(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
         yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")

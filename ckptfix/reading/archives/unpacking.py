@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
+from threading import Lock
 from typing import Any, BinaryIO
 
 from ckptfix.bytes import decoders
@@ -80,6 +81,12 @@ class Expansion:
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes that were gathered so far."""
+        if self._file is None:
+            return bytes(self._memory[start:stop])
+        return os.pread(self._file.fileno(), stop - start, start)
 
     def content(self, member: str) -> Content:
         """What was gathered, as the file ``member``. Raises ``UnreadableError`` where it is empty."""
@@ -301,3 +308,55 @@ def sniff(content: Content) -> Compression | None:
         if head.startswith(compression.magic):
             return compression
     return None
+
+
+class UnpackedMembers:
+    """The members of one archive that were unpacked, one after the other, as far as they were read.
+
+    They are kept until the checkpoint is closed: many tensors may be views of one storage."""
+
+    def __init__(self, content: Content) -> None:
+        self._content, self._expansion = content, Expansion(content.path)
+        self._lock = Lock()  # threads of the value scan read at the same time
+
+    def read(self, member: PackedBytes, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of a member. Raises ``UnreadableError`` if it is damaged."""
+        with self._lock:
+            if member.place is None and member.fault is None:
+                self._unpack(member)
+            if member.place is None:
+                raise UnreadableError(f"{self._content.path}: {member.fault}; fetch the file again")
+            return memoryview(self._expansion.read(member.place + start, member.place + stop))
+
+    def _unpack(self, member: PackedBytes) -> None:
+        begin = self._expansion.nbytes
+        stream = Stream(self._content, member.start, member.stop, member.make_decoder)
+        for block, _ in stream.blocks(rescue=False):
+            if stream.expanded > member.nbytes:
+                break
+            # What the members of an archive unpack to together is held against its size: one may be all zeros.
+            self._expansion.write(block, len(self._content))
+        if stream.fault:
+            member.fault = f"member {member.name} is damaged ({stream.fault})"
+        elif stream.expanded != member.nbytes:
+            member.fault = f"member {member.name} does not unpack to its declared {member.nbytes} bytes"
+        else:
+            member.place = begin
+
+
+@dataclass(eq=False)
+class PackedBytes:
+    """A packed member of an archive: bytes ``start`` to ``stop`` of its content, unpacked when it is first read."""
+
+    members: UnpackedMembers
+    name: str
+    start: int
+    stop: int
+    nbytes: int
+    make_decoder: decoders.Decoder
+    place: int | None = None
+    fault: str | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop`` of the unpacked member."""
+        return self.members.read(self, start, stop)

@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ckptfix.bytes.limits import Bounds
-from ckptfix.bytes.sources import DeflatedBytes
 from ckptfix.bytes.torn import TornBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource, Storage
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.unpacking import PackedBytes
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
@@ -61,7 +61,7 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
         raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
-    if isinstance(source, DeflatedBytes):
+    if isinstance(source, PackedBytes):
         archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
     return bytes(source.read(0, source.nbytes))
 
@@ -132,9 +132,11 @@ class Reading:
         if name is None:
             return self._torn(key, Fact(Kind.STORAGE_LACKING, called), nbytes, device, None)
         source = archive.source(name)
-        if source.nbytes < nbytes:
-            cause = Fact.of(Kind.STORAGE_CUT, name, there=source.nbytes, size=nbytes)
-            return self._torn(key, cause, nbytes, device, source)
+        if source.nbytes != nbytes:
+            # torch refuses both ("record size does not match"). Of a record that is too long nothing says which of its
+            # bytes are the storage's.
+            cause = Fact.of(Kind.STORAGE_SIZE, name, there=source.nbytes, size=nbytes)
+            return self._torn(key, cause, nbytes, device, source if source.nbytes < nbytes else None)
         return Storage(key, source, device, archive.crc32(name))
 
     def _torn(self, key: str, cause: Fact, nbytes: int, device: str, source: ByteSource | None) -> Storage:

@@ -14,13 +14,14 @@ from typing import Any
 
 from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, DeflatedBytes
+from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import TornBytes, missing_bytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
 from ckptfix.reading.archives.zip_directory import Member
 from ckptfix.reading.archives.zip_recovery import FoundMembers, Listing, list_members
 from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
@@ -59,6 +60,7 @@ class Archive:
     listing: Listing
     gone: list[str] = field(default_factory=list)
     """Storages of which neither the header nor the bytes are where the directory says."""
+    _unpacked: UnpackedMembers | None = None
 
     @property
     def found(self) -> FoundMembers | None:
@@ -130,8 +132,10 @@ class Archive:
             raise UnreadableError(
                 f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
             ) from error
-        packed = content.source(start + skipped, max(0, info.compress_size - skipped))
-        return DeflatedBytes(packed, content.path, info.file_size, decoder)
+        if self._unpacked is None:
+            self._unpacked = UnpackedMembers(content)
+        stop = start + info.compress_size
+        return PackedBytes(self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         """What is left of a storage in a damaged archive; None where the storage is whole."""
@@ -211,8 +215,14 @@ class Archive:
         return [Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1)] if self.gone else []
 
     def crc32(self, name: str) -> int | None:
-        """The checksum of a member. Zero is what torch writes with set_crc32_options(False): no checksum, no damage."""
-        return self.members[name].CRC or None
+        """Return the checksum of a member; None if the archive has none.
+
+        With set_crc32_options(False) torch writes zero for all members. A single zero is a checksum like any other."""
+        return self.members[name].CRC if self._has_checksums else None
+
+    @cached_property
+    def _has_checksums(self) -> bool:
+        return any(info.CRC for info in self.members.values())
 
 
 def open_archive(content: Content, main: str = "data.pkl") -> Archive:
@@ -283,6 +293,8 @@ def read(content: Content, nesting: int = 0) -> Document:
     document = read_archive(archive, NAME, nesting, archive.left_of)
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
+    if packed := sum(info.compress_type != _STORED for info in archive.members.values()):
+        document.remarks.append(Fact.of(Kind.PACKED_MEMBERS, members=packed))
     if archive.listing.trailing:
         document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.listing.trailing))
     if not document.damage and (oddity := archive.oddity):
