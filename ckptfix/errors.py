@@ -76,7 +76,9 @@ class UnreadableError(CkptfixError):
 
 
 class DamageWarning(UserWarning):
-    """A tensor that was read by itself has other bytes than were saved: its storage fails the checksum of the file."""
+    """A tensor has other bytes than were saved, by the checksum of its storage, or may have, as the file contradicts
+    itself.
+    """
 
 
 class UnknownKeyError(CkptfixError, KeyError):

@@ -14,14 +14,17 @@ What has to be checked first (settings, destinations) is checked in ``engine.val
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import DOUBTS
 from ckptfix.core.report import Report
+from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import Opt
+from ckptfix.errors import DamageWarning, Opt, one_line
 from ckptfix.reading.opening import Source, open_file, open_source
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
@@ -65,8 +68,14 @@ def open_checkpoint(
 
     ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a
     file of an archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has
-    the rest. Raises ``UnreadableError`` with the true cause if the file holds no weights."""
-    return open_file(os.fspath(path), weights, salvage=salvage, member=member)
+    the rest. Warns with ``DamageWarning`` if tensors may be others than were saved. Raises ``UnreadableError`` with the
+    true cause if the file holds no weights."""
+    checkpoint = open_file(os.fspath(path), weights, salvage=salvage, member=member)
+    doubts = dict.fromkeys(clause(fact) for fact in checkpoint.remarks if fact.kind in DOUBTS)
+    if doubts:
+        text = f"{checkpoint.path}: tensors may be others than were saved: {'; '.join(doubts)}"
+        warnings.warn(one_line(text), DamageWarning, stacklevel=2)
+    return checkpoint
 
 
 def check(

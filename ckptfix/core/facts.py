@@ -53,6 +53,8 @@ class Kind(Enum):
     ZEROS = "zeros"
     UNFILLED = "unfilled"
     STORAGE_COUNT = "storage-count"
+    STRIDES = "strides"
+    ODD_STRIDES = "odd-strides"
     BYTES_LACKING = "bytes-lacking"
     PICKLE_CUT = "pickle-cut"
     PICKLE_DAMAGED = "pickle-damaged"
@@ -70,6 +72,7 @@ class Kind(Enum):
     RANKS_MISSING = "ranks-missing"
     INDEX_UNREADABLE = "index-unreadable"
     INDEX_BOM = "index-bom"
+    INDEX_STALE = "index-stale"
     INDEX_PROMISES = "index-promises"
     INDEX_MOVED = "index-moved"
     INDEX_UNLISTED = "index-unlisted"
@@ -106,6 +109,7 @@ class Kind(Enum):
     PLAIN_PICKLE = "plain-pickle"
     TORCHSCRIPT = "torchscript"
     TORCH_PACKAGE = "torch-package"
+    UNPACKED_FOLDER = "unpacked-folder"
     TORCH_TAR = "torch-tar"
     TENSOR_SUBCLASS = "tensor-subclass"
     NUMPY_WEIGHTS = "numpy-weights"
@@ -137,6 +141,9 @@ class Fact:
         """Make a fact with its numbers and names as keyword arguments."""
         return cls(kind, place, data)
 
+
+DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
+"""After these a tensor may be another one than was saved."""
 
 WRONG_BYTES = frozenset({Kind.PACKED_BYTES, Kind.ZIP_CHECKSUM, Kind.STREAM_DAMAGED})
 """Damage of a packed file that may have left wrong bytes, and has not only cut it short."""

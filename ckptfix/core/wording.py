@@ -202,6 +202,8 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.STORAGE_COUNT: (
         "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}"
     ),
+    Kind.STRIDES: "has damaged strides of {place}, in which elements of a whole storage overlap",
+    Kind.ODD_STRIDES: "their strides make elements overlap, as one flipped bit of the pickle would",
     Kind.BYTES_LACKING: "lacks {nbytes} bytes there",
     Kind.PICKLE_CUT: _pickle_cut,
     Kind.PICKLE_DAMAGED: "is damaged in its pickle at byte {start}, and nothing after that can be read",
@@ -226,6 +228,9 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.RANKS_LACKING: _ranks_lacking,
     Kind.INDEX_UNREADABLE: "has an index that cannot be read ({error})",
     Kind.INDEX_BOM: "has an index that begins with a byte order mark, which json.loads refuses",
+    Kind.INDEX_STALE: lambda fact: (
+        f"has a stale index: {first_names(fact.data['names'])} are not there, and {fact.place} is complete"
+    ),
     Kind.INDEX_PROMISES: _names("has an index that promises {}, which no shard holds"),
     Kind.INDEX_MOVED: _names("has a stale index: {} are in another shard than it says"),
     Kind.INDEX_UNLISTED: _names("has a stale index: it does not know {} in the shards"),
@@ -258,6 +263,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.PLAIN_PICKLE: "pickle.dump",
     Kind.TORCHSCRIPT: "a TorchScript archive",
     Kind.TORCH_PACKAGE: "a torch.package archive",
+    Kind.UNPACKED_FOLDER: "a torch file that was unpacked into a folder",
     Kind.TORCH_TAR: "the tar format of torch 0.1",
     Kind.TENSOR_SUBCLASS: "{name}",
     Kind.NUMPY_WEIGHTS: "numpy arrays",

@@ -48,6 +48,7 @@ CONVERTED_REMARKS = frozenset(
         Kind.PLAIN_PICKLE,
         Kind.TORCHSCRIPT,
         Kind.TORCH_PACKAGE,
+        Kind.UNPACKED_FOLDER,
         Kind.TORCH_TAR,
         Kind.ODD_LAYOUT,
         Kind.ODD_METADATA,

@@ -59,6 +59,7 @@ _BEFORE = {
     Kind.PLAIN_PICKLE: ("{}", "torch.save"),
     Kind.TORCHSCRIPT: ("{}", "state_dict"),
     Kind.TORCH_PACKAGE: ("{}", "torch.save"),
+    Kind.UNPACKED_FOLDER: ("{}", "torch.save"),
     Kind.TORCH_TAR: ("{}", "torch.save"),
     Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),
     Kind.TENSOR_SUBCLASS: ("{}", "torch.Tensor"),

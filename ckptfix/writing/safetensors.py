@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
 from ckptfix.bytes.checksums import is_open, note_checksum, prove, proving
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
+from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -15,7 +17,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import Opt, WriteError
+from ckptfix.errors import HostileError, Opt, WriteError
 from ckptfix.reading.contiguous import contiguous_blocks, is_range
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
 from ckptfix.writing.plain import plain_root
@@ -39,7 +41,9 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
             Opt("format", "pth"),
         ) from error
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
-    copier = Copier(file, Task(f"writing {checkpoint.path}", sum(spec.nbytes for spec in order)))
+    total = sum(spec.nbytes for spec in order)
+    _check_readable(checkpoint.path, header["__metadata__"], raw, total)
+    copier = Copier(file, Task(f"writing {checkpoint.path}", total))
     passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
     with proving(checkpoint, (spec.storage for spec in order if spec.storage not in passing)), copier:
         copier.write(len(raw).to_bytes(8, "little") + raw)
@@ -55,6 +59,20 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
                 copier.write_block(block)
     prove(checkpoint, passing)
     return copier
+
+
+def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int) -> None:
+    """Raise ``WriteError`` if reading the header again would take more memory than a file of its size may ask for."""
+    account = Bounds(path, len(raw) + nbytes)
+    try:
+        account.expect_json(raw)
+        for text in notes.values():
+            account.expect_json(text)
+    except HostileError as error:
+        raise WriteError(
+            f"{path}: its _metadata and names are more than the header of a safetensors file can hold; write it with ",
+            Opt("format", "pth"),
+        ) from error
 
 
 def _is_proved_by_copy(spec: TensorSpec, storage: Storage) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,12 @@ def test_untied_tensors_are_written_each(settings: dict[str, Any], tmp_path):
     assert {key: bytes_of(value) for key, value in found.items()} == {
         key: bytes_of(value) for key, value in state_dict.items()
     }
+
+
+def test_more_metadata_than_the_header_can_be_read_with_is_refused_before_writing(tmp_path):
+    state_dict: Any = OrderedDict(w=torch.zeros(2))
+    state_dict._metadata = OrderedDict((f"layers.{number}", {"version": 1}) for number in range(400_000))
+    torch.save(state_dict, tmp_path / "model.pth")
+    with pytest.raises(WriteError, match="more than the header of a safetensors file can hold; write it with"):
+        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", values=False)
+    assert not (tmp_path / "out.safetensors").exists()

@@ -6,7 +6,6 @@ that leads out of the folder is refused."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,12 +67,18 @@ class ShardIndex:
         return list(dict.fromkeys(self.weight_map.values()))
 
 
+_FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|bin|pt|pth)"\s*[,}]')
+"""How an index without a ``weight_map`` begins, which accelerate takes too: ``{key: file}``."""
+
+
 def is_index(content: Content) -> bool:
-    """Whether the content is a JSON object with a ``weight_map``."""
+    """Whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
     head = bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf \t\r\n")
     if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
         return False
-    return content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0
+    if content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0:
+        return True
+    return _FLAT.match(bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n")) is not None
 
 
 def parse_index(content: Content) -> ShardIndex:
@@ -87,7 +92,8 @@ def parse_index(content: Content) -> ShardIndex:
         raise UnreadableError(f"{path}: the index is no valid JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
         raise UnreadableError(f"{path}: the index is no JSON object; fetch the file again")
-    weight_map, metadata = parsed.get(WEIGHT_MAP), parsed.get("metadata")
+    is_flat = WEIGHT_MAP not in parsed and _FLAT.match(bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n"))
+    weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")
     if not weight_map:
@@ -103,13 +109,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
         raise ValueError(f"the key {doubled!r:.60} stands twice in it")
     return found
-
-
-def name_as_stored(folder: Path, name: str) -> str:
-    """The name of a shard in the folder: its own, or with the suffix of what it was compressed by."""
-    names = (name, *(name + suffix for suffix in PACKED))
-    # That of Path raises where a name is too long.
-    return next((other for other in names if os.path.isfile(folder / other)), name)  # noqa: PTH113
 
 
 def name_unpacked(name: str) -> str:

@@ -24,11 +24,11 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.shard_index import (
+    PACKED,
     Numbering,
     ShardIndex,
     file_inside,
     is_index,
-    name_as_stored,
     name_unpacked,
     parse_index,
 )
@@ -121,16 +121,28 @@ def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
     """The document of the shards that an index names; of the only set in the folder where it cannot be read."""
     try:
         content = Content.of_file(index)
-        merge = _Merge(path, folder, parse_index(content), salvage)
+        parsed = parse_index(content)
+        merge = _Merge(path, folder, parsed, salvage)
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
         merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
+        if (stale := _beside(folder, parsed)) is not None:
+            merge = _Merge(path, folder, None, salvage)
+            merge.damage.append(Fact.of(Kind.INDEX_STALE, str(stale), names=tuple(parsed.files)))
         if bytes(content.buffer[:3]) == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     return merge.document()
+
+
+def _beside(folder: Path, index: ShardIndex) -> Numbering | None:
+    """Return the only set of shards in a folder, if it is complete and no file that the index names exists."""
+    present = {name_unpacked(name) for name in _file_names(folder)}
+    sets = _sets(folder)
+    is_stale = len(sets) == 1 and present.isdisjoint(index.files) and present.issuperset(sets[0].names())
+    return sets[0] if is_stale else None
 
 
 def looks_like(folder: Path) -> bool:
@@ -168,13 +180,15 @@ class _Merge:
         self.lost: dict[str, TensorSpec | None] = {}
         self.damage: list[Fact] = []
         self.absent: list[str] = []
+        self.present = frozenset(_file_names(folder))
+        self.wanted = self._files()
         self.remarks: list[Fact] = []
 
     def document(self) -> Document:
         """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
         values for one key and no index says which is meant.
         """
-        for name in self._files():
+        for name in self.wanted:
             self._open(name)
         self._note_absent()
         self._place()
@@ -203,13 +217,18 @@ class _Merge:
             return numbering.names()
         named = self.index.files
         sets = {Numbering.of(name) for name in named} - {None}
-        siblings = [name for name in map(name_unpacked, _file_names(self.folder)) if Numbering.of(name) in sets]
+        siblings = [name for name in map(name_unpacked, sorted(self.present)) if Numbering.of(name) in sets]
         return list(dict.fromkeys([*named, *siblings]))
 
     def _open(self, name: str) -> None:
-        stored = name_as_stored(self.folder, name)
-        file = file_inside(self.folder, stored, self.said_by)
-        if not os.path.isfile(file):  # noqa: PTH113 - that of Path raises where a name is too long
+        stored = next((other for other in (name, *(name + suffix for suffix in PACKED)) if other in self.present), name)
+        # Most names are known by the listing of the folder: an index may name any number of files that are not there.
+        if stored in self.present or "/" in name or "\\" in name or not name or "\0" in name:
+            file = file_inside(self.folder, stored, self.said_by)
+            is_there = os.path.isfile(file)  # noqa: PTH113 - that of Path raises if a name is too long
+        else:
+            is_there = False
+        if not is_there:
             self.absent.append(name)
             return
         try:
@@ -225,18 +244,19 @@ class _Merge:
         """Say which shards are not there, with how many keys, and how much of what the index counts in all."""
         if not self.absent:
             return
-        keys = sum(home in set(self.absent) for home in self.weight_map.values())
+        absent = set(self.absent)
+        keys = sum(home in absent for home in self.weight_map.values())
         total = self.index.total_size if self.index is not None else None
         specs = [spec for shard in self.opened.values() for spec in (*shard.specs.values(), *shard.lost.values())]
         gone = total - sum(spec.nbytes for spec in specs if spec is not None) if total is not None else 0
-        if len(self.opened) + len(self.absent) != len(self._files()):
+        if len(self.opened) + len(self.absent) != len(self.wanted):
             gone = 0  # another shard may have lost some of it
         names = tuple(self.absent)
         self.damage.insert(0, Fact.of(Kind.SHARDS_MISSING, names=names, keys=keys, nbytes=max(gone, 0), total=total))
 
     def _note_unnamed(self) -> None:
         """Say what cannot be said by name: tensors that no index knows, and a sum that is not that of the index."""
-        whole = len(self.opened) == len(self._files())
+        whole = len(self.opened) == len(self.wanted)
         if self.index is None:
             if not whole:
                 self.remarks.append(Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there, and no index names"))

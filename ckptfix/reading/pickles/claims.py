@@ -12,9 +12,9 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.reading.pickles.stream import MalformedError
 
-EXPANDED_LIMIT = 1 << 30
-"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
-"""
+EXPANDED_LIMIT = 1 << 28
+"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack:
+safetensors stores each of its elements."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +62,7 @@ def checked_size(spec: TensorSpec, path: str) -> int:
             )
         if nbytes > EXPANDED_LIMIT and nbytes > 1024 * stored:
             raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 30} GiB in memory out of {stored}"
+                f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 20} MiB in memory out of {stored}"
                 " stored bytes; do not use this file"
             )
     return nbytes

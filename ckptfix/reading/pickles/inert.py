@@ -147,7 +147,7 @@ class InertTable:
         self._logical_bytes += nbytes
         if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self._stored_bytes:
             raise HostileError(
-                f"{self.path}: its tensors would take {self._logical_bytes >> 30} GiB in memory out of "
+                f"{self.path}: its tensors would take {self._logical_bytes >> 20} MiB in memory out of "
                 f"{self._stored_bytes} stored bytes; do not use this file"
             )
         return spec

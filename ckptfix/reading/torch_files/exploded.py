@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import FileBytes
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -33,8 +34,11 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     archive = FolderArchive(str(folder), _files(root))
     with refusing_payload(str(folder), archive.bounds.names):
         if "constants.pkl" in archive.members:
-            return torchscript.read_archive(archive, lambda name, nbytes: None)
-        return read_archive(archive, NAME, left_of=lambda name, nbytes: None)
+            document = torchscript.read_archive(archive, lambda name, nbytes: None)
+        else:
+            document = read_archive(archive, NAME, left_of=lambda name, nbytes: None)
+    document.remarks.append(Fact(Kind.UNPACKED_FOLDER))
+    return document
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,6 +75,11 @@ def read(content: Content, nesting: int = 0) -> Document:
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
     remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
     remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=_DOUBT) for key in located.doubted(root)]
+    odd: dict[str, TensorSpec] = {}
+    if any(map(_has_odd_strides, tensors_in(root))):
+        odd = {key: spec for key, spec in _named(root, content.path) if _has_odd_strides(spec)}
+    remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=Fact(Kind.ODD_STRIDES)) for key in odd]
+    located.damage += [Fact(Kind.STRIDES, key) for key, spec in odd.items() if _is_whole(spec)]
     if located.position < len(content) and not located.damage:
         remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=len(content) - located.position))
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
@@ -235,21 +240,8 @@ class _Storages:
         if self.position <= len(self.content):
             return
         cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
-        pending, seen = [root] if cut else [], {id(root)}
-        while pending:
-            value = pending.pop()
-            if is_module(value):
-                value = module_state_dict(value, self.content.path)
-            members = list(
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            )
-            if isinstance(value, dict):
-                yield from (
-                    str(key) for key, part in value.items() if isinstance(part, TensorSpec) and _lies_in(part, cut)
-                )
-            inner = [part for part in members if isinstance(part, (dict, list, tuple, Opaque)) and id(part) not in seen]
-            seen.update(map(id, inner))
-            pending += inner
+        if cut:
+            yield from (key for key, spec in _named(root, self.content.path) if _lies_in(spec, cut))
 
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
         """Where each contiguous tensor begins."""
@@ -269,3 +261,38 @@ def _lies_in(spec: TensorSpec, cut: set[LateBytes]) -> bool:
     """Whether a tensor is whole in one of the storages that are not."""
     storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
     return not is_torn(spec) and any(storage.source in cut for storage in storages)
+
+
+def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield the tensors that are values of a dict or entries of a module, with their keys."""
+    pending, seen = [root], {id(root)}
+    while pending:
+        value = pending.pop()
+        if is_module(value):
+            value = module_state_dict(value, path)
+        members = list(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ())
+        if isinstance(value, dict):
+            yield from ((str(key), part) for key, part in value.items() if isinstance(part, TensorSpec))
+        inner = [part for part in members if isinstance(part, (dict, list, tuple, Opaque)) and id(part) not in seen]
+        seen.update(map(id, inner))
+        pending += inner
+
+
+def _is_whole(spec: TensorSpec) -> bool:
+    """Whether a tensor has as many elements as its storage."""
+    return spec.storage is not None and spec.nbytes == spec.storage.nbytes
+
+
+def _has_odd_strides(spec: TensorSpec) -> bool:
+    """Whether two elements share a place in the storage, although no dimension is expanded or the storage has room.
+
+    Nothing in a legacy file proves its pickle: one flipped bit in a stride gives other values."""
+    if spec.layout != "strided" or spec.is_contiguous or spec.numel < 2:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(spec.strides, spec.shape, strict=True)):
+        if size > 1 and (stride or _is_whole(spec)):
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
 from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
@@ -397,3 +399,45 @@ def test_a_total_of_another_save_is_noted_and_other_dtypes_that_explain_it_are_a
     (found,) = ckptfix.check(tmp_path, values=False).findings
     assert (found.code, found.level) == ("FIL203", Level.WARNING)
     assert f"{SAFETENSORS.format(2)} has other dtypes than the rest: shards of two saves are mixed" in found.message
+
+
+def test_a_flat_index_is_one(tmp_path: Path) -> None:
+    """accelerate takes ``{key: file}`` too."""
+    index = write(tmp_path)
+    write_index(tmp_path, index["weight_map"])
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert (checkpoint.damage, checkpoint.lost) == ((), {})
+    assert_same(checkpoint.state_dict(), STATE)
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["shards", "another file"])
+def test_a_stale_index_beside_complete_shards_is_passed_over(tmp_path: Path, others: int) -> None:
+    index = write(tmp_path)
+    index["weight_map"] = {f"old.{key}": f"model-{n:05}-of-00003.safetensors" for n, key in enumerate(STATE, others)}
+    write_index(tmp_path, index)
+    with pytest.raises(UnreadableError, match=r"stale index: model-.*take all 4 tensors with --salvage"):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert checkpoint.lost == {}
+    assert_same(checkpoint.state_dict(), STATE)
+
+
+def test_an_index_is_kept_to_if_one_of_its_shards_is_there_or_one_beside_it_is_not(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    index["weight_map"]["head.steps"] = "model-00001-of-00003.safetensors"
+    write_index(tmp_path, index)
+    assert [fact.kind for fact in ckptfix.open_checkpoint(tmp_path, salvage=True).damage][:1] == [Kind.SHARDS_MISSING]
+    index["weight_map"] = dict.fromkeys(STATE, "model-00001-of-00003.safetensors")
+    write_index(tmp_path, index)
+    (tmp_path / SAFETENSORS.format(1)).unlink()
+    with pytest.raises(UnreadableError, match="no tensor is whole"):
+        ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
+def test_any_number_of_missing_shards_is_told_in_bounded_time(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-20000.safetensors" for number in range(1, 20_001)]
+    save_file({"k0": torch.ones(2)}, tmp_path / names[0])
+    write_index(tmp_path, {"weight_map": {f"k{number}": name for number, name in enumerate(names)}})
+    start = time.process_time()
+    assert len(ckptfix.open_checkpoint(tmp_path, salvage=True).lost) == 19_999
+    assert time.process_time() - start < 15  # 300 seconds where each key looked through all names

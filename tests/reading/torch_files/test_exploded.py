@@ -95,3 +95,11 @@ def test_a_file_of_the_folder_is_not_the_checkpoint(folder: Path, tmp_path: Path
         ckptfix.open_checkpoint(file)
     with pytest.raises(UnreadableError, match=r"a storage of a torch file.*name the folder that holds data\.pkl"):
         ckptfix.open_checkpoint(file.parent / "data" / "0")
+
+
+def test_it_is_never_clean(folder: Path, tmp_path: Path) -> None:
+    """torch.load reads no folder."""
+    report = ckptfix.check(folder, values=False)
+    assert any("unpacked into a folder" in finding.message for finding in report.findings)
+    ckptfix.repair(folder, output=tmp_path / "whole.pth", values=False)
+    assert "FIL102" not in {finding.code for finding in ckptfix.check(tmp_path / "whole.pth", values=False).findings}

@@ -147,3 +147,44 @@ def test_a_storage_class_that_torch_does_not_know_is_told(tmp_path):
     path = old(WEIGHTS, tmp_path)
     path.write_bytes(path.read_bytes().replace(b"ctorch\nFloatStorage", b"ctorkh\nFloatStorage"))
     assert "torkh.FloatStorage" in ckptfix.check(path, select=("FIL102",)).findings[0].message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(torch.arange(12.0).reshape(4, 3).t(), id="transposed"),
+        pytest.param(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), id="channels last"),
+        pytest.param(torch.arange(12.0).reshape(4, 3)[:, ::2], id="every other column"),
+        pytest.param(torch.ones(1).expand(4, 3), id="expanded"),
+        pytest.param(torch.arange(3.0).expand(4, 3), id="a row for all"),
+        pytest.param(torch.ones(4, 1, 3).transpose(0, 1), id="a dimension of one"),
+    ],
+)
+def test_strides_that_writers_produce_are_no_damage(value, tmp_path):
+    checkpoint = opened(old({"w": value}, tmp_path))
+    assert (checkpoint.damage, checkpoint.remarks) == ((), ())
+    same(dict(checkpoint.state_dict()), {"w": value})
+
+
+@pytest.mark.parametrize("bit", range(3))
+def test_a_flipped_bit_in_a_stride_is_damage(bit, tmp_path):
+    path = old({"w": torch.arange(25.0).reshape(5, 5)}, tmp_path)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"K\x05K\x05\x86") + 5  # the shape, and after what recalls it the strides
+    place = data.index(b"K\x05K\x01\x86", place)
+    data[place + 1] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises((UnreadableError, HostileError)):
+        opened(path)
+    if 5 ^ 1 << bit <= 5:
+        checkpoint = open_file(str(path), salvage=True)
+        assert [fact.kind for fact in checkpoint.damage] == [Kind.STRIDES]
+        assert [fact.place for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_VALUES] == ["w"]
+
+
+def test_windows_of_a_tensor_are_in_doubt_and_kept(tmp_path):
+    """Nothing tells them from a tensor whose stride lost a bit."""
+    windows = torch.arange(9.0).unfold(0, 3, 1)
+    checkpoint = opened(old({"w": windows}, tmp_path))
+    assert [fact.kind for fact in checkpoint.remarks] == [Kind.DOUBTFUL_VALUES]
+    same(dict(checkpoint.state_dict()), {"w": windows})
