@@ -1,0 +1,207 @@
+"""The leaves that are matched: tensors, or parts of them where one library fuses or stacks what the other one keeps apart."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from ckptfix.maps.names import ROLES, bag, roles, template
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor or a box of it, seen with its axes in ``axes`` order; ``order`` is its place in the file."""
+
+    key: str
+    path: tuple[str, ...]
+    box: Box
+    axes: tuple[int, ...]
+    order: int
+
+    @property
+    def extent(self) -> Shape:
+        return tuple(stop - start for start, stop in (self.box[axis] for axis in self.axes))
+
+    @property
+    def shape(self) -> Shape:
+        """The shape without axes of one element: ``(1, 64)`` and ``(64,)`` hold the same values in the same order."""
+        return tuple(size for size in self.extent if size != 1)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def transposed(self) -> Leaf:
+        return replace(self, axes=self.axes[::-1])
+
+    def split(self, sizes: Sequence[int], paths: Sequence[tuple[str, ...]]) -> Iterator[Leaf]:
+        """Yield the parts along the first axis that has several elements, in order."""
+        axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
+        start = self.box[axis][0]
+        for size, path in zip(sizes, paths, strict=True):
+            box = (*self.box[:axis], (start, start + size), *self.box[axis + 1 :])
+            yield replace(self, box=box, path=path)
+            start += size
+
+
+def whole(key: str, shape: Sequence[int], path: tuple[str, ...], order: int) -> Leaf:
+    return Leaf(key, path, tuple((0, size) for size in shape), tuple(range(len(shape))), order)
+
+
+Leaves = list[Leaf]
+
+
+def common(source: Leaves, target: Leaves) -> int:
+    """Return how many leaves have a partner of their shape."""
+    return (Counter(leaf.shape for leaf in source) & Counter(leaf.shape for leaf in target)).total()
+
+
+def expanded(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
+    """Take apart what only one side stacks or fuses."""
+    source, target = _unstacked(source, target), _unstacked(target, source)
+    one, other = _fused(source, target), _fused(target, source)
+    return _taken_apart(source, one), _taken_apart(target, other)
+
+
+def flipped(leaves: Leaves) -> Leaves:
+    """Transpose the matrices of the stacked layers: how ``Conv1D`` of GPT-2 stores them."""
+    return [leaf.transposed() if _flips(leaf) else leaf for leaf in leaves]
+
+
+def _flips(leaf: Leaf) -> bool:
+    named = bag(leaf.path)
+    return (
+        len(leaf.shape) == 2 == len(leaf.box)
+        and leaf.path[-1] == "weight"
+        and any(segment.isdigit() for segment in leaf.path)
+        and not {"embed", "position", "table"} & named.keys()
+    )
+
+
+def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
+    """Take ``experts.gate_up_proj`` apart where the other side has ``experts.0.w1.weight`` and so on."""
+    runs = _runs(other)
+    if not runs:
+        return leaves
+    here, there = Counter(leaf.shape for leaf in leaves), Counter(leaf.shape for leaf in other)
+    result: Leaves = []
+    for leaf in leaves:
+        inner = leaf.shape[1:]
+        wanted = runs.get(leaf.rows, {}).get(inner) if inner and here[leaf.shape] != there[leaf.shape] else None
+        if wanted and wanted & bag(leaf.path).keys():
+            at = -2 if leaf.path[-1] in ("weight", "bias") else -1
+            paths = [(*leaf.path[:at], str(number), *leaf.path[at:]) for number in range(leaf.rows)]
+            result += leaf.split([1] * leaf.rows, paths)
+        else:
+            result.append(leaf)
+    return result
+
+
+def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
+    """Return, for each length of a run of numbered modules, the shapes in one of them and the concepts of its name."""
+    members: dict[tuple[str, ...], dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
+    for leaf in leaves:
+        for depth, segment in enumerate(leaf.path[:-1]):
+            if segment.isdigit():
+                members[leaf.path[:depth]][segment].append(leaf)
+    runs: dict[int, dict[Shape, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for parent, children in members.items():
+        if len(children) > 1 and parent:
+            first = next(iter(children.values()))
+            named = set(bag(parent[-1:]))
+            for leaf in first:
+                runs[len(children)][leaf.shape] |= named
+            for group in _groups(first):
+                runs[len(children)][(sum(group.sizes.values()), *group.rest)] |= named
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules side by side with the roles of one fused module, and the rows of each role."""
+
+    sizes: dict[str, int]
+    rest: Shape
+
+
+def _groups(leaves: Leaves) -> Iterator[_Group]:
+    siblings: dict[tuple[tuple[str, ...], tuple[str, ...]], Leaves] = defaultdict(list)
+    for leaf in leaves:
+        if roles(leaf.path):
+            siblings[_parent(leaf.path), _kind(leaf.path)].append(leaf)
+    for members in siblings.values():
+        sizes: dict[str, int] = {}
+        for leaf in members:
+            named = roles(leaf.path)
+            if leaf.shape and leaf.rows % len(named) == 0:
+                sizes |= dict.fromkeys(named, leaf.rows // len(named))
+        if len(sizes) > 1 and len({leaf.shape[1:] for leaf in members}) == 1:
+            yield _Group(sizes, members[0].shape[1:])
+
+
+def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
+    """Return the leaves to take apart, each with the rows of its roles."""
+    here, there = Counter(leaf.shape for leaf in leaves), Counter(leaf.shape for leaf in other)
+    groups = [*_groups(other), *_groups(leaves)]
+    found = {}
+    for leaf in leaves:
+        named = roles(leaf.path)
+        if len(named) > 1 and leaf.shape and here[leaf.shape] != there[leaf.shape]:
+            sizes = _sizes(named, leaf, groups)
+            if sizes:
+                found[leaf] = sizes
+    taken = {leaf.shape for leaf in found}
+    unnamed: dict[Shape, list[dict[str, int]]] = defaultdict(list)
+    for group in _groups(other):
+        for chosen in (("query", "key", "value"), ("key", "value"), ("gate", "up")):
+            if all(role in group.sizes for role in chosen):
+                sizes = {role: group.sizes[role] for role in chosen}
+                unnamed[(sum(sizes.values()), *group.rest)].append(sizes)
+                break
+    for shape, candidates in unnamed.items():
+        if shape not in taken and here[shape] == len(candidates) and not there[shape]:
+            found |= {leaf: candidates[0] for leaf in leaves if leaf.shape == shape}
+    return found
+
+
+def _sizes(named: tuple[str, ...], leaf: Leaf, groups: Sequence[_Group]) -> dict[str, int] | None:
+    for group in groups:
+        if group.rest == leaf.shape[1:] and all(role in group.sizes for role in named):
+            sizes = {role: group.sizes[role] for role in named}
+            if sum(sizes.values()) == leaf.rows:
+                return sizes
+    return dict.fromkeys(named, leaf.rows // len(named)) if leaf.rows % len(named) == 0 else None
+
+
+def _taken_apart(leaves: Leaves, fused: Mapping[Leaf, Mapping[str, int]]) -> Leaves:
+    # BEiT keeps q_bias beside a fused qkv.weight: both belong to the module q.
+    named = {(_parent(leaf.path), roles(leaf.path)): _module(leaf.path) for leaf in leaves}
+    result: Leaves = []
+    for leaf in leaves:
+        if leaf in fused:
+            front, kind = _parent(leaf.path), _kind(leaf.path)
+            sizes = fused[leaf]
+            alone = {role: named.get((front, (role,)), role) for role in sizes}
+            if len(set(alone.values())) < len(alone):
+                alone = {role: role for role in sizes}
+            result += leaf.split(list(sizes.values()), [(*front, alone[role], *kind) for role in sizes])
+        else:
+            result.append(leaf)
+    return result
+
+
+def _kind(path: tuple[str, ...]) -> tuple[str, ...]:
+    return path[-1:] if path[-1] in ("weight", "bias") else ()
+
+
+def _parent(path: tuple[str, ...]) -> tuple[str, ...]:
+    return path[: -2 if _kind(path) else -1]
+
+
+def _module(path: tuple[str, ...]) -> str:
+    return path[-2] if _kind(path) and len(path) > 1 else path[-1]

@@ -1,0 +1,225 @@
+"""What the names of layers say: segments taken apart into words, and words into the concepts of the field.
+
+Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table ``CONCEPTS`` is
+data: a line for each concept, with the words that libraries use for it. A word that is not in the table is its own concept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+CONCEPTS = """
+attention: attn attention selfattn selfattention selfattns mha mhsa msa
+cross: cross crossattn crossattention encdec encoderattn
+mlp: mlp mlps ffn ff feedforward
+norm: norm ln lns layernorm layrnorm batchnorm bn gn groupnorm rmsnorm normalization norms
+query: q query queries wq qproj toq linearq
+key: k key keys wk kproj tok_ tok linearK
+value: v value values wv vproj tov
+out: o out output wo oproj outproj
+gate: gate w1
+up: up w3
+down: down w2
+proj: proj projection dense linear lin fc projections
+layer: layer layers block blocks resblocks resblock h
+stage: stage stages
+encoder: encoder enc
+decoder: decoder dec
+embed: embed embeds embedding embeddings emb
+position: pos position positions positional
+word: word words
+segment: seg segment segments
+patch: patch patches patchify
+class: cls class
+head: head heads classifier classif predictions score
+image: vision visual image img
+text: text language txt
+conv: conv convs convolution cnv
+downsample: downsample downsampling downsampler
+shortcut: shortcut skip identity
+scale: scale gamma lambda lambdas
+bias: bias beta biases b
+weight: weight w kernel
+mean: mean
+variance: var variance
+distill: dist distill distillation distilled
+stem: stem
+pool: pool pooler pooling pooled
+mask: mask
+intermediate: intermediate
+temperature: temperature logit tau
+final: final last post
+first: pre before input initial
+second: after
+reduce: reduction reduce squeeze sr
+relative: relative rel
+depthwise: dw depthwise
+pointwise: pw pointwise
+"""
+
+PHRASES = {
+    # the whole segment, lower case without its digits, underscores kept: the concepts it stands for
+    "wte": ("word", "embed"),
+    "wpe": ("position", "embed"),
+    "tok_embeddings": ("word", "embed"),
+    "tok_embedding": ("word", "embed"),
+    "embed_tokens": ("word", "embed"),
+    "token_embedding": ("word", "embed"),
+    "token_embeddings": ("word", "embed"),
+    "token_embd": ("word", "embed"),
+    "tok": ("word", "embed"),
+    "token_type_embeddings": ("segment", "embed"),
+    "token_type_embedding": ("segment", "embed"),
+    "cls_token": ("class", "token"),
+    "class_token": ("class", "token"),
+    "class_embedding": ("class", "token"),
+    "wqkv": ("query", "key", "value"),
+    "in_proj": ("query", "key", "value"),
+    "c_attn": ("query", "key", "value"),
+    "qkv": ("query", "key", "value"),
+    "qkv_proj": ("query", "key", "value"),
+    "to_qkv": ("query", "key", "value"),
+    "kv": ("key", "value"),
+    "kv_proj": ("key", "value"),
+    "to_kv": ("key", "value"),
+    "wkv": ("key", "value"),
+    "qk": ("query", "key"),
+    "w12": ("gate", "up"),
+    "c_fc": ("mlp", "up"),
+    "fc1": ("mlp", "up"),
+    "linear1": ("mlp", "up"),
+    "lin1": ("mlp", "up"),
+    "intermediate": ("mlp", "up"),
+    "dense_h_to_4h": ("mlp", "up"),
+    "fc2": ("mlp", "down"),
+    "linear2": ("mlp", "down"),
+    "lin2": ("mlp", "down"),
+    "dense_4h_to_h": ("mlp", "down"),
+    "wi": ("mlp", "up"),
+    "input_layernorm": ("norm", "attention"),
+    "layernorm_before": ("norm", "attention"),
+    "norm_before": ("norm", "attention"),
+    "attention_norm": ("norm", "attention"),
+    "attn_norm": ("norm", "attention"),
+    "attn_ln": ("norm", "attention"),
+    "norm_attn": ("norm", "attention"),
+    "self_attn_layer_norm": ("norm", "attention"),
+    "ln_1": ("norm", "attention"),
+    "ln1": ("norm", "attention"),
+    "norm1": ("norm", "attention"),
+    "norm_1": ("norm", "attention"),
+    "layer_norm1": ("norm", "attention"),
+    "layer_norm_1": ("norm", "attention"),
+    "layernorm1": ("norm", "attention"),
+    "post_attention_layernorm": ("norm", "mlp"),
+    "layernorm_after": ("norm", "mlp"),
+    "norm_after": ("norm", "mlp"),
+    "ffn_norm": ("norm", "mlp"),
+    "mlp_norm": ("norm", "mlp"),
+    "mlp_ln": ("norm", "mlp"),
+    "ln_2": ("norm", "mlp"),
+    "ln2": ("norm", "mlp"),
+    "norm2": ("norm", "mlp"),
+    "norm_2": ("norm", "mlp"),
+    "layer_norm2": ("norm", "mlp"),
+    "layer_norm_2": ("norm", "mlp"),
+    "layernorm2": ("norm", "mlp"),
+    "ln_f": ("norm", "final"),
+    "ln_post": ("norm", "final"),
+    "ln_pre": ("norm", "first"),
+    "pre_layrnorm": ("norm", "first"),
+    "logit_scale": ("temperature",),
+}
+
+ROLES = ("query", "key", "value", "gate", "up")
+"""Concepts that are stored apart or fused into one tensor, in the order in which they are fused."""
+
+EXCLUSIVE = (
+    frozenset({"query", "key", "value", "out"}),
+    frozenset({"gate", "up", "down"}),
+    frozenset({"image", "text"}),
+    frozenset({"weight", "bias"}),
+    frozenset({"encoder", "decoder"}),
+    frozenset({"mean", "variance"}),
+)
+"""Concepts of which a layer has one: ``q_proj`` is never ``out_proj``."""
+
+STATISTICS = {"running_mean": "mean", "running_var": "variance"}
+
+_CONCEPT = {
+    word: concept
+    for concept, _, words in (line.partition(":") for line in CONCEPTS.strip().splitlines())
+    for word in words.split()
+}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+
+
+@lru_cache(maxsize=65536)
+def segments(key: str) -> tuple[str, ...]:
+    """Split a key at its dots, and ``in_proj_weight`` into ``in_proj`` and ``weight``."""
+    *front, last = key.split(".")
+    for kind in ("weight", "bias"):
+        if last.endswith("_" + kind) and len(last) > len(kind) + 1:
+            return (*front, last[: -len(kind) - 1], kind)
+    return (*front, last)
+
+
+@lru_cache(maxsize=65536)
+def concepts(segment: str) -> tuple[str, ...]:
+    """Return the concepts that one segment of a key names, without its numbers."""
+    phrase = PHRASES.get(segment.lower()) or PHRASES.get(segment.lower().strip("_0123456789"))
+    if phrase:
+        return phrase
+    words = [word.lower() for word in _WORD.findall(segment) if not word.isdigit()]
+    return tuple(_CONCEPT.get(word, word) for word in words)
+
+
+def roles(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the roles (query, key, value; gate, up) that the module of a leaf has by its name: two or more if it is fused."""
+    module = path[-2] if path[-1] in ("weight", "bias") and len(path) > 1 else path[-1]
+    named = concepts(module)
+    return tuple(role for role in ROLES if role in named)
+
+
+def template(key: str) -> str:
+    """Return a key with ``#`` for each number: the same for each of the layers of a stack."""
+    return re.sub(r"\d+", "#", key)
+
+
+def bag(path: Iterable[str]) -> Counter[str]:
+    """Return the concepts of a path with their weights: the segments near its end say more."""
+    found: Counter[str] = Counter()
+    for segment in path:
+        for concept in concepts(segment):
+            found[concept] += 1
+    return found
+
+
+def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return how much each concept tells the candidates of one choice apart: nothing, if all those of a side have it."""
+    shares = [
+        {concept: count / len(side) for concept, count in Counter(word for each in side for word in each).items()}
+        for side in (bags, others)
+    ]
+    return {
+        concept: 1.02 - max(side.get(concept, 0.0) for side in shares)
+        for concept in shares[0].keys() | shares[1].keys()
+    }
+
+
+def similarity(one: Counter[str], other: Counter[str], weigh: Mapping[str, float]) -> float:
+    """Return the weighted share of concepts that two bags have in common, from 0 to 1; less than 0 if they exclude each other."""
+    size = sum(weigh[word] * count for each in (one, other) for word, count in each.items())
+    score = 2 * sum(weigh[word] * count for word, count in (one & other).items()) / size if size else 0.0
+    for family in EXCLUSIVE:
+        mine, theirs = family & one.keys(), family & other.keys()
+        if mine and theirs and not mine & theirs:
+            score -= 1
+    return score
+
+
+def numbers(path: Iterable[str]) -> tuple[int, ...]:
+    return tuple(int(number) for segment in path for number in re.findall(r"\d+", segment))
