@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ckptfix.maps.names import ROLES, bag, roles, template
+from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 
+Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 
@@ -18,7 +19,7 @@ class Leaf:
     """A tensor or a box of it, seen with its axes in ``axes`` order; ``order`` is its place in the file."""
 
     key: str
-    path: tuple[str, ...]
+    path: Path
     box: Box
     axes: tuple[int, ...]
     order: int
@@ -39,7 +40,7 @@ class Leaf:
     def transposed(self) -> Leaf:
         return replace(self, axes=self.axes[::-1])
 
-    def split(self, sizes: Sequence[int], paths: Sequence[tuple[str, ...]]) -> Iterator[Leaf]:
+    def split(self, sizes: Sequence[int], paths: Sequence[Path]) -> Iterator[Leaf]:
         """Yield the parts along the first axis that has several elements, in order."""
         axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
         start = self.box[axis][0]
@@ -49,7 +50,7 @@ class Leaf:
             start += size
 
 
-def whole(key: str, shape: Sequence[int], path: tuple[str, ...], order: int) -> Leaf:
+def whole(key: str, shape: Sequence[int], path: Path, order: int) -> Leaf:
     return Leaf(key, path, tuple((0, size) for size in shape), tuple(range(len(shape))), order)
 
 
@@ -104,7 +105,7 @@ def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
 
 def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
     """Return, for each length of a run of numbered modules, the shapes in one of them and the concepts of its name."""
-    members: dict[tuple[str, ...], dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
+    members: dict[Path, dict[str, Leaves]] = defaultdict(lambda: defaultdict(list))
     for leaf in leaves:
         for depth, segment in enumerate(leaf.path[:-1]):
             if segment.isdigit():
@@ -130,10 +131,12 @@ class _Group:
 
 
 def _groups(leaves: Leaves) -> Iterator[_Group]:
-    siblings: dict[tuple[tuple[str, ...], tuple[str, ...]], Leaves] = defaultdict(list)
+    siblings: dict[tuple[Path, Path, frozenset[str]], Leaves] = defaultdict(list)
     for leaf in leaves:
         if roles(leaf.path):
-            siblings[_parent(leaf.path), _kind(leaf.path)].append(leaf)
+            # q_proj, k_proj and v_proj are one group, and q_conv, k_conv and v_conv another one.
+            rest = frozenset(concepts(module(leaf.path))) - ROLES - {"proj"}
+            siblings[parent(leaf.path), kind(leaf.path), rest].append(leaf)
     for members in siblings.values():
         sizes: dict[str, int] = {}
         for leaf in members:
@@ -169,7 +172,7 @@ def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
     return found
 
 
-def _sizes(named: tuple[str, ...], leaf: Leaf, groups: Sequence[_Group]) -> dict[str, int] | None:
+def _sizes(named: Path, leaf: Leaf, groups: Sequence[_Group]) -> dict[str, int] | None:
     for group in groups:
         if group.rest == leaf.shape[1:] and all(role in group.sizes for role in named):
             sizes = {role: group.sizes[role] for role in named}
@@ -180,28 +183,18 @@ def _sizes(named: tuple[str, ...], leaf: Leaf, groups: Sequence[_Group]) -> dict
 
 def _taken_apart(leaves: Leaves, fused: Mapping[Leaf, Mapping[str, int]]) -> Leaves:
     # BEiT keeps q_bias beside a fused qkv.weight: both belong to the module q.
-    named = {(_parent(leaf.path), roles(leaf.path)): _module(leaf.path) for leaf in leaves}
+    named = {(parent(leaf.path), roles(leaf.path)): module(leaf.path) for leaf in leaves}
+    used = {leaf.path for leaf in leaves}
     result: Leaves = []
     for leaf in leaves:
         if leaf in fused:
-            front, kind = _parent(leaf.path), _kind(leaf.path)
+            front = parent(leaf.path)
             sizes = fused[leaf]
-            alone = {role: named.get((front, (role,)), role) for role in sizes}
-            if len(set(alone.values())) < len(alone):
-                alone = {role: role for role in sizes}
-            result += leaf.split(list(sizes.values()), [(*front, alone[role], *kind) for role in sizes])
+            paths = [(*front, named.get((front, (role,)), role), *kind(leaf.path)) for role in sizes]
+            if used.intersection(paths) or len(set(paths)) < len(paths):
+                paths = [(*front, role, *kind(leaf.path)) for role in sizes]
+            result += leaf.split(list(sizes.values()), paths)
         else:
             result.append(leaf)
     return result
 
-
-def _kind(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path[-1:] if path[-1] in ("weight", "bias") else ()
-
-
-def _parent(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path[: -2 if _kind(path) else -1]
-
-
-def _module(path: tuple[str, ...]) -> str:
-    return path[-2] if _kind(path) and len(path) > 1 else path[-1]

@@ -20,9 +20,9 @@ query: q query queries wq qproj toq linearq
 key: k key keys wk kproj tok_ tok linearK
 value: v value values wv vproj tov
 out: o out output wo oproj outproj
-gate: gate w1
-up: up w3
-down: down w2
+gate: gate wgate
+up: up wup
+down: down wdown
 proj: proj projection dense linear lin fc projections
 layer: layer layers block blocks resblocks resblock h
 stage: stage stages
@@ -40,7 +40,7 @@ text: text language txt
 conv: conv convs convolution cnv
 downsample: downsample downsampling downsampler
 shortcut: shortcut skip identity
-scale: scale gamma lambda lambdas
+scale: scale scaling gamma lambda lambdas
 bias: bias beta biases b
 weight: weight w kernel
 mean: mean
@@ -76,18 +76,15 @@ PHRASES = {
     "cls_token": ("class", "token"),
     "class_token": ("class", "token"),
     "class_embedding": ("class", "token"),
-    "wqkv": ("query", "key", "value"),
     "in_proj": ("query", "key", "value"),
     "c_attn": ("query", "key", "value"),
-    "qkv": ("query", "key", "value"),
-    "qkv_proj": ("query", "key", "value"),
-    "to_qkv": ("query", "key", "value"),
-    "kv": ("key", "value"),
-    "kv_proj": ("key", "value"),
-    "to_kv": ("key", "value"),
-    "wkv": ("key", "value"),
-    "qk": ("query", "key"),
+    "w1": ("gate",),
+    "w2": ("down",),
+    "w3": ("up",),
     "w12": ("gate", "up"),
+    "w13": ("gate", "up"),
+    "fc11": ("up",),
+    "fc12": ("gate",),
     "c_fc": ("mlp", "up"),
     "fc1": ("mlp", "up"),
     "linear1": ("mlp", "up"),
@@ -114,7 +111,7 @@ PHRASES = {
     "layer_norm1": ("norm", "attention"),
     "layer_norm_1": ("norm", "attention"),
     "layernorm1": ("norm", "attention"),
-    "post_attention_layernorm": ("norm", "mlp"),
+    "post_attention_layernorm": ("norm", "after", "attention"),
     "layernorm_after": ("norm", "mlp"),
     "norm_after": ("norm", "mlp"),
     "ffn_norm": ("norm", "mlp"),
@@ -134,8 +131,18 @@ PHRASES = {
     "logit_scale": ("temperature",),
 }
 
-ROLES = ("query", "key", "value", "gate", "up")
-"""Concepts that are stored apart or fused into one tensor, in the order in which they are fused."""
+ROLES = frozenset({"query", "key", "value", "gate", "up"})
+"""Concepts that are stored apart or fused into one tensor."""
+
+FUSED = {
+    "qkv": ("query", "key", "value"),
+    "wqkv": ("query", "key", "value"),
+    "kv": ("key", "value"),
+    "wkv": ("key", "value"),
+    "qk": ("query", "key"),
+    "gqkv": ("gate", "query", "key", "value"),
+}
+"""Words that name several concepts."""
 
 EXCLUSIVE = (
     frozenset({"query", "key", "value", "out"}),
@@ -174,14 +181,26 @@ def concepts(segment: str) -> tuple[str, ...]:
     if phrase:
         return phrase
     words = [word.lower() for word in _WORD.findall(segment) if not word.isdigit()]
-    return tuple(_CONCEPT.get(word, word) for word in words)
+    return tuple(concept for word in words for concept in FUSED.get(word, (_CONCEPT.get(word, word),)))
 
 
 def roles(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the roles (query, key, value; gate, up) that the module of a leaf has by its name: two or more if it is fused."""
-    module = path[-2] if path[-1] in ("weight", "bias") and len(path) > 1 else path[-1]
-    named = concepts(module)
-    return tuple(role for role in ROLES if role in named)
+    """Return the roles (query, key, value; gate, up) that a module has by its name: two or more if it is fused, in their order."""
+    return tuple(concept for concept in concepts(module(path)) if concept in ROLES)
+
+
+def kind(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``weight`` or ``bias``, if that is what a leaf is."""
+    return path[-1:] if path[-1] in ("weight", "bias") and len(path) > 1 else ()
+
+
+def parent(path: tuple[str, ...]) -> tuple[str, ...]:
+    return path[: -2 if kind(path) else -1]
+
+
+def module(path: tuple[str, ...]) -> str:
+    """Return the segment that names what a leaf belongs to: ``q_proj`` of ``self_attn.q_proj.weight``."""
+    return path[-2] if kind(path) else path[-1]
 
 
 def template(key: str) -> str:

@@ -10,13 +10,10 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from ckptfix.maps.assignment import assign
-from ckptfix.maps.leaves import Leaf, Shape
-from ckptfix.maps.names import STATISTICS, bag, concepts, numbers, similarity, weights
-
-Path = tuple[str, ...]
+from ckptfix.maps.leaves import Leaf, Path, Shape
+from ckptfix.maps.names import STATISTICS, bag, numbers, similarity, weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ class Matcher:
                 score += 0.25 * self.name_weight * similarity(one.inner, other.inner, within)
                 score -= self.order_weight * abs(ranks[0][at] - ranks[1][to])
                 score += 0.3 * _same_numbers(counted[0][at], counted[1][to])
-                score += 0.3 * (one.path == other.path)
+                score += 0.5 * (one.path == other.path)
                 row.append(score)
             rows.append(row)
         return rows
