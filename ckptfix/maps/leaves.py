@@ -197,4 +197,3 @@ def _taken_apart(leaves: Leaves, fused: Mapping[Leaf, Mapping[str, int]]) -> Lea
         else:
             result.append(leaf)
     return result
-

@@ -10,10 +10,18 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path, Shape
-from ckptfix.maps.names import STATISTICS, bag, numbers, similarity, weights
+from ckptfix.maps.names import STATISTICS, bag, kind, module, numbers, similarity, template, weights
+
+
+NARROW = 0.05
+"""A choice that is better by less than this is none."""
+
+LARGE = 8
+"""A subtree of this many leaves is hardly equal to another one by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +48,42 @@ class Node:
     inner: Counter[str] = field(default_factory=Counter)
 
 
+class Label(IntEnum):
+    """How far a match can be trusted."""
+
+    AMBIGUOUS = 0
+    """Other maps fit as well."""
+    LIKELY = 1
+    """Names and order say so; shapes would allow another map."""
+    CERTAIN = 2
+    """Shapes and structure leave one map."""
+
+
 @dataclass(frozen=True)
 class Decision:
-    """One choice: which node of a group belongs to which, with what it was based on."""
+    """One leaf of a template: the leaves of its instances on both sides, and how far the match of each can be trusted."""
 
     source: tuple[Leaf, ...]
     target: tuple[Leaf, ...]
-    margin: float
-    """How much worse the best map without this pair is; infinite if there is only one map."""
+    labels: tuple[Label, ...]
+    alternatives: tuple[tuple[Leaf, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    source: Node
+    target: Node
+    label: Label
+    alternatives: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Both sides of one template, and the label of each instance so far."""
+
+    source: list[Pooled]
+    target: list[Pooled]
+    labels: tuple[Label, ...]
 
 
 @dataclass
@@ -55,54 +91,77 @@ class Matcher:
     """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool."""
 
     order_weight: float
-    name_weight: float = 1.0
     decisions: list[Decision] = field(default_factory=list)
-    _pools: dict[tuple[object, ...], list[tuple[list[Pooled], list[Pooled]]]] = field(default_factory=dict)
+    _pools: dict[tuple[object, ...], list[_Pool]] = field(default_factory=dict)
     _heap: list[tuple[int, int, tuple[object, ...]]] = field(default_factory=list)
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
-        self._level(
-            [Pooled(leaf.path, (leaf,)) for leaf in source], [Pooled(leaf.path, (leaf,)) for leaf in target], 0
+        root = _Pool(
+            [Pooled(leaf.path, (leaf,)) for leaf in source],
+            [Pooled(leaf.path, (leaf,)) for leaf in target],
+            (Label.CERTAIN,),
         )
+        self._level(root, is_root=True)
         while self._heap:
-            key = heapq.heappop(self._heap)[2]
-            sources, targets = zip(*self._pools.pop(key), strict=True)
-            self._level(_stacked(sources), _stacked(targets), 1)
+            pools = self._pools.pop(heapq.heappop(self._heap)[2])
+            labels = tuple(label for pool in pools for label in pool.labels)
+            self._level(
+                _Pool(_stacked([pool.source for pool in pools]), _stacked([pool.target for pool in pools]), labels)
+            )
 
-    def _level(self, source: list[Pooled], target: list[Pooled], depth: int) -> None:
-        """Match the subtrees of one template; those at depth 0 include the root."""
+    def _level(self, pool: _Pool, is_root: bool = False) -> None:
+        """Match the subtrees of one template."""
         groups: dict[tuple[object, ...], tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
-        for side, leaves in enumerate((source, target)):
-            for node in _nodes(leaves, skip_root=bool(depth)):
+        for side, leaves in enumerate((pool.source, pool.target)):
+            for node in _nodes(leaves, with_root=is_root):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
+        complete = _signature(pool.source) == _signature(pool.target)
         for signature in sorted(groups, key=len, reverse=True):
             here, there = (
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
             )
-            for one, other, margin in self._pairs(here, there):
-                taken[0].update(one.members)
-                taken[1].update(other.members)
-                ones, others = [source[at] for at in one.members], [target[at] for at in other.members]
+            for pair in self._pairs(here, there, complete):
+                taken[0].update(pair.source.members)
+                taken[1].update(pair.target.members)
+                ones = [pool.source[at] for at in pair.source.members]
+                others = [pool.target[at] for at in pair.target.members]
+                labels = tuple(min(label, pair.label) for label in pool.labels)
                 if len(signature) == 1:
-                    self.decisions.append(Decision(ones[0].leaves, others[0].leaves, margin))
+                    alternatives = tuple(pool.source[node.members[0]].leaves for node in pair.alternatives)
+                    self.decisions.append(Decision(ones[0].leaves, others[0].leaves, labels, alternatives))
                 else:
-                    self._push(_below(ones, len(one.path)), _below(others, len(other.path)))
+                    self._push(
+                        _Pool(_below(ones, len(pair.source.path)), _below(others, len(pair.target.path)), labels)
+                    )
 
-    def _push(self, source: list[Pooled], target: list[Pooled]) -> None:
-        key = tuple(leaf.path for leaf in source), tuple(leaf.path for leaf in target)
+    def _push(self, pool: _Pool) -> None:
+        key = tuple(leaf.path for leaf in pool.source), tuple(leaf.path for leaf in pool.target)
         if key not in self._pools:
             self._pools[key] = []
-            heapq.heappush(self._heap, (-len(source), len(self._pools) + len(self.decisions), key))
-        self._pools[key].append((source, target))
+            heapq.heappush(self._heap, (-len(pool.source), len(self._pools) + len(self.decisions), key))
+        self._pools[key].append(pool)
 
-    def _pairs(self, source: list[Node], target: list[Node]) -> Iterator[tuple[Node, Node, float]]:
+    def _pairs(self, source: list[Node], target: list[Node], complete: bool) -> Iterator[_Pair]:
         if not source or not target:
             return
         scores = self._scores(source, target)
-        for row, column in assign(scores):
-            yield source[row], target[column], 0.0
+        chosen = assign(scores)
+        runs = len(source) == len(target) and _is_run(source) and _is_run(target)
+        for row, column in chosen:
+            one, other = source[row], target[column]
+            rivals = _rivals(row, column, chosen, scores)
+            if any(margin < NARROW for _, margin in rivals):
+                label = Label.AMBIGUOUS
+            elif len(source) == len(target) == 1:
+                label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
+            elif runs or _same_end(one, other):
+                label = Label.CERTAIN if complete else Label.LIKELY
+            else:
+                label = Label.LIKELY
+            close = tuple(source[rival] for rival, margin in rivals if margin < NARROW)
+            yield _Pair(one, other, label, close)
 
     def _scores(self, source: list[Node], target: list[Node]) -> list[list[float]]:
         ranks = [_ranks(nodes) for nodes in (source, target)]
@@ -113,8 +172,8 @@ class Matcher:
         for at, one in enumerate(source):
             row = []
             for to, other in enumerate(target):
-                score = self.name_weight * similarity(one.words, other.words, named)
-                score += 0.25 * self.name_weight * similarity(one.inner, other.inner, within)
+                score = similarity(one.words, other.words, named)
+                score += 0.25 * similarity(one.inner, other.inner, within)
                 score -= self.order_weight * abs(ranks[0][at] - ranks[1][to])
                 score += 0.3 * _same_numbers(counted[0][at], counted[1][to])
                 score += 0.5 * (one.path == other.path)
@@ -123,7 +182,7 @@ class Matcher:
         return rows
 
 
-def _nodes(leaves: list[Pooled], skip_root: bool) -> Iterator[Node]:
+def _nodes(leaves: list[Pooled], with_root: bool) -> Iterator[Node]:
     """Yield the subtrees, those of one child left out: their path is that of the child."""
     below: dict[Path, list[int]] = defaultdict(list)
     for at, leaf in enumerate(leaves):
@@ -134,17 +193,48 @@ def _nodes(leaves: list[Pooled], skip_root: bool) -> Iterator[Node]:
             continue
         if len(members) > 1 and len(below[path + leaves[members[0]].path[len(path) : len(path) + 1]]) == len(members):
             continue
-        if skip_root and len(members) == len(leaves):
+        if not with_root and len(members) == len(leaves):
             continue
         inside = [leaves[at] for at in members]
         yield Node(
             path,
             members,
-            tuple(sorted(leaf.signature for leaf in inside)),
+            _signature(inside),
             sum(leaf.leaves[0].order for leaf in inside) / len(inside),
             bag(path),
             bag(segment for leaf in inside for segment in leaf.path[len(path) :]),
         )
+
+
+def _signature(leaves: Sequence[Pooled]) -> tuple[object, ...]:
+    return tuple(sorted(leaf.signature for leaf in leaves))
+
+
+def _is_run(nodes: Sequence[Node]) -> bool:
+    """Tell whether nodes differ only by a number in their path."""
+    return len({template(".".join(node.path)) for node in nodes}) == 1
+
+
+def _same_end(one: Node, other: Node) -> bool:
+    """Tell whether two modules or leaves have the same name."""
+    return (
+        bool(one.path and other.path) and module(one.path) == module(other.path) and kind(one.path) == kind(other.path)
+    )
+
+
+def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[list[float]]) -> list[tuple[int, float]]:
+    """Return the rows that could have the column instead, each with how much worse the map would be."""
+    columns = dict(chosen)
+    rivals = []
+    for other in range(len(scores)):
+        if other != row:
+            swapped = scores[other][column]
+            kept = scores[row][column]
+            if other in columns:
+                swapped += scores[row][columns[other]]
+                kept += scores[other][columns[other]]
+            rivals.append((other, kept - swapped))
+    return rivals
 
 
 def _below(leaves: list[Pooled], depth: int) -> list[Pooled]:

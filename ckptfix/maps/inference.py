@@ -1,0 +1,176 @@
+"""Infer which layers of one implementation are which of another one: from names, shapes, order and structure; no value is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckptfix.maps.assignment import assign
+from ckptfix.maps.leaves import Leaf, Leaves, Shape, common, expanded, flipped, whole
+from ckptfix.maps.names import bag, segments, similarity, weights
+from ckptfix.maps.parts import Part, full, merged
+from ckptfix.maps.trees import Label, Matcher
+
+Specs = Mapping[str, Sequence[int]]
+
+ORDER_WEIGHT = 0.6
+SORTED_WEIGHT = 0.12
+"""Keys sorted by name say less about the order of the layers."""
+
+COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a key of the target comes from; for an ambiguous one, ``alternatives`` lists the source keys that fit as well."""
+
+    parts: tuple[Part, ...]
+    label: Label
+    alternatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The map: a match for each key of the target that has one, and the keys that are left over on both sides."""
+
+    matches: dict[str, Match]
+    source: dict[str, Shape]
+    target: dict[str, Shape]
+
+    @property
+    def missing(self) -> list[str]:
+        return [key for key in self.target if key not in self.matches]
+
+    @property
+    def unused(self) -> list[str]:
+        used = {part.source for match in self.matches.values() for part in match.parts}
+        return [key for key in self.source if key not in used]
+
+    def labelled(self, least: Label) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of the keys whose label is at least ``least``."""
+        return {key: match.parts for key, match in self.matches.items() if match.label >= least}
+
+
+def infer(source: Specs, target: Specs) -> Inference:
+    """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model."""
+    sources = {key: tuple(shape) for key, shape in source.items()}
+    targets = {key: tuple(shape) for key, shape in target.items()}
+    ours, weight = _leaves(sources)
+    theirs, other = _leaves(targets)
+    pairs = _oriented(ours, theirs)
+    matcher = Matcher(min(weight, other))
+    matcher.match(*pairs)
+    found: dict[str, list[tuple[Part, Label, tuple[str, ...]]]] = defaultdict(list)
+    for decision in matcher.decisions:
+        for at, (one, into, label) in enumerate(zip(decision.source, decision.target, decision.labels, strict=True)):
+            alternatives = tuple(dict.fromkeys(each[at].key for each in decision.alternatives))
+            found[into.key].append((_part(one, into), label, alternatives))
+    matches = {key: match for key in targets if (match := _match(key, found.get(key, []), sources, targets))}
+    inference = Inference(_without_torn(matches, sources), sources, targets)
+    _match_leftovers(inference)
+    _match_counters(inference)
+    return inference
+
+
+def _leaves(specs: Mapping[str, Shape]) -> tuple[Leaves, float]:
+    keys = [key for key in specs if key.rpartition(".")[2] != COUNTER]
+    weight = ORDER_WEIGHT
+    if keys == sorted(keys):
+        keys.sort(key=_natural)
+        weight = SORTED_WEIGHT
+    return [whole(key, specs[key], segments(key), order) for order, key in enumerate(keys)], weight
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    return [(0, int(text), "") if text.isdigit() else (1, 0, text) for text in re.split(r"(\d+)", key) if text]
+
+
+def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
+    """Take both sides apart, with the source's matrices transposed if more of them then find a partner."""
+    straight, turned = expanded(source, target), expanded(flipped(source), target)
+    return turned if common(*turned) > common(*straight) else straight
+
+
+def _part(source: Leaf, target: Leaf) -> Part:
+    """Return the part; only leaves of the source are ever seen transposed."""
+    turned = len(source.shape) > 1 and source.axes != tuple(range(len(source.axes)))
+    return Part(source.key, source.box, target.box, axes=source.axes if turned else ())
+
+
+def _match(
+    key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: Mapping[str, Shape], target: Mapping[str, Shape]
+) -> Match | None:
+    """Put the parts of a key together; None if some of it has no source."""
+    if not found or sum(part.numel for part, _, _ in found) != prod(target[key]):
+        return None
+    parts = merged(part for part, _, _ in found)
+    label = min(label for _, label, _ in found)
+    if len(parts) > 1 or parts[0].box != full(source[parts[0].source]):
+        label = min(label, Label.LIKELY)  # fused heads may be interleaved, which no shape shows
+    if any(part.axes and part.source != key for part in parts):
+        label = min(label, Label.LIKELY)
+    if len(parts) == 1 and _hidden_transpose(parts[0], key, target[key]):
+        label = Label.AMBIGUOUS
+    return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
+
+
+def _hidden_transpose(part: Part, key: str, shape: Shape) -> bool:
+    """Tell whether a square matrix moves between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``)."""
+    square = len(shape) == 2 and shape[0] == shape[1] and not part.axes
+    ours, theirs = segments(part.source), segments(key)
+    if not square or (ours[-1] == "weight") == (theirs[-1] == "weight"):
+        return False
+    return not {"embed", "position", "token", "table", "scale"} & (bag(ours) | bag(theirs)).keys()
+
+
+def _without_torn(matches: dict[str, Match], source: Mapping[str, Shape]) -> dict[str, Match]:
+    """Leave out what uses a part of a tensor whose other parts have no place in the target."""
+    used: Counter[str] = Counter()
+    for match in matches.values():
+        for part in match.parts:
+            used[part.source] += part.numel
+    torn = {key for key, numel in used.items() if numel != prod(source[key])}
+    return {key: match for key, match in matches.items() if not any(part.source in torn for part in match.parts)}
+
+
+def _match_leftovers(inference: Inference) -> None:
+    """Match single tensors that differ by a transposition or by flattened axes, where the names agree."""
+    ours = [key for key in inference.unused if len(inference.source[key]) > 1]
+    theirs = [key for key in inference.missing if len(inference.target[key]) > 1]
+    one, other = [bag(segments(key)) for key in ours], [bag(segments(key)) for key in theirs]
+    weigh = weights(one, other)
+    scores = [
+        [
+            similarity(a, b, weigh) if _reshapes(inference.source[key], inference.target[into]) else -9.0
+            for b, into in zip(other, theirs, strict=True)
+        ]
+        for a, key in zip(one, ours, strict=True)
+    ]
+    for row, column in assign(scores):
+        if scores[row][column] > 0.25:
+            key, into = ours[row], theirs[column]
+            shape, wanted = inference.source[key], inference.target[into]
+            axes = (1, 0) if shape[::-1] == wanted and len(shape) == 2 else ()
+            part = Part(key, full(shape), full(wanted), axes=axes)
+            inference.matches[into] = Match((part,), Label.LIKELY)
+
+
+def _reshapes(shape: Shape, wanted: Shape) -> bool:
+    if len(shape) == len(wanted) == 2:
+        return shape == wanted[::-1]
+    return prod(shape) == prod(wanted) and shape[0] == wanted[0] and 2 in (len(shape), len(wanted))
+
+
+def _match_counters(inference: Inference) -> None:
+    """Let the counters of batches follow the running means of their modules."""
+    for key in inference.target:
+        front, _, last = key.rpartition(".")
+        match = inference.matches.get(f"{front}.running_mean") if last == COUNTER else None
+        if match:
+            counter = match.parts[0].source.rpartition(".")[0] + "." + COUNTER
+            if counter in inference.source and inference.source[counter] == inference.target[key]:
+                shape = full(inference.target[key])
+                inference.matches[key] = Match((Part(counter, shape, shape),), match.label)
