@@ -10,7 +10,7 @@ from math import prod
 
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, Shape, common, expanded, flipped, whole
-from ckptfix.maps.names import bag, segments, similarity, weights
+from ckptfix.maps.names import bag, module, roles, segments, similarity, weights
 from ckptfix.maps.parts import Part, full, merged
 from ckptfix.maps.trees import Label, Matcher
 
@@ -108,13 +108,21 @@ def _match(
         return None
     parts = merged(part for part, _, _ in found)
     label = min(label for _, label, _ in found)
-    if len(parts) > 1 or parts[0].box != full(source[parts[0].source]):
-        label = min(label, Label.LIKELY)  # fused heads may be interleaved, which no shape shows
+    if len(parts) > 1 or parts[0].box != full(source[parts[0].source]) or _may_be_permuted(parts[0].source, key):
+        label = min(label, Label.LIKELY)
     if any(part.axes and part.source != key for part in parts):
         label = min(label, Label.LIKELY)
     if len(parts) == 1 and _hidden_transpose(parts[0], key, target[key]):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
+
+
+def _may_be_permuted(source: str, key: str) -> bool:
+    """Tell whether two layers may hold their rows in another order: fused ones interleaved, or queries and keys for RoPE."""
+    ours, theirs = segments(source), segments(key)
+    named = {*roles(ours), *roles(theirs)}
+    fused = len(roles(ours)) > 1 or len(roles(theirs)) > 1
+    return module(ours) != module(theirs) and (fused or bool(named & {"query", "key"}))
 
 
 def _hidden_transpose(part: Part, key: str, shape: Shape) -> bool:

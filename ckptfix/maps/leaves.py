@@ -1,11 +1,10 @@
-"""The leaves that are matched: tensors, or parts of them where one library fuses or stacks what the other one keeps apart."""
+"""The leaves that are matched: tensors, or parts of them if only one library fuses or stacks them."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 
@@ -22,7 +21,7 @@ class Leaf:
     path: Path
     box: Box
     axes: tuple[int, ...]
-    order: int
+    order: float
 
     @property
     def extent(self) -> Shape:
@@ -44,9 +43,9 @@ class Leaf:
         """Yield the parts along the first axis that has several elements, in order."""
         axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
         start = self.box[axis][0]
-        for size, path in zip(sizes, paths, strict=True):
+        for at, (size, path) in enumerate(zip(sizes, paths, strict=True)):
             box = (*self.box[:axis], (start, start + size), *self.box[axis + 1 :])
-            yield replace(self, box=box, path=path)
+            yield replace(self, box=box, path=path, order=self.order + at / len(sizes) / 2)
             start += size
 
 
@@ -111,10 +110,10 @@ def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
             if segment.isdigit():
                 members[leaf.path[:depth]][segment].append(leaf)
     runs: dict[int, dict[Shape, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for parent, children in members.items():
-        if len(children) > 1 and parent:
+    for front, children in members.items():
+        if len(children) > 1 and front:
             first = next(iter(children.values()))
-            named = set(bag(parent[-1:]))
+            named = set(bag(front[-1:]))
             for leaf in first:
                 runs[len(children)][leaf.shape] |= named
             for group in _groups(first):

@@ -191,7 +191,7 @@ def roles(path: tuple[str, ...]) -> tuple[str, ...]:
 
 def kind(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return ``weight`` or ``bias``, if that is what a leaf is."""
-    return path[-1:] if path[-1] in ("weight", "bias") and len(path) > 1 else ()
+    return path[-1:] if len(path) > 1 and path[-1] in ("weight", "bias") else ()
 
 
 def parent(path: tuple[str, ...]) -> tuple[str, ...]:

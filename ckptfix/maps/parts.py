@@ -101,7 +101,9 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
 
 def _check_cover(key: str, boxes: list[Box], shape: Shape) -> None:
     for box in boxes:
-        if len(box) != len(shape) or any(not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+        if len(box) != len(shape) or any(
+            not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
+        ):
             raise PartsError(key, f"a part lies outside of its shape {list(shape)}")
     boxes = sorted(boxes)
     for at, box in enumerate(boxes):

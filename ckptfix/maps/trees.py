@@ -20,8 +20,15 @@ from ckptfix.maps.names import STATISTICS, bag, kind, module, numbers, similarit
 NARROW = 0.05
 """A choice that is better by less than this is none."""
 
+VOTE_WEIGHT = 1.5
+"""What the other templates chose outweighs the order inside of one: some blocks list their shortcut first, others last."""
+
 LARGE = 8
 """A subtree of this many leaves is hardly equal to another one by chance."""
+
+
+Key = tuple[tuple[Path, ...], ...]
+"""A template: the paths of its leaves on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +99,37 @@ class Matcher:
 
     order_weight: float
     decisions: list[Decision] = field(default_factory=list)
-    _pools: dict[tuple[object, ...], list[_Pool]] = field(default_factory=dict)
-    _heap: list[tuple[int, int, tuple[object, ...]]] = field(default_factory=list)
+    _pools: dict[Key, list[_Pool]] = field(default_factory=dict)
+    _heap: list[tuple[int, int, Key]] = field(default_factory=list)
+    _votes: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
+    _others: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
+        """Match twice: the second time with the choices that the other templates made for modules of the same names."""
+        for _ in range(2):
+            self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
+            self.decisions.clear()
+            self._match(source, target)
+
+    def _match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
         root = _Pool(
             [Pooled(leaf.path, (leaf,)) for leaf in source],
             [Pooled(leaf.path, (leaf,)) for leaf in target],
             (Label.CERTAIN,),
         )
-        self._level(root, is_root=True)
+        self._level(root, ())
         while self._heap:
-            pools = self._pools.pop(heapq.heappop(self._heap)[2])
+            key = heapq.heappop(self._heap)[2]
+            pools = self._pools.pop(key)
             labels = tuple(label for pool in pools for label in pool.labels)
-            self._level(
-                _Pool(_stacked([pool.source for pool in pools]), _stacked([pool.target for pool in pools]), labels)
-            )
+            sources, targets = [pool.source for pool in pools], [pool.target for pool in pools]
+            self._level(_Pool(_stacked(sources), _stacked(targets), labels), key)
 
-    def _level(self, pool: _Pool, is_root: bool = False) -> None:
-        """Match the subtrees of one template."""
+    def _level(self, pool: _Pool, key: Key) -> None:
+        """Match the subtrees of one template; the root has no key."""
         groups: dict[tuple[object, ...], tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
         for side, leaves in enumerate((pool.source, pool.target)):
-            for node in _nodes(leaves, with_root=is_root):
+            for node in _nodes(leaves, with_root=not key):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
         complete = _signature(pool.source) == _signature(pool.target)
@@ -122,11 +138,12 @@ class Matcher:
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
             )
-            for pair in self._pairs(here, there, complete):
+            for pair in self._pairs(here, there, complete, key):
                 taken[0].update(pair.source.members)
                 taken[1].update(pair.target.members)
                 ones = [pool.source[at] for at in pair.source.members]
                 others = [pool.target[at] for at in pair.target.members]
+                self._votes[_end(pair.source.path), _end(pair.target.path)][key] += len(pool.labels)
                 labels = tuple(min(label, pair.label) for label in pool.labels)
                 if len(signature) == 1:
                     alternatives = tuple(pool.source[node.members[0]].leaves for node in pair.alternatives)
@@ -143,12 +160,22 @@ class Matcher:
             heapq.heappush(self._heap, (-len(pool.source), len(self._pools) + len(self.decisions), key))
         self._pools[key].append(pool)
 
-    def _pairs(self, source: list[Node], target: list[Node], complete: bool) -> Iterator[_Pair]:
+    def _pairs(self, source: list[Node], target: list[Node], complete: bool, key: Key) -> Iterator[_Pair]:
         if not source or not target:
             return
         scores = self._scores(source, target)
-        chosen = assign(scores)
+        votes = [[self._vote(one.path, other.path, key) for other in target] for one in source]
+        for row, votes_of_row in zip(scores, votes, strict=True):
+            for column, vote in enumerate(votes_of_row):
+                most = max(*votes_of_row, *(each[column] for each in votes))
+                row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
         runs = len(source) == len(target) and _is_run(source) and _is_run(target)
+        if runs:
+            pairs = zip(_by_number(source), _by_number(target), strict=True)
+            for one, other in pairs:
+                yield _Pair(source[one], target[other], Label.CERTAIN if complete else Label.LIKELY, ())
+            return
+        chosen = assign(scores)
         for row, column in chosen:
             one, other = source[row], target[column]
             rivals = _rivals(row, column, chosen, scores)
@@ -156,12 +183,17 @@ class Matcher:
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
-            elif runs or _same_end(one, other):
+            elif _same_end(one, other):
                 label = Label.CERTAIN if complete else Label.LIKELY
             else:
                 label = Label.LIKELY
             close = tuple(source[rival] for rival, margin in rivals if margin < NARROW)
             yield _Pair(one, other, label, close)
+
+    def _vote(self, source: Path, target: Path, key: Key) -> int:
+        """Return in how many instances of other templates these two belonged together."""
+        votes = self._others.get((_end(source), _end(target)), {})
+        return sum(count for other, count in votes.items() if other != key)
 
     def _scores(self, source: list[Node], target: list[Node]) -> list[list[float]]:
         ranks = [_ranks(nodes) for nodes in (source, target)]
@@ -212,7 +244,16 @@ def _signature(leaves: Sequence[Pooled]) -> tuple[object, ...]:
 
 def _is_run(nodes: Sequence[Node]) -> bool:
     """Tell whether nodes differ only by a number in their path."""
-    return len({template(".".join(node.path)) for node in nodes}) == 1
+    return len(nodes) > 1 and len({template(".".join(node.path)) for node in nodes}) == 1
+
+
+def _end(path: Path) -> Path:
+    """Return how a module or a leaf is called inside of its template."""
+    return path[-2:] if kind(path) or (path and path[-1] in STATISTICS) else path[-1:]
+
+
+def _by_number(nodes: Sequence[Node]) -> list[int]:
+    return sorted(range(len(nodes)), key=lambda at: numbers(nodes[at].path))
 
 
 def _same_end(one: Node, other: Node) -> bool:
