@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ckptfix.core.parts import Part
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -116,6 +118,23 @@ class Reshape(Edit):
 
 
 @dataclass(frozen=True)
+class Assemble(Edit):
+    """Make a tensor of parts of others, which are used up: renamed, split, fused, stacked or transposed layers.
+
+    The ``Assemble`` edits of a step use each element of the tensors that they name exactly once."""
+
+    kind: ClassVar[str] = "assemble"
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The edit as a JSON object, its parts as objects."""
+        return {**super().to_json(), "parts": [part.to_json() for part in self.parts]}
+
+
+@dataclass(frozen=True)
 class Plain(Edit):
     """Turn an object of a class into plain data that ``torch.load(weights_only=True)`` accepts.
 
@@ -157,6 +176,21 @@ class Disarm(Edit):
 
 EDITS: Mapping[str, type[Edit]] = {
     edit.kind: edit
-    for edit in (Rename, RenameModule, Drop, Fill, Replace, Zero, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
+    for edit in (
+        Rename,
+        RenameModule,
+        Drop,
+        Fill,
+        Replace,
+        Zero,
+        Tie,
+        Cast,
+        Reshape,
+        Assemble,
+        Plain,
+        Retag,
+        Rewrite,
+        Disarm,
+    )
 }
 """Every edit by its name in JSON."""

@@ -164,6 +164,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "Repairs": (
         _setting("unsafe_fixes", Kind.SWITCH, _REPAIRS, no="--no-unsafe-fixes",
             help="Also apply the fixes that invent, drop or change a value, or that nothing confirms."),
+        _setting("rename_layers", Kind.SWITCH, _REPAIRS,
+            help="Rename the layers of another implementation by the inferred map, even if the map is only likely."),
         _setting("fill", Kind.FILE, _REPAIRS, metavar="target|FILE|twin", words=("target", "twin"),
             help="Fill missing tensors from the model's initial values (untrained), or from another checkpoint; with"
             " --replace broken ones too, also from the file's other set of weights (twin)."),

@@ -5,12 +5,13 @@ A plan is a row of steps; each step sees the result of those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import EDITS, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.core.edits import EDITS, Assemble, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.core.parts import Part, inverse, shape_of
 from ckptfix.errors import PlanError
 
 PLAN_VERSION = 1
@@ -49,7 +50,9 @@ class Plan:
         for step in reversed(self.steps):
             # The rows of _metadata were renamed after the keys, and so go back before them.
             rows = tuple(_invert(edit) for edit in step.edits if isinstance(edit, RenameModule))
-            rest = tuple(_invert(edit) for edit in step.edits if not isinstance(edit, RenameModule))
+            assembled = [edit for edit in step.edits if isinstance(edit, Assemble)]
+            others = (edit for edit in step.edits if not isinstance(edit, (RenameModule, Assemble)))
+            rest = (*(_invert(edit) for edit in others), *_taken_apart(assembled))
             steps += [Step(step.rule, edits) for edits in (rows, rest) if edits]
         return Plan(tuple(steps))
 
@@ -84,6 +87,7 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "str | None": lambda value: value is None or isinstance(value, str),
     "tuple[int, ...]": _is_shape,
+    "tuple[Part, ...]": lambda value: isinstance(value, tuple) and all(isinstance(part, Part) for part in value),
 }
 """What the fields of an edit take, by their annotation."""
 
@@ -98,6 +102,13 @@ def _edit(data: Mapping[str, Any]) -> Edit:
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "edit"
     }
+    if kind is Assemble:
+        try:
+            values["parts"] = tuple(Part.from_json(part) for part in data["parts"])
+        except ValueError as error:
+            raise PlanError(
+                f"the plan's edit {kind.kind} has a malformed part ({error}); write the plan again"
+            ) from error
     if not values.keys() <= known.keys():
         raise PlanError(
             f"the plan's edit {kind.kind} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
@@ -108,6 +119,13 @@ def _edit(data: Mapping[str, Any]) -> Edit:
     if values.get("dtype", "float32") not in DTYPES:
         raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which is none of torch's")
     return kind(**values)
+
+
+def _taken_apart(edits: list[Assemble]) -> Iterator[Assemble]:
+    """Yield the edits that give back the tensors whose parts were assembled."""
+    dtypes = {part.source: edit.dtype for edit in edits for part in edit.parts}
+    for key, parts in inverse({edit.key: edit.parts for edit in edits}).items():
+        yield Assemble(key, dtypes[key], shape_of(parts), parts)
 
 
 def _invert(edit: Edit) -> Edit:

@@ -60,6 +60,7 @@ class CheckSettings(TypedDict, total=False):
     select: str | Sequence[str]
     ignore: str | Sequence[str]
     unsafe_fixes: bool
+    rename_layers: bool
     fill: str | os.PathLike[str] | None
     drop_mismatched: bool
     replace: str | Sequence[str]
@@ -112,8 +113,8 @@ class Settings:
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
     complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
-    the report and stop nothing. ``fill`` is ``target``, ``twin`` (the other set of weights of the file) or the path of
-    a donor file. ``allow_untrained`` writes a result of which most parameters were filled. ``replace`` names the broken
+    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely. ``fill`` is ``target``,
+    ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of which most parameters were filled. ``replace`` names the broken
     tensors that ``fill`` replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
     ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
     and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
@@ -136,6 +137,7 @@ class Settings:
     ignore: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     unsafe_fixes: bool = False
+    rename_layers: bool = False
     fill: str | None = None
     drop_mismatched: bool = False
     allow_untrained: bool = False

@@ -13,6 +13,7 @@ from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import (
+    Assemble,
     Cast,
     Disarm,
     Drop,
@@ -32,6 +33,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.engine.assembling import assembled
 from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.writing.plain import plain_root
@@ -89,25 +91,34 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape, Replace, Zero))]
     supplies = with_measurements(checkpoint, changes, supplies)
     additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
-    for key in (*renames, *dropped, *(edit.key for edit in changes)):
+    made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
+    used = {part.source: edit.key for edit in reversed(made_of) for part in reversed(edit.parts)}
+    for key in (*renames, *dropped, *used, *(edit.key for edit in changes)):
         if key not in checkpoint.entries:
             raise PlanError(
                 f"{checkpoint.path}: {step.rule} edits the key {key}, which is not there; the plan belongs to another "
                 "file"
             )
-    if both := (renames.keys() | {edit.key for edit in changes}) & dropped:
+    changed = renames.keys() | {edit.key for edit in changes}
+    if both := (changed & (dropped | used.keys())) or (dropped & used.keys()):
         raise PlanError(
             f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
         )
+    specs = assembled(checkpoint, made_of, step.rule)
     entries: dict[str, Any] = {}
     for key, entry in checkpoint.entries.items():
-        if key not in dropped:
-            name = renames.get(key, key)
+        # What is assembled comes where the first of its parts was.
+        arrivals = (
+            [(edit.key, specs[edit.key]) for edit in made_of if edit.parts[0].source == key]
+            if key in used
+            else [(renames.get(key, key), entry)] * (key not in dropped)
+        )
+        for name, value in arrivals:
             if name in entries:
                 raise PlanError(
                     f"{checkpoint.path}: {step.rule} gives {name} two sources; look at the keys with `ckptfix inspect`"
                 )
-            entries[name] = entry
+            entries[name] = value
     made: dict[tuple[object, ...], TensorSpec] = {}
     for change in changes:
         name = renames.get(change.key, change.key)
@@ -118,6 +129,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
             made[view] = _changed(checkpoint, entry, change, supplies)
         entries[name] = made[view]
     entries = _with_additions(checkpoint, step, entries, additions, supplies)
+    renames |= used
     kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
     metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
     lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}

@@ -1,17 +1,17 @@
-"""Infer which layers of one implementation are which of another one: from names, shapes, order and structure; no value is read."""
+"""Infer which layers of one implementation are which of another one, from names, shapes, order and structure."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ckptfix.core.parts import Part, Shape, full, merged, used_in_full
 from ckptfix.maps.assignment import assign
-from ckptfix.maps.leaves import Leaf, Leaves, Shape, common, expanded, flipped, whole
+from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, weights
-from ckptfix.maps.parts import Part, full, merged
 from ckptfix.maps.trees import Label, Matcher
 
 Specs = Mapping[str, Sequence[int]]
@@ -25,7 +25,7 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where a key of the target comes from; for an ambiguous one, ``alternatives`` lists the source keys that fit as well."""
+    """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
 
     parts: tuple[Part, ...]
     label: Label
@@ -34,7 +34,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Inference:
-    """The map: a match for each key of the target that has one, and the keys that are left over on both sides."""
+    """The map: a match for each key of the target that has one, and the shapes of both sides."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
@@ -69,7 +69,8 @@ def infer(source: Specs, target: Specs) -> Inference:
             alternatives = tuple(dict.fromkeys(each[at].key for each in decision.alternatives))
             found[into.key].append((_part(one, into), label, alternatives))
     matches = {key: match for key in targets if (match := _match(key, found.get(key, []), sources, targets))}
-    inference = Inference(_without_torn(matches, sources), sources, targets)
+    whole = used_in_full({key: match.parts for key, match in matches.items()}, sources)
+    inference = Inference({key: match for key, match in matches.items() if key in whole}, sources, targets)
     _match_leftovers(inference)
     _match_counters(inference)
     return inference
@@ -118,7 +119,7 @@ def _match(
 
 
 def _may_be_permuted(source: str, key: str) -> bool:
-    """Tell whether two layers may hold their rows in another order: fused ones interleaved, or queries and keys for RoPE."""
+    """Tell whether two layers may hold their rows in another order: if fused, or permuted for RoPE."""
     ours, theirs = segments(source), segments(key)
     named = {*roles(ours), *roles(theirs)}
     fused = len(roles(ours)) > 1 or len(roles(theirs)) > 1
@@ -132,16 +133,6 @@ def _hidden_transpose(part: Part, key: str, shape: Shape) -> bool:
     if not square or (ours[-1] == "weight") == (theirs[-1] == "weight"):
         return False
     return not {"embed", "position", "token", "table", "scale"} & (bag(ours) | bag(theirs)).keys()
-
-
-def _without_torn(matches: dict[str, Match], source: Mapping[str, Shape]) -> dict[str, Match]:
-    """Leave out what uses a part of a tensor whose other parts have no place in the target."""
-    used: Counter[str] = Counter()
-    for match in matches.values():
-        for part in match.parts:
-            used[part.source] += part.numel
-    torn = {key for key, numel in used.items() if numel != prod(source[key])}
-    return {key: match for key, match in matches.items() if not any(part.source in torn for part in match.parts)}
 
 
 def _match_leftovers(inference: Inference) -> None:

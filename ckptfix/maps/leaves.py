@@ -6,11 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 
 Path = tuple[str, ...]
-Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class Leaf:
 
     key: str
     path: Path
-    box: Box
+    box: Bounds
     axes: tuple[int, ...]
     order: float
 
@@ -117,7 +116,7 @@ def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
             for leaf in first:
                 runs[len(children)][leaf.shape] |= named
             for group in _groups(first):
-                runs[len(children)][(sum(group.sizes.values()), *group.rest)] |= named
+                runs[len(children)][group.shape] |= named
     return runs
 
 
@@ -127,6 +126,10 @@ class _Group:
 
     sizes: dict[str, int]
     rest: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return (sum(self.sizes.values()), *self.rest)
 
 
 def _groups(leaves: Leaves) -> Iterator[_Group]:
@@ -163,7 +166,8 @@ def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
         for chosen in (("query", "key", "value"), ("key", "value"), ("gate", "up")):
             if all(role in group.sizes for role in chosen):
                 sizes = {role: group.sizes[role] for role in chosen}
-                unnamed[(sum(sizes.values()), *group.rest)].append(sizes)
+                shape = (sum(sizes.values()), *group.rest)
+                unnamed[shape].append(sizes)
                 break
     for shape, candidates in unnamed.items():
         if shape not in taken and here[shape] == len(candidates) and not there[shape]:

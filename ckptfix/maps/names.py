@@ -1,7 +1,8 @@
 """What the names of layers say: segments taken apart into words, and words into the concepts of the field.
 
-Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table ``CONCEPTS`` is
-data: a line for each concept, with the words that libraries use for it. A word that is not in the table is its own concept.
+Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table
+``CONCEPTS`` is data: a line for each concept, with the words that libraries use for it. A word that is not in the table
+is its own concept.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def concepts(segment: str) -> tuple[str, ...]:
 
 
 def roles(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the roles (query, key, value; gate, up) that a module has by its name: two or more if it is fused, in their order."""
+    """Return the roles (query, key, value; gate, up) that a module has by its name, in order: several if fused."""
     return tuple(concept for concept in concepts(module(path)) if concept in ROLES)
 
 
@@ -218,7 +219,7 @@ def bag(path: Iterable[str]) -> Counter[str]:
 
 
 def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return how much each concept tells the candidates of one choice apart: nothing, if all those of a side have it."""
+    """Return how much each concept tells candidates apart: next to nothing if all those of one side have it."""
     shares = [
         {concept: count / len(side) for concept, count in Counter(word for each in side for word in each).items()}
         for side in (bags, others)
@@ -230,7 +231,7 @@ def weights(bags: Sequence[Counter[str]], others: Sequence[Counter[str]]) -> dic
 
 
 def similarity(one: Counter[str], other: Counter[str], weigh: Mapping[str, float]) -> float:
-    """Return the weighted share of concepts that two bags have in common, from 0 to 1; less than 0 if they exclude each other."""
+    """Return the weighted share of concepts in common, from 0 to 1, less 1 for each family in which they differ."""
     size = sum(weigh[word] * count for each in (one, other) for word, count in each.items())
     score = 2 * sum(weigh[word] * count for word, count in (one & other).items()) / size if size else 0.0
     for family in EXCLUSIVE:

@@ -1,7 +1,7 @@
 """Match two trees of modules: the largest subtrees with the same shapes first, and what they contain afterwards.
 
-A stack of equal blocks is matched once: the blocks of a pool are laid on top of each other, so that a leaf of the pool has the
-shapes of all its instances, and a decision is supported by the evidence of all of them.
+A stack of equal blocks is matched once: the blocks of a pool are put on top of each other, so that a leaf of the pool
+has the shapes of all its instances, and a decision is supported by the evidence of all of them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ckptfix.core.parts import Shape
 from ckptfix.maps.assignment import assign
-from ckptfix.maps.leaves import Leaf, Path, Shape
+from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import STATISTICS, bag, kind, module, numbers, similarity, template, weights
-
 
 NARROW = 0.05
 """A choice that is better by less than this is none."""
 
 VOTE_WEIGHT = 1.5
-"""What the other templates chose outweighs the order inside of one: some blocks list their shortcut first, others last."""
+"""What the other templates chose outweighs the order in one: some blocks list their shortcut first, others last."""
 
 LARGE = 8
 """A subtree of this many leaves is hardly equal to another one by chance."""
@@ -68,7 +68,7 @@ class Label(IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """One leaf of a template: the leaves of its instances on both sides, and how far the match of each can be trusted."""
+    """One leaf of a template: the leaves of its instances on both sides, and how far each match can be trusted."""
 
     source: tuple[Leaf, ...]
     target: tuple[Leaf, ...]
@@ -171,18 +171,19 @@ class Matcher:
                 row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
         runs = len(source) == len(target) and _is_run(source) and _is_run(target)
         if runs:
-            pairs = zip(_by_number(source), _by_number(target), strict=True)
-            for one, other in pairs:
-                yield _Pair(source[one], target[other], Label.CERTAIN if complete else Label.LIKELY, ())
+            label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
+            for at, to in zip(_by_number(source), _by_number(target), strict=True):
+                yield _Pair(source[at], target[to], label, ())
             return
         chosen = assign(scores)
-        for row, column in chosen:
-            one, other = source[row], target[column]
-            rivals = _rivals(row, column, chosen, scores)
+        for at, to in chosen:
+            one, other = source[at], target[to]
+            rivals = _rivals(at, to, chosen, scores)
             if any(margin < NARROW for _, margin in rivals):
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
+                label = min(label, _counted(source, target))
             elif _same_end(one, other):
                 label = Label.CERTAIN if complete else Label.LIKELY
             else:
@@ -245,6 +246,16 @@ def _signature(leaves: Sequence[Pooled]) -> tuple[object, ...]:
 def _is_run(nodes: Sequence[Node]) -> bool:
     """Tell whether nodes differ only by a number in their path."""
     return len(nodes) > 1 and len({template(".".join(node.path)) for node in nodes}) == 1
+
+
+def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
+    """Return what the numbers allow: equal names with other numbers may be other layers, counted from another start."""
+    if template(".".join(source[0].path)) != template(".".join(target[0].path)):
+        return Label.CERTAIN
+    ours, theirs = ({numbers(node.path) for node in nodes} for nodes in (source, target))
+    if ours == theirs:
+        return Label.CERTAIN
+    return Label.AMBIGUOUS if ours & theirs else Label.LIKELY
 
 
 def _end(path: Path) -> Path:

@@ -79,6 +79,7 @@ RULES: tuple[Listed, ...] = (
     Listed("KEY103", "missing-wrapper-prefix", Needs.TARGET),
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),
+    Listed("KEY106", "renamed-layers", Needs.TARGET),
     Listed("BUF101", "missing-num-batches-tracked"),
     Listed("BUF102", "unexpected-num-batches-tracked"),
     Listed("BUF103", "malformed-num-batches-tracked"),

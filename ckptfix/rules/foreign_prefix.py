@@ -4,10 +4,8 @@
 A prefix of whole segments (`model.`, `net.`, `backbone.`, `encoder.` or any other) whose removal or addition makes keys
 of the file equal to keys of the target with the same shapes. Prefixes are found by counting the evidence, not from a
 list: one key alone proves nothing, unless there is no other. Keys of another shape (another head) and entries that are
-no tensors follow the prefix that the rest confirms. Where one prefix would have to be replaced by another, and at least
-four keys of two segments or more agree on it, that is proposed too, and so is a module that got another name (`head`
-in place of `fc`), if it alone has no place, and the missing one alone has its tensors' names and shapes. A number is
-not replaced by another beside neighbours that are in their places.
+no tensors follow the prefix that the rest confirms. What a prefix explains has to be most of the file or of the target.
+Layers whose names differ by more than a prefix are the matter of KEY106.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that
@@ -17,8 +15,7 @@ name; the plain network then reports every key as missing.
 Safe for a prefix taken off or put on: the target confirms the renames by whole names and shapes, and no other prefix
 explains them too. Where two do (`encoder_q.` and `encoder_k.` of a contrastive model), both are shown and nothing is
 renamed; only a set that fits the target in full wins over one that does not. Unsafe where more keys fit as they are
-than are renamed (an auxiliary head may look like the missing one), and for a replacement: two parts of a model may have
-the same inner names. Needs a target.
+than are renamed (an auxiliary head may look like the missing one). Needs a target.
 
 ## Example
 `model.backbone.conv1.weight` becomes `conv1.weight`; `conv1.weight` becomes `backbone.conv1.weight`.
@@ -29,7 +26,7 @@ detectron2's `align_and_update_state_dicts` does this by longest common suffix a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -51,10 +48,6 @@ Prefixes = tuple[str, str]
 MAX_DEPTH = 6
 """Segments of a prefix that are tried."""
 
-COMMON = 16
-"""Keys of the target that may end alike for one prefix to be taken for another by that end. ``conv.weight``, which each
-of a hundred layers has, fits them all and says nothing, and to compare each layer with each would take for ever."""
-
 
 @rule("KEY104", "foreign-prefix")
 def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -67,86 +60,44 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     placed = known & checkpoint.entries.keys()
     in_place = len(placed)
     is_single = 1 in (len(checkpoint.specs), len(target.slots))
-    for pure in (True, False):
-        chosen: dict[Prefixes, dict[str, str]] = {}
-        rivals: list[Prefixes] = []
-        while not rivals:
-            ranked = (
-                (prefixes, matches)
-                for prefixes, matches in _ranked(free, known - placed, target, pure)
-                if len(matches) >= _enough(prefixes, chosen, pure, is_single)
-                and not _is_another_layer(prefixes, placed)
-                and not ((not pure or len(matches) < in_place) and _have_places(matches, placed))
-            )
-            best = next((one for one in ranked if not _is_another_set(*one, free, placed)), None)
-            if best is None:
-                break
-            if len(chosen) == MOST:
-                return
-            prefixes, matches = best
-            names = set(matches.values())
-            is_complete = target.slots.keys() - placed <= names
-            rivals = [
-                other
-                for other, theirs in ranked
-                if _is_rival(matches, names, theirs, is_complete) and not _is_another_set(other, theirs, free, placed)
-            ]
-            if not rivals:
-                chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
-                free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
-                placed |= set(chosen[prefixes].values())
-        if chosen:
-            yield _under_another_prefix(rule, chosen, is_safe=pure and sum(map(len, chosen.values())) >= in_place)
-        if rivals and not (pure and _is_outdone(matches, _ranked(free, known - placed, target, pure=False))):
-            yield _ambiguous(rule, matches, [prefixes, *rivals], len(target.slots.keys() - placed))
+    chosen: dict[Prefixes, dict[str, str]] = {}
+    rivals: list[Prefixes] = []
+    while not rivals:
+        ranked = (
+            (prefixes, matches)
+            for prefixes, matches in _ranked(free, known - placed, target)
+            if len(matches) >= _enough(prefixes, chosen, is_single)
+            and not (len(matches) < in_place and _have_places(matches, placed))
+        )
+        best = next((one for one in ranked if not _is_another_set(*one, free, placed)), None)
+        if best is None:
+            break
+        if len(chosen) == MOST:
             return
-    if renamed := dict(_renamed_modules(checkpoint, free, placed, target, is_known=bool(chosen))):
-        yield _under_another_prefix(rule, renamed, is_safe=False)
+        prefixes, matches = best
+        names = set(matches.values())
+        is_complete = target.slots.keys() - placed <= names
+        rivals = [
+            other
+            for other, theirs in ranked
+            if _is_rival(matches, names, theirs, is_complete) and not _is_another_set(other, theirs, free, placed)
+        ]
+        if not rivals:
+            chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
+            free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
+            placed |= set(chosen[prefixes].values())
+    if chosen and _explains(len(placed), checkpoint, target):
+        yield _under_another_prefix(rule, chosen, is_safe=sum(map(len, chosen.values())) >= in_place)
+    if rivals and _explains(len(placed) + len(matches), checkpoint, target):
+        yield _ambiguous(rule, matches, [prefixes, *rivals], len(target.slots.keys() - placed))
 
 
-def _is_outdone(matches: Mapping[str, str], ranked: list[tuple[Prefixes, dict[str, str]]]) -> bool:
-    """Whether some prefix replaced by another explains far more keys: `layer1.` instead of `4.`, as a Sequential of a
-    model's children has it, where norms of one width in different blocks are what agrees by chance.
+def _explains(number: int, checkpoint: Checkpoint, target: Target) -> bool:
+    """Whether this many keys in their places are most of the file or of the target.
+
+    Two norms of one width agree on a prefix by chance in a file whose layers all have other names.
     """
-    return bool(ranked) and len(ranked[0][1]) > 2 * len(matches)
-
-
-def _renamed_modules(
-    checkpoint: Checkpoint, free: Iterable[str], placed: AbstractSet[str], target: Target, is_known: bool
-) -> Iterator[tuple[Prefixes, dict[str, str]]]:
-    """The modules without a place whose tensors' names and shapes are those of one missing module, and of no other on
-    either side. Two tensors at least, one of them a matrix, as vectors of one length are many, unless it ``is_known``
-    that modules have other names here.
-    """
-    shapes = {key: entry.shape if isinstance(entry, TensorSpec) else None for key, entry in checkpoint.entries.items()}
-    wanted = {key: slot.shape for key, slot in target.slots.items()}
-    lonely, missing = _alone(shapes, free), _alone(wanted, wanted.keys() - placed)
-    for tensors, module in lonely.items():
-        is_telling = is_known or (len(tensors) > 1 and any(shape and len(shape) > 1 for _, shape in tensors))
-        place = missing.get(tensors)
-        if not is_telling or place is None or place.split(".")[-2] == module.split(".")[-2]:
-            continue  # of the same name, the prefix in front has been judged already
-        names = sorted(name for name, _ in tensors)
-        keys = [module + name for name in names]
-        if not _is_another_layer((module, place), placed) and not _have_places(keys, placed):
-            yield (module, place), {module + name: place + name for name in names}
-
-
-def _alone(
-    shapes: Mapping[str, tuple[int, ...] | None], open_keys: Iterable[str]
-) -> dict[frozenset[tuple[str, tuple[int, ...] | None]], str]:
-    """The modules all of whose keys are open, by the names and shapes of their tensors; each the only one of these."""
-    is_open = set(open_keys)
-    modules: dict[str, list[str]] = defaultdict(list)
-    for key in shapes:
-        modules[key[: key.rfind(".") + 1]].append(key)
-    whole = {
-        module: frozenset((key[len(module) :], shapes[key]) for key in keys)
-        for module, keys in modules.items()
-        if module and is_open.issuperset(keys)
-    }
-    counts = Counter(whole.values())
-    return {tensors: module for module, tensors in whole.items() if counts[tensors] == 1}
+    return 2 * number >= min(len(target.slots), len(checkpoint.specs))
 
 
 def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str]], is_safe: bool) -> Finding:
@@ -164,10 +115,10 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
 
 
 def _ranked(
-    free: Mapping[str, object], wanted: AbstractSet[str], target: Target, pure: bool
+    free: Mapping[str, object], wanted: AbstractSet[str], target: Target
 ) -> list[tuple[Prefixes, dict[str, str]]]:
-    """Every prefix change with the renames of tensors that the target confirms, the most of them first, then the
-    shorter change. A ``pure`` change takes off or puts on; else it replaces, and has to match two segments of a key.
+    """Every prefix that could be taken off or put on, with the renames of tensors that the target confirms, the most
+    of them first, then the shorter change.
     """
     suffixes: dict[str, list[str]] = defaultdict(list)
     for key in wanted:
@@ -179,27 +130,17 @@ def _ranked(
             continue
         for suffix in _suffixes(key):
             taken = key[: len(key) - len(suffix)]
-            if pure and taken:
-                puts: Iterable[str] = [""] if suffix in wanted else []
-            else:
-                puts = filter(None, suffixes.get(suffix, ())) if pure or _says_much(taken, suffix, suffixes) else []
+            puts: Iterable[str] = ([""] if suffix in wanted else []) if taken else filter(None, suffixes.get(key, ()))
             for put in puts:
                 if target.accepts(put + suffix, entry.shape):
                     changes[(taken, put)][key] = put + suffix
     return sorted(changes.items(), key=lambda item: (-len(item[1]), len("".join(item[0])), item[0]))
 
 
-def _says_much(taken: str, suffix: str, suffixes: Mapping[str, list[str]]) -> bool:
-    """Whether a suffix may tell that what stands in front of it was replaced."""
-    return bool(taken) and "." in suffix and len(suffixes.get(suffix, ())) <= COMMON
-
-
-def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], pure: bool, is_single: bool) -> int:
+def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> int:
     """How many keys have to agree on a change before it is believed. One will do where there is no other, or where a
     part of the same prefix has been confirmed already (`model.` beside `model.backbone.`).
     """
-    if not pure:
-        return 4
     is_related = any(
         mine and other and (mine.startswith(other) or other.startswith(mine))
         for change in chosen
@@ -225,18 +166,6 @@ def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
     """
     second = sum(any("." in rest and rest in placed for rest in list(_suffixes(key))[1:]) for key in keys)
     return 2 * second > len(keys)
-
-
-def _is_another_layer(prefixes: Prefixes, placed: AbstractSet[str]) -> bool:
-    """Whether only numbers would be exchanged, beside others that stand already: `h.12.` is no `h.0.` where `h.1.` is
-    in its place.
-    """
-    taken, put = (prefix.split(".") for prefix in prefixes)
-    different = [at for at, (one, other) in enumerate(zip(taken, put, strict=False)) if one != other]
-    if len(taken) != len(put) or not all(taken[at].isdigit() and put[at].isdigit() for at in different):
-        return False
-    beside = "".join(f"{segment}." for segment in taken[: different[0]])
-    return any(key.startswith(beside) and key[len(beside) :].partition(".")[0].isdigit() for key in placed)
 
 
 def _is_rival(
@@ -272,8 +201,6 @@ def _suffixes(key: str) -> Iterator[str]:
 
 def _describe(prefixes: Prefixes) -> str:
     taken, put = prefixes
-    if taken and put:
-        return f"`{taken}` instead of `{put}`"
     return f"`{taken}` too much" if taken else f"`{put}` missing"
 
 

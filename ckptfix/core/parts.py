@@ -1,18 +1,21 @@
-"""Where the elements of a tensor come from: a key of the target as boxes of keys of the source, and that nothing is used twice.
+"""Where the elements of a tensor come from: a key of the target as boxes of keys of the source, each used once.
 
-A part says: take this box of that tensor, look at it in the shape ``view``, put its axes in the order ``axes``, and lay the
-result into the box ``place``. That covers renaming, reshaping, transposing, splitting, concatenating, stacking, interleaving
-and the permutation of rotary embeddings; each part has an inverse of the same kind.
+A part says: take this box of that tensor, look at it in the shape ``view``, put its axes in the order ``axes``, and put
+the result into the box ``place``. That covers renaming, reshaping, transposing, splitting, concatenating, stacking,
+interleaving and the permutation of rotary embeddings; each part has an inverse of the same kind.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from ckptfix.maps.leaves import Box, Shape
+Shape = tuple[int, ...]
+Bounds = tuple[tuple[int, int], ...]
+"""A box of a tensor: where it starts and stops along each axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,26 @@ class Part:
     """``source[box].reshape(view).permute(axes)``, laid into the box ``place``; without ``axes`` the order stays."""
 
     source: str
-    box: Box
-    place: Box
+    box: Bounds
+    place: Bounds
     view: Shape = ()
     axes: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part as a JSON object; what is empty is left out."""
+        return {name: value for name in PART_FIELDS if (value := getattr(self, name)) or name in ("box", "place")}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Part:
+        """Return the part of a JSON object. Raises TypeError or ValueError if it is not one."""
+        if not data.keys() <= set(PART_FIELDS) or not isinstance(data["source"], str):
+            raise ValueError(f"{data!r:.60} is not a part")
+        box, place = (tuple((_number(start), _number(stop)) for start, stop in data[name]) for name in ("box", "place"))
+        view, axes = (tuple(_number(number) for number in data.get(name, ())) for name in ("view", "axes"))
+        seen = view or extent(box)
+        if prod(seen) != prod(extent(box)) or (axes and sorted(axes) != list(range(len(seen)))):
+            raise ValueError(f"the view or the axes of {data!r:.60} do not fit its box")
+        return cls(data["source"], box, place, view, axes)
 
     @property
     def numel(self) -> int:
@@ -38,22 +57,31 @@ class Part:
         return Part(key, self.place, self.box, tuple(seen[axis] for axis in self.axes), back)
 
 
+PART_FIELDS = ("source", "box", "place", "view", "axes")
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.20} is not a size")
+    return value
+
+
 Parts = Mapping[str, tuple[Part, ...]]
 
 
 class PartsError(ValueError):
-    """Parts that do not use each element once: the key, and what is wrong with it."""
+    """Parts that do not use each element exactly once: the key, and what is wrong with it."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
         self.key, self.problem = key, problem
 
 
-def full(shape: Sequence[int]) -> Box:
+def full(shape: Sequence[int]) -> Bounds:
     return tuple((0, size) for size in shape)
 
 
-def extent(box: Box) -> Shape:
+def extent(box: Bounds) -> Shape:
     return tuple(stop - start for start, stop in box)
 
 
@@ -76,7 +104,7 @@ def _joined(one: Part, other: Part) -> Part | None:
     return Part(one.source, box, place, axes=one.axes) if box and place else None
 
 
-def _united(one: Box, other: Box) -> Box | None:
+def _united(one: Bounds, other: Bounds) -> Bounds | None:
     differ = [axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if len(differ) != 1 or one[differ[0]][1] != other[differ[0]][0]:
         return None
@@ -86,7 +114,7 @@ def _united(one: Box, other: Box) -> Box | None:
 
 def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> None:
     """Raise PartsError unless each element of the keys that ``parts`` touches is used exactly once."""
-    taken: dict[str, list[Box]] = defaultdict(list)
+    taken: dict[str, list[Bounds]] = defaultdict(list)
     for key, pieces in parts.items():
         for part in pieces:
             if part.source not in source:
@@ -99,7 +127,7 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
         _check_cover(key, boxes, source[key])
 
 
-def _check_cover(key: str, boxes: list[Box], shape: Shape) -> None:
+def _check_cover(key: str, boxes: list[Bounds], shape: Shape) -> None:
     for box in boxes:
         if len(box) != len(shape) or any(
             not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
@@ -114,6 +142,21 @@ def _check_cover(key: str, boxes: list[Box], shape: Shape) -> None:
                 raise PartsError(key, "two parts overlap: an element would be used twice")
     if sum(prod(extent(box)) for box in boxes) != prod(shape):
         raise PartsError(key, "the parts leave elements unused")
+
+
+def shape_of(parts: tuple[Part, ...]) -> Shape:
+    """Return the shape of the tensor that the parts fill."""
+    return tuple(max(stops) for stops in zip(*([stop for _, stop in part.place] for part in parts), strict=True))
+
+
+def used_in_full(parts: Parts, source: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:
+    """Leave out the keys that use a part of a tensor whose other parts have no place."""
+    used: Counter[str] = Counter()
+    for pieces in parts.values():
+        for part in pieces:
+            used[part.source] += part.numel
+    torn = {key for key, numel in used.items() if numel != prod(source[key])}
+    return {key: pieces for key, pieces in parts.items() if not any(part.source in torn for part in pieces)}
 
 
 def inverse(parts: Parts) -> dict[str, tuple[Part, ...]]:

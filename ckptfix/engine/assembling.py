@@ -1,0 +1,92 @@
+"""Puts tensors together from parts of others: lazily, and streamed when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Assemble
+from ckptfix.core.parts import Part, PartsError, check_bijection, extent
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import PlanError
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
+
+
+def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, TensorSpec]:
+    """Return the assembled tensors by key. Raises ``PlanError`` unless each element is used exactly once."""
+    sources = {part.source for edit in edits for part in edit.parts}
+    specs = {key: spec for key in sources if isinstance(spec := checkpoint.entries.get(key), TensorSpec)}
+    parts = {edit.key: edit.parts for edit in edits}
+    if len(parts) != len(edits):
+        raise PlanError(f"{checkpoint.path}: {rule} assembles a key twice in a step; remove one of the two edits")
+    try:
+        check_bijection(parts, {key: spec.shape for key, spec in specs.items()}, {e.key: e.shape for e in edits})
+    except PartsError as error:
+        raise PlanError(f"{checkpoint.path}: {rule} cannot assemble {error}; make the plan again") from error
+    made: dict[tuple[Any, ...], TensorSpec] = {}
+    result = {}
+    for edit in edits:
+        views = tuple((specs[part.source].view, replace(part, source="")) for part in edit.parts)
+        same = (edit.shape, views)
+        if same not in made:  # two names of one tensor stay two names of one tensor
+            made[same] = _assembled(checkpoint, edit, specs)
+        result[edit.key] = made[same]
+    return result
+
+
+def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSpec]) -> TensorSpec:
+    first = specs[edit.parts[0].source]
+    for part in edit.parts:
+        spec = specs[part.source]
+        if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
+            raise PlanError(
+                f"{checkpoint.path}: {part.source} is {spec.dtype} ({spec.layout}) and cannot become a part of "
+                f"{edit.key}, which is {edit.dtype}; the plan belongs to another file"
+            )
+    chunks = []
+    for part in edit.parts:
+        starts, shape = tuple(start for start, _ in part.place), extent(part.place)
+        chunks.append(
+            (Box(starts, shape), _InOrder(_piece(specs[part.source], part, checkpoint.path), checkpoint.path))
+        )
+    storage = Storage(
+        edit.key,
+        ChunkedBytes(edit.shape, first.itemsize, chunks),
+        first.storage.device if first.storage is not None else "cpu",
+        parts=tuple(dict.fromkeys(one for part in edit.parts for one in specs[part.source].storages)),
+    )
+    strides = contiguous_strides(edit.shape)
+    return replace(first, shape=edit.shape, strides=strides, storage=storage, offset=0, math_bits={})
+
+
+def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
+    """Return the box of a part as a tensor of the same storage, in the order of its axes."""
+    offset = spec.offset + sum(start * step for (start, _), step in zip(part.box, spec.strides, strict=True))
+    piece = replace(spec, shape=extent(part.box), offset=offset)
+    if part.view:
+        if not piece.is_contiguous or piece.math_bits:
+            source = _InOrder(piece, path)
+            piece = replace(piece, storage=Storage(part.source, source), offset=0, math_bits={})
+        piece = replace(piece, shape=part.view, strides=contiguous_strides(part.view))
+    if part.axes:
+        shape, strides = (tuple(sizes[axis] for axis in part.axes) for sizes in (piece.shape, piece.strides))
+        piece = replace(piece, shape=shape, strides=strides)
+    return piece
+
+
+class _InOrder(RowMajorBytes):
+    """The bytes of a piece in row-major order. One that has to be put in order is kept until the next one is read."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``."""
+        if self.spec.is_contiguous and not self.spec.math_bits:
+            return super().read(start, stop)
+        return _ordered(self)[start:stop]
+
+
+@lru_cache(maxsize=1)
+def _ordered(piece: _InOrder) -> memoryview:
+    return RowMajorBytes(piece.spec, piece.path).read(0, piece.nbytes)
