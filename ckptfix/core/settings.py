@@ -114,8 +114,9 @@ class Settings:
     complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
     the report and stop nothing. ``rename_layers`` applies a map of layers that is likely. ``fill`` is ``target``,
-    ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of which most parameters were filled. ``replace`` names the broken
-    tensors that ``fill`` replaces, by the codes of rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
+    ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of
+    which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
+    rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
     ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
     and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
     ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ckptfix.core.edits import (
+    Assemble,
     Cast,
     Disarm,
     Drop,
@@ -23,6 +24,7 @@ from ckptfix.core.edits import (
     Zero,
 )
 from ckptfix.core.finding import counted
+from ckptfix.core.parts import extent
 from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 
@@ -45,6 +47,8 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
             lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
     for change, modules in _grouped(_of(edits, RenameModule), lambda edit: rename_pattern(edit.module, edit.to)):
         lines.append(f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
+    for change, made in _grouped(_of(edits, Assemble), lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
+        lines.append(f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0])}")
     lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
     for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
         lines += _fill_lines("fill", origin, fills, limit)
@@ -69,10 +73,40 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
     lines += ["leave out everything but the tensors of the state_dict"] * bool(_of(edits, Disarm))
     lines += [f"write it anew: the file {edit.cause}" for edit in _of(edits, Rewrite)]
-    known = (Rename, RenameModule, Drop, Fill, Replace, Zero, Tie, Cast, Reshape, Plain, Retag, Rewrite, Disarm)
+    known = (
+        Rename,
+        RenameModule,
+        Drop,
+        Fill,
+        Replace,
+        Zero,
+        Tie,
+        Cast,
+        Reshape,
+        Assemble,
+        Plain,
+        Retag,
+        Rewrite,
+        Disarm,
+    )
     for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
         lines.append(f"{kind} ({len(others)})")
     return lines
+
+
+def _how(edit: Assemble) -> str:
+    """Return what is done to the parts of a tensor, beside giving it another name."""
+    words = []
+    sources = dict.fromkeys(part.source for part in edit.parts)
+    if len(sources) > 1:
+        words.append(f"of {len(sources)} tensors")
+    if any(extent(part.box) != extent(part.place) and not part.axes for part in edit.parts):
+        words.append("reshaped")
+    if any(start for part in edit.parts for start, _ in part.box) or len(edit.parts) > len(sources):
+        words.append("split")
+    if any(part.axes for part in edit.parts):
+        words.append("transposed")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def rename_pattern(key: str, to: str) -> tuple[str, str]:

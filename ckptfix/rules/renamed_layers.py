@@ -5,8 +5,8 @@ A healthy, complete file whose layers have other names, or another layout, than 
 (timm, torchvision, transformers), from another release, or from before modules were renamed. The rule infers the whole
 map from the file's keys to the target's by matching the two trees of modules: the largest subtrees with the same shapes
 first, one decision for each repeated template, with names, numbers and the order of the layers as further evidence. It
-finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed. It is quiet
-if a quarter of the target's tensors or more would still be missing, or if the names explain most of the file.
+finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed. A map must
+fill three quarters of the target; if only a few layers have other names, it has to leave nothing over on either side.
 
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
@@ -15,8 +15,8 @@ Such a file loads into nothing: every key is missing or unexpected. The maps are
 Each key of the map has a label. `certain`: shapes and structure leave one map. `likely`: names and order decide
 between layers of equal shapes, or a layer is split or fused, and whether its rows are interleaved shows in no shape.
 `ambiguous`: other maps fit as well; nothing is applied to these keys. The fix is safe if every key of the map is
-certain. Otherwise it needs `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for
-bit. Needs a target.
+certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing one. Otherwise it needs
+`--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit. Needs a target.
 
 ## Example
     ckptfix repair vit_timm.pth --like vit_transformers.safetensors --rename-layers
@@ -34,11 +34,11 @@ from collections.abc import Iterator, Mapping
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.target import Target
 from ckptfix.maps.inference import COUNTER, Inference, Match, infer
-from ckptfix.maps.trees import Label
+from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrappers import two_sets
 
@@ -68,7 +68,9 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
     if applied and _is_stable(applied, source, wanted, checkpoint):
-        is_safe = least is Label.CERTAIN and not inference.missing and not inference.unused
+        is_whole = not inference.missing and not inference.unused
+        is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
+        is_safe = least is Label.CERTAIN and is_whole and is_much
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under the names or in the layout of another implementation",
@@ -79,7 +81,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 Applicability.SAFE if is_safe else Applicability.UNSAFE,
                 asked=context.settings.rename_layers,
             ),
-            remedy="" if is_safe else "look at the map with --verbose, and apply it with --rename-layers",
+            remedies=() if is_safe else (Remedy((("rename_layers", True),), "applies the map; --verbose shows it"),),
         )
     if ambiguous:
         yield rule.finding(
@@ -87,7 +89,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit",
             keys=tuple(ambiguous),
             evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
-            remedy="the names do not say which is which: rename the layers in the file",
+            remedies=advise("the names do not say which is which: rename the layers in the file"),
         )
 
 
@@ -117,14 +119,19 @@ def _inference(source: Specs, target: Specs) -> Inference | None:
     if not any(len(target[key]) > 1 for key in unplaced):
         return None  # vectors of one length are many
     inference = infer(source, target)
-    if len(unplaced) >= UNPLACED * len(wanted):
+    if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
     # A few layers have other names: those that are left over have to be those that are missing.
-    placed = {
-        key for key in wanted - unplaced if not (match := inference.matches.get(key)) or _stays(key, match, inference)
-    }
-    is_closed = not inference.missing and not inference.unused and len(placed) == len(wanted - unplaced)
-    return inference if is_closed else None
+    stay = all(_keeps_name(key, inference.matches[key]) for key in inference.matches.keys() & (wanted - unplaced))
+    return inference if stay and not inference.missing and not inference.unused else None
+
+
+def _is_much(moved: int, number: int) -> bool:
+    return moved >= max(UNPLACED * number, LARGE)
+
+
+def _keeps_name(key: str, match: Match) -> bool:
+    return all(part.source == key for part in match.parts)
 
 
 def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:

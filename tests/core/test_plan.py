@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import ckptfix
 from ckptfix.core.edits import (
     EDITS,
+    Assemble,
     Cast,
     Disarm,
     Drop,
@@ -31,6 +32,7 @@ from ckptfix.core.edits import (
     Tie,
     Zero,
 )
+from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import Supplies, apply_plan
@@ -176,6 +178,7 @@ EXAMPLES: dict[str, Edit] = {
     "cast": Cast("a", "float32", "bfloat16"),
     "reshape": Reshape("a", (), (1,)),
     "plain": Plain("args", "argparse.Namespace", "dict"),
+    "assemble": Assemble("a", "float32", (4, 2), (Part("b", ((0, 2), (0, 4)), ((0, 4), (0, 2)), axes=(1, 0)),)),
     "retag": Retag("cuda:3"),
     "rewrite": Rewrite("is cut short"),
     "disarm": Disarm("os.system"),
@@ -208,6 +211,27 @@ def test_every_kind_of_edit_goes_to_json_and_back():
         *(
             {"ckptfix-plan": 1, "steps": [{"rule": "A", "edits": [Fill("a", "int8", (), "zeros").to_json() | wrong]}]}
             for wrong in ({"shape": [-1]}, {"shape": [1.5]}, {"shape": "ab"}, {"dtype": "floaty"}, {"donor_key": 3})
+        ),
+        *(
+            {
+                "ckptfix-plan": 1,
+                "steps": [
+                    {
+                        "rule": "A",
+                        "edits": [{"edit": "assemble", "key": "a", "dtype": "int8", "shape": [2], "parts": parts}],
+                    }
+                ],
+            }
+            for parts in (
+                3,
+                ["b"],
+                [{}],
+                [{"source": "b"}],
+                [{"source": "b", "box": [[0, 2]], "place": [[0, -2]]}],
+                [{"source": "b", "box": [[0]], "place": [[0, 2]]}],
+                [{"source": "b", "box": [[0, 2]], "place": [[0, 2]], "axes": [1]}],
+                [{"source": "b", "box": [[0, 2]], "place": [[0, 2]], "view": [3]}],
+            )
         ),
     ],
 )

@@ -1,0 +1,95 @@
+"""Tensors that are put together from parts of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.core.edits import Assemble, Drop, Rename
+from ckptfix.core.parts import Part
+from ckptfix.core.plan import Plan, Step
+from ckptfix.errors import PlanError
+
+
+def rows(start: int, stop: int, columns: int = 3) -> tuple[tuple[int, int], ...]:
+    return ((start, stop), (0, columns))
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "first": torch.zeros(2),
+        "qkv": torch.arange(18.0).reshape(6, 3),
+        "w.0": torch.arange(6.0).reshape(2, 3) + 50,
+        "w.1": torch.arange(6.0).reshape(2, 3) + 70,
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+    }
+
+
+SPLIT = tuple(
+    Assemble(name, "float32", (2, 3), (Part("qkv", rows(start, start + 2), rows(0, 2)),))
+    for name, start in (("q", 0), ("k", 2), ("v", 4))
+)
+STACK = Assemble(
+    "w", "float32", (2, 2, 3), tuple(Part(f"w.{at}", rows(0, 2), ((at, at + 1), (0, 2), (0, 3))) for at in (0, 1))
+)
+TURN = Assemble("straight", "float32", (2, 3), (Part("turned", ((0, 3), (0, 2)), rows(0, 2), axes=(1, 0)),))
+# Rotary embeddings: the halves of a head become pairs.
+ROPE = Assemble("rope", "float32", (6, 3), (Part("qkv", rows(0, 6), rows(0, 6), view=(2, 3, 3), axes=(1, 0, 2)),))
+
+
+def carry_out(*edits, source=None, **more):
+    return ckptfix.repair(source or state(), plan=Plan((Step("KEY106", edits),)), **more)
+
+
+def test_split_stacked_and_transposed():
+    before = state()
+    done = carry_out(*SPLIT, STACK, TURN).state_dict()
+    assert list(done) == ["first", "q", "k", "v", "w", "straight"]
+    assert torch.equal(torch.cat([done["q"], done["k"], done["v"]]), before["qkv"])
+    assert torch.equal(done["w"], torch.stack([before["w.0"], before["w.1"]]))
+    assert torch.equal(done["straight"], before["turned"].t())
+
+
+def test_seen_in_another_shape():
+    wanted = state()["qkv"].view(2, 3, 3).transpose(0, 1).reshape(6, 3)
+    assert torch.equal(carry_out(ROPE).state_dict()["rope"], wanted)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_it_is_written_and_taken_back(tmp_path, suffix):
+    source, there, back = tmp_path / "a.pth", tmp_path / f"b{suffix}", tmp_path / "c.pth"
+    torch.save(state(), source)
+    plan = Plan((Step("KEY106", (*SPLIT, STACK, TURN)),))
+    assert ckptfix.repair(source, output=there, plan=Plan.from_json(plan.to_json()), force=True).report.output
+    ckptfix.repair(there, output=back, plan=plan.inverse(), force=True)
+    again = torch.load(back)
+    assert again.keys() == state().keys()
+    assert all(torch.equal(again[key], value) for key, value in state().items())
+
+
+def test_two_names_of_one_tensor_stay_one():
+    tied = torch.arange(6.0).reshape(2, 3)
+    parts = [Assemble(f"{name}.t", "float32", (3, 2), (Part(name, rows(0, 2), ((0, 3), (0, 2)), axes=(1, 0)),))
+             for name in "ab"]  # fmt: skip
+    done = carry_out(*parts, source={"a": tied, "b": tied}).state_dict()
+    assert done["a.t"].data_ptr() == done["b.t"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("edits", "problem"),
+    [
+        pytest.param(SPLIT[:2], "unused", id="a part is lost"),
+        pytest.param([*SPLIT, SPLIT[0]], "twice", id="one key twice"),
+        pytest.param([*SPLIT, Drop("qkv")], "both changes and drops", id="used and dropped"),
+        pytest.param([*SPLIT, Rename("qkv", "x")], "both changes and drops", id="used and renamed"),
+        pytest.param([*SPLIT, Rename("first", "q")], "two sources", id="two sources"),
+        pytest.param([Assemble("x", "float16", (6, 3), (Part("qkv", rows(0, 6), rows(0, 6)),))], "float32", id="dtype"),
+        pytest.param([Assemble("x", "float32", (2,), (Part("no", ((0, 2),), ((0, 2),)),))], "no, which", id="no key"),
+        pytest.param([Assemble("x", "float32", (2,), (Part("first", ((0, 2), (0, 1)), ((0, 2),)),))], "outside",
+                     id="another number of axes"),
+    ],
+)  # fmt: skip
+def test_refused(edits, problem):
+    with pytest.raises(PlanError, match=problem):
+        carry_out(*edits)

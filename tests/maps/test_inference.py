@@ -1,0 +1,188 @@
+"""The map from the layers of one implementation to those of another one; the traps first."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfix.core.parts import check_bijection
+from ckptfix.maps.inference import infer
+from ckptfix.maps.trees import Label
+
+Specs = dict[str, tuple[int, ...]]
+
+
+def linear(name: str, rows: int, columns: int) -> Specs:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def norm(name: str, width: int = 8) -> Specs:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def stack(name: str, layers: list[Specs]) -> Specs:
+    return {f"{name}.{at}.{key}": shape for at, layer in enumerate(layers) for key, shape in layer.items()}
+
+
+def timm_block(width: int = 8) -> Specs:
+    return {
+        **norm("norm1", width),
+        **linear("attn.qkv", 3 * width, width),
+        **linear("attn.proj", width, width),
+        **norm("norm2", width),
+        **linear("mlp.fc1", 4 * width, width),
+        **linear("mlp.fc2", width, 4 * width),
+    }
+
+
+def hf_block(width: int = 8) -> Specs:
+    return {
+        **linear("attention.attention.query", width, width),
+        **linear("attention.attention.key", width, width),
+        **linear("attention.attention.value", width, width),
+        **linear("attention.output.dense", width, width),
+        **linear("intermediate.dense", 4 * width, width),
+        **linear("output.dense", width, 4 * width),
+        **norm("layernorm_before", width),
+        **norm("layernorm_after", width),
+    }
+
+
+VIT_TIMM = {
+    "cls_token": (1, 1, 8),
+    **linear("patch_embed.proj", 8, 48),
+    **stack("blocks", [timm_block()] * 12),
+    **norm("norm"),
+    **linear("head", 10, 8),
+}
+VIT_HF = {
+    "vit.embeddings.cls_token": (1, 1, 8),
+    **linear("vit.embeddings.patch_embeddings.projection", 8, 48),
+    **{f"vit.encoder.{key}": shape for key, shape in stack("layer", [hf_block()] * 12).items()},
+    **norm("vit.layernorm"),
+    **linear("classifier", 10, 8),
+}
+
+
+def sources(source: Specs, target: Specs) -> dict[str, list[str]]:
+    inference = infer(source, target)
+    check_bijection(inference.labelled(Label.AMBIGUOUS), inference.source, inference.target)
+    return {key: [part.source for part in match.parts] for key, match in inference.matches.items()}
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["in the order of definition", "sorted by name"])
+@pytest.mark.parametrize("is_timm", [True, False], ids=["split", "fused"])
+def test_vision_transformers(is_timm, is_sorted):
+    source, target = (VIT_TIMM, VIT_HF) if is_timm else (VIT_HF, VIT_TIMM)
+    found = sources(dict(sorted(source.items())) if is_sorted else source, target)
+    assert found.keys() == target.keys()
+    for at in range(12):
+        layer, block = f"vit.encoder.layer.{at}", f"blocks.{at}"
+        wanted = {
+            f"{layer}.layernorm_before.weight": f"{block}.norm1.weight",
+            f"{layer}.layernorm_after.weight": f"{block}.norm2.weight",
+            f"{layer}.attention.output.dense.bias": f"{block}.attn.proj.bias",
+            f"{layer}.attention.attention.key.weight": f"{block}.attn.qkv.weight",
+        }
+        for theirs, ours in wanted.items():
+            assert (ours in found[theirs]) if is_timm else (theirs in found[ours])
+
+
+def test_the_parts_of_a_fused_layer_are_in_order():
+    match = infer(VIT_TIMM, VIT_HF).matches["vit.encoder.layer.3.attention.attention.key.weight"]
+    assert [part.box for part in match.parts] == [((8, 16), (0, 8))]
+    assert match.label is Label.LIKELY, "the rows of the heads could be interleaved"
+
+
+def test_grouped_queries():
+    """The sizes of query, key and value are those of the side that has them apart."""
+    target = stack("layers", [{"q_proj.weight": (8, 8), "k_proj.weight": (2, 8), "v_proj.weight": (2, 8)}] * 3)
+    found = infer(stack("h", [{"qkv_proj.weight": (12, 8)}] * 3), target).matches
+    assert [part.box for part in found["layers.1.v_proj.weight"].parts] == [((10, 12), (0, 8))]
+
+
+def test_experts_are_stacked():
+    layer = {
+        f"moe.experts.{at}.{w}.weight": (4, 8) if w != "w2" else (8, 4) for at in range(3) for w in ("w1", "w2", "w3")
+    }
+    target = stack("layers", [{"mlp.experts.gate_up_proj": (3, 8, 8), "mlp.experts.down_proj": (3, 8, 4)}] * 2)
+    found = sources(stack("layers", [layer] * 2), target)
+    names = [f"layers.1.moe.experts.{at}.{w}.weight" for at in range(3) for w in ("w1", "w3")]
+    assert found["layers.1.mlp.experts.gate_up_proj"] == names
+    assert found["layers.0.mlp.experts.down_proj"] == [f"layers.0.moe.experts.{at}.w2.weight" for at in range(3)]
+
+
+def test_twin_towers_are_told_apart_by_their_names():
+    source = {
+        **stack("transformer.blocks", [timm_block()] * 3),
+        **stack("visual.transformer.blocks", [timm_block()] * 3),
+    }
+    target = {**stack("vision_model.layers", [timm_block()] * 3), **stack("text_model.layers", [timm_block()] * 3)}
+    inference = infer(source, target)
+    for key, match in inference.matches.items():
+        assert match.parts[0].source.startswith("visual") == key.startswith("vision"), key
+        assert match.label is not Label.CERTAIN, key
+
+
+def test_equal_twins_without_a_name_are_ambiguous():
+    towers = {**stack("a", [norm("x")] * 2), **stack("b", [norm("x")] * 2)}
+    others = {**stack("c", [norm("x")] * 2), **stack("d", [norm("x")] * 2)}
+    inference = infer(dict(sorted(towers.items(), reverse=True)), others)
+    assert all(match.label < Label.CERTAIN for match in inference.matches.values())
+
+
+def test_a_downsampling_norm_that_moved_to_the_next_stage():
+    """Swin: until timm 0.6 a stage ends with it, since then the next one begins with it."""
+    widths = (8, 16, 32)
+    old, new = {}, {}
+    for at, width in enumerate(widths):
+        old |= {f"layers.{at}.{key}": shape for key, shape in stack("blocks", [timm_block(width)] * 2).items()}
+        new |= {f"layers.{at}.{key}": shape for key, shape in stack("blocks", [timm_block(width)] * 2).items()}
+        for specs, stage in ((old, at), (new, at + 1)):
+            if width != widths[-1]:
+                specs |= norm(f"layers.{stage}.downsample.norm", 4 * width)
+                specs[f"layers.{stage}.downsample.reduction.weight"] = (2 * width, 4 * width)
+    found = sources(old, new)
+    for stage in (1, 2):
+        assert found[f"layers.{stage}.downsample.norm.weight"] == [f"layers.{stage - 1}.downsample.norm.weight"]
+
+
+def test_a_shortcut_that_only_one_side_lists_first():
+    """What the blocks without a shortcut say of conv1 holds for those with one."""
+    convs = {f"f.{name}.weight": (8, 8, 1, 1) for name in "abc"}
+    named = {f"conv{at}.weight": (8, 8, 1, 1) for at in (1, 2, 3)}
+    source = stack("blocks", [{"proj.weight": (8, 8, 1, 1), **convs}, convs, convs])
+    target = stack("layers", [{**named, "downsample.weight": (8, 8, 1, 1)}, named, named])
+    found = sources(source, target)
+    assert found["layers.0.downsample.weight"] == ["blocks.0.proj.weight"]
+    assert found["layers.0.conv1.weight"] == ["blocks.0.f.a.weight"]
+
+
+def test_axes_of_one_element_and_counters_follow():
+    source = {
+        **norm("bn"),
+        "bn.running_mean": (8,),
+        "bn.running_var": (8,),
+        "bn.num_batches_tracked": (),
+        "scale": (8,),
+    }
+    target = {key.replace("bn", "norm"): shape for key, shape in source.items()} | {"scale": (8, 1, 1)}
+    found = sources(source, target)
+    assert found["norm.num_batches_tracked"] == ["bn.num_batches_tracked"]
+    assert found["norm.running_mean"] == ["bn.running_mean"]
+
+
+def test_a_part_of_a_fused_layer_is_not_used_without_the_rest():
+    source = stack("h", [{"qkv.weight": (24, 8)}] * 2)
+    target = stack("l", [{"query.weight": (8, 8), "key.weight": (8, 8), "other.weight": (3, 3)}] * 2)
+    assert sources(source, target) == {}
+
+
+def test_an_interleaved_layer_is_never_certain():
+    source = stack("h", [{"experts.w13_weight": (4, 8, 8), "norm.weight": (8,)}] * 2)
+    target = stack("h", [{"experts.gate_up_proj": (4, 8, 8), "norm.weight": (8,)}] * 2)
+    assert infer(source, target).matches["h.1.experts.gate_up_proj"].label is Label.LIKELY
+
+
+@pytest.mark.parametrize(("source", "target"), [({}, {}), (VIT_TIMM, {}), ({}, VIT_TIMM), ({"a": (0,)}, {"b": (0,)})])
+def test_nothing_to_match(source, target):
+    assert set(sources(source, target)) <= {"b"}
