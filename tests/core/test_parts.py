@@ -28,7 +28,8 @@ def put_together(parts: dict[str, tuple[Part, ...]], tensors: dict[str, torch.Te
 @st.composite
 def maps(draw: st.DrawFn) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[Part, ...]]]:
     """Tensors cut into boxes along both axes; each box, perhaps turned or seen otherwise, is a tensor of its own."""
-    sources, parts = {}, {}
+    sources: dict[str, tuple[int, int]] = {}
+    parts: dict[str, tuple[Part, ...]] = {}
     for name in draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True)):
         cuts = [sorted(draw(st.sets(st.integers(1, 5), max_size=2))) for _ in range(2)]
         sources[name] = (6, 6)
@@ -80,7 +81,7 @@ def test_what_is_no_bijection_is_refused(parts, problem):
 def test_parts_that_continue_each_other_are_one():
     parts = [Part("a", ((at, at + 2), (0, 3)), ((at, at + 2), (0, 3))) for at in (2, 0, 4)]
     assert merged(parts) == (Part("a", ((0, 6), (0, 3)), ((0, 6), (0, 3))),)
-    assert len(merged([*parts[:2], Part("b", *[((4, 6), (0, 3))] * 2)])) == 2
+    assert len(merged([*parts[:2], Part("b", ((4, 6), (0, 3)), ((4, 6), (0, 3)))])) == 2
 
 
 def test_a_tensor_of_which_a_part_is_left_over_is_left_alone():

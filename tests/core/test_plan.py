@@ -191,6 +191,21 @@ def test_every_kind_of_edit_goes_to_json_and_back():
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+SPLIT = {"edit": "assemble", "key": "a", "dtype": "int8", "shape": [2]}
+PART = {"source": "b", "box": [[0, 2]], "place": [[0, 2]]}
+MALFORMED_PARTS: tuple[Any, ...] = (
+    3,
+    ["b"],
+    [{}],
+    [{"source": "b"}],
+    [PART | {"place": [[0, -2]]}],
+    [PART | {"box": [[0]]}],
+    [PART | {"axes": [1]}],
+    [PART | {"view": [3]}],
+    [PART | {"why": "c"}],
+)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -213,25 +228,8 @@ def test_every_kind_of_edit_goes_to_json_and_back():
             for wrong in ({"shape": [-1]}, {"shape": [1.5]}, {"shape": "ab"}, {"dtype": "floaty"}, {"donor_key": 3})
         ),
         *(
-            {
-                "ckptfix-plan": 1,
-                "steps": [
-                    {
-                        "rule": "A",
-                        "edits": [{"edit": "assemble", "key": "a", "dtype": "int8", "shape": [2], "parts": parts}],
-                    }
-                ],
-            }
-            for parts in (
-                3,
-                ["b"],
-                [{}],
-                [{"source": "b"}],
-                [{"source": "b", "box": [[0, 2]], "place": [[0, -2]]}],
-                [{"source": "b", "box": [[0]], "place": [[0, 2]]}],
-                [{"source": "b", "box": [[0, 2]], "place": [[0, 2]], "axes": [1]}],
-                [{"source": "b", "box": [[0, 2]], "place": [[0, 2]], "view": [3]}],
-            )
+            {"ckptfix-plan": 1, "steps": [{"rule": "A", "edits": [SPLIT | {"parts": parts}]}]}
+            for parts in MALFORMED_PARTS
         ),
     ],
 )

@@ -101,10 +101,10 @@ def test_grouped_queries():
 
 
 def test_experts_are_stacked():
-    layer = {
-        f"moe.experts.{at}.{w}.weight": (4, 8) if w != "w2" else (8, 4) for at in range(3) for w in ("w1", "w2", "w3")
-    }
-    target = stack("layers", [{"mlp.experts.gate_up_proj": (3, 8, 8), "mlp.experts.down_proj": (3, 8, 4)}] * 2)
+    expert: Specs = {"w1.weight": (4, 8), "w2.weight": (8, 4), "w3.weight": (4, 8)}
+    layer = stack("moe.experts", [expert] * 3)
+    stacked: Specs = {"mlp.experts.gate_up_proj": (3, 8, 8), "mlp.experts.down_proj": (3, 8, 4)}
+    target = stack("layers", [stacked] * 2)
     found = sources(stack("layers", [layer] * 2), target)
     names = [f"layers.1.moe.experts.{at}.{w}.weight" for at in range(3) for w in ("w1", "w3")]
     assert found["layers.1.mlp.experts.gate_up_proj"] == names
@@ -133,7 +133,8 @@ def test_equal_twins_without_a_name_are_ambiguous():
 def test_a_downsampling_norm_that_moved_to_the_next_stage():
     """Swin: until timm 0.6 a stage ends with it, since then the next one begins with it."""
     widths = (8, 16, 32)
-    old, new = {}, {}
+    old: Specs = {}
+    new: Specs = {}
     for at, width in enumerate(widths):
         old |= {f"layers.{at}.{key}": shape for key, shape in stack("blocks", [timm_block(width)] * 2).items()}
         new |= {f"layers.{at}.{key}": shape for key, shape in stack("blocks", [timm_block(width)] * 2).items()}
@@ -148,8 +149,8 @@ def test_a_downsampling_norm_that_moved_to_the_next_stage():
 
 def test_a_shortcut_that_only_one_side_lists_first():
     """What the blocks without a shortcut say of conv1 holds for those with one."""
-    convs = {f"f.{name}.weight": (8, 8, 1, 1) for name in "abc"}
-    named = {f"conv{at}.weight": (8, 8, 1, 1) for at in (1, 2, 3)}
+    convs: Specs = {f"f.{name}.weight": (8, 8, 1, 1) for name in "abc"}
+    named: Specs = {f"conv{at}.weight": (8, 8, 1, 1) for at in (1, 2, 3)}
     source = stack("blocks", [{"proj.weight": (8, 8, 1, 1), **convs}, convs, convs])
     target = stack("layers", [{**named, "downsample.weight": (8, 8, 1, 1)}, named, named])
     found = sources(source, target)

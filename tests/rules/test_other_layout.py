@@ -53,7 +53,8 @@ def test_fused_and_split_projections(file, model):
     assert "qkv.weight" in text
     report = ckptfix.check(file.state_dict(), model, values=False)
     assert report.exit_code == 1
-    assert not any(remedies_text(finding.remedies).startswith("--") for finding in report.findings)
+    flags = [text for finding in report.findings if (text := remedies_text(finding.remedies)).startswith("--")]
+    assert all(text.startswith("--rename-layers") for text in flags)
 
 
 def test_matrices_of_one_shape_under_other_names():
