@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.meter import bytes_text, time_text
 from ckptfix.core.finding import counted
+from ckptfix.core.options import option_words
+from ckptfix.core.shell import no_option, typed
 from ckptfix.report.style import Line, Span
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.summary import Summary
@@ -20,25 +23,23 @@ if TYPE_CHECKING:
     from ckptfix.zoo.migrating import Migration
 
 _EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 
-_SHORT = {
-    Outcome.REPAIRED: "repaired",
-    Outcome.FINE: "fine",
-    Outcome.DECISION: "to decide",
-    Outcome.UNREADABLE: "unreadable",
-    Outcome.FAILED: "failed",
-    Outcome.OTHER: "other",
+_SHOWN: Mapping[Outcome, tuple[str, str]] = {
+    Outcome.REPAIRED: ("repaired", "good"),
+    Outcome.FINE: ("fine", "good"),
+    Outcome.ACCEPTED: ("accepted", "good"),
+    Outcome.DECISION: ("to decide", "warning"),
+    Outcome.UNREADABLE: ("unreadable", "error"),
+    Outcome.FAILED: ("failed", "error"),
+    Outcome.OTHER: ("other", "faint"),
 }
-_ROLES = {
-    Outcome.REPAIRED: "good",
-    Outcome.FINE: "good",
-    Outcome.DECISION: "warning",
-    Outcome.UNREADABLE: "error",
-    Outcome.FAILED: "error",
-    Outcome.OTHER: "faint",
-}
+"""The short name and the role of each outcome."""
+
 _TO_BE_READ = (Outcome.DECISION, Outcome.UNREADABLE, Outcome.FAILED)
+
+_NAMED = 3
+"""Files of a group that are named."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class MigrationMeter:
             self.console.note(progress_text(summary))
 
     def how_to_go_on(self) -> str:
-        """What to say after Ctrl-C."""
+        """Return what to say after Ctrl-C."""
         if self.dry_run or self._last is None:
             return "nothing was written"
         return (
@@ -77,7 +78,7 @@ def progress_text(summary: Summary) -> str:
     ]
     if (pace := summary.pace()) is not None:
         parts += [f"{bytes_text(pace.rate)}/s", f"{time_text(pace.seconds_left)} left"]
-    counts = [f"{summary.outcomes[outcome]} {_SHORT[outcome]}" for outcome in Outcome if summary.outcomes[outcome]]
+    counts = [f"{summary.outcomes[outcome]} {_SHOWN[outcome][0]}" for outcome in Outcome if summary.outcomes[outcome]]
     return ", ".join(parts) + (f": {', '.join(counts)}" if counts else "")
 
 
@@ -88,7 +89,7 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     for outcome in Outcome:
         if count := summary.outcomes[outcome]:
             text = f"{count:>9}{bytes_text(summary.sizes[outcome]):>11}"
-            yield (Span(f"{_name(outcome, dry_run):<18}", _ROLES[outcome]), text)
+            yield (Span(f"{_name(outcome, dry_run):<18}", _SHOWN[outcome][1]), text)
     yield (Span(f"{'all':<18}", "strong"), f"{summary.done_files:>9}{bytes_text(summary.done_bytes):>11}")
     yield ""
     new = summary.done_files - summary.earlier_files
@@ -108,39 +109,85 @@ def _name(outcome: Outcome, dry_run: bool) -> str:
     return "to be repaired" if dry_run and outcome is Outcome.REPAIRED else outcome.value
 
 
+@dataclass
+class _Group:
+    """Files that need the same decision."""
+
+    record: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    reasons: set[str] = field(default_factory=set)
+
+
 def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
+    """Yield the files that need attention; those that need the same decision together."""
     if not any(migration.summary.outcomes[outcome] for outcome in _TO_BE_READ):
         return
-    shown: dict[Outcome, list[Line]] = {outcome: [] for outcome in _TO_BE_READ}
-    counts = dict.fromkeys(_TO_BE_READ, 0)
-    for record in migration.chosen_records():
+    groups: dict[Outcome, dict[str, _Group]] = {outcome: {} for outcome in _TO_BE_READ}
+    in_folder: Counter[str] = Counter()
+    for record in migration.records():
+        in_folder.update(_folders(record["source"]))
         outcome = Outcome(record["outcome"])
-        if outcome in shown:
-            counts[outcome] += 1
-            if limit is None or counts[outcome] <= limit:
-                shown[outcome] += _entry(record, outcome)
-    for outcome, lines in shown.items():
-        if lines:
-            yield ""
-            yield (Span(f"{outcome.value}:", _ROLES[outcome]),)
-            yield from lines
-            if limit is not None and counts[outcome] > limit:
-                yield f"  … and {counts[outcome] - limit} more: -v lists them, --report FILE shows them"
-            if outcome is Outcome.UNREADABLE:
-                yield "  after replacing a file, run the same command again; exclude in zoo.toml leaves files out"
+        if outcome in groups and (migration.chosen is None or record["source"] in migration.chosen):
+            reason = _reason(record)
+            ways = [way["options"] for way in record.get("decisions") or ()]
+            key = json.dumps([_codes(record), ways, record["decision"]] if record["error"] is None else reason)
+            group = groups[outcome].setdefault(key, _Group(record))
+            group.names.append(record["source"])
+            group.reasons.add(reason)
+    for outcome, found in groups.items():
+        if not found:
+            continue
+        yield ""
+        yield (Span(f"{outcome.value}:", _SHOWN[outcome][1]),)
+        for group in list(found.values())[:limit]:
+            yield from _entry(group, in_folder, migration.again)
+        if limit is not None and len(found) > limit:
+            left = sum(len(group.names) for group in list(found.values())[limit:])
+            yield f"  … and {left} more: -v lists them, --report FILE shows them"
+        if outcome is Outcome.UNREADABLE:
+            yield "  after replacing a file, run the same command again; exclude in zoo.toml leaves files out"
 
 
-def _entry(record: dict[str, Any], outcome: Outcome) -> Iterator[Line]:
-    yield ("  ", Span(record["source"], "strong"), f": {_reason(record)}")
-    if record["command"]:
-        yield f"    {record['command']}"
+def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iterator[Line]:
+    names = _short_names(group.names, in_folder)
+    shown = ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
+    count = f" ({counted(len(group.names), 'file')})" if len(group.names) > 1 else ""
+    reason = next(iter(group.reasons)) if len(group.reasons) == 1 else "; ".join(_codes(group.record))
+    yield ("  ", Span(shown, "strong"), f"{count}: {reason}")
+    only = [word for name in names for word in ("--only", no_option(name))]
+    for way in group.record.get("decisions") or ():
+        if way["command"] is not None:
+            words = option_words({**(group.record["decision"] or {}), **way["options"]})
+            yield f"    {typed((*again, *only, *words))}"
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders that a file is in, the highest first."""
+    parts = name.split("/")[:-1]
+    return ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def _short_names(names: Sequence[str], in_folder: Counter[str]) -> list[str]:
+    """The names of files, with a folder in place of all files in it."""
+    mine = Counter(folder for name in names for folder in _folders(name))
+    whole = {folder for folder, count in mine.items() if count == in_folder[folder] > 1}
+    return list(dict.fromkeys(next((each for each in _folders(name) if each in whole), name) for name in names))
+
+
+def _codes(record: dict[str, Any]) -> list[str]:
+    """The findings that are left, by code and name."""
+    return list(dict.fromkeys(f"{finding['code']} {finding['name']}" for finding in _left(record)))
+
+
+def _left(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [finding for finding in record["findings"] if not finding["fixed"] and finding["level"] != "note"]
 
 
 def _reason(record: dict[str, Any]) -> str:
-    """Why a file is not simply repaired, in one line."""
+    """Return why a file is not simply repaired, in one line."""
     if record["error"] is not None:
         return str(record["error"]).removeprefix(f"{record['source']}: ")
-    left = [finding for finding in record["findings"] if not finding["fixed"] and finding["level"] != "note"]
+    left = _left(record)
     text = "; ".join(dict.fromkeys(f"{finding['code']} {finding['message']}" for finding in left[:3]))
     if len(left) > 3:
         text += f"; and {len(left) - 3} more findings"
@@ -150,7 +197,7 @@ def _reason(record: dict[str, Any]) -> str:
 
 
 def write_json(migration: Migration) -> None:
-    """The whole account as one JSON document, line by line, so that a million files take no memory."""
+    """Write all records as one JSON document, line by line, so that a million files take no memory."""
     head = {"version": 1, "source": migration.source, "destination": migration.destination}
     summary = json.dumps({**head, **migration.summary.to_json()})
     write_output(f'{summary[:-1]}, "records": [\n')

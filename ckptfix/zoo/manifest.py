@@ -27,6 +27,8 @@ class Outcome(str, Enum):
 
     REPAIRED = "repaired"
     FINE = "already fine"
+    ACCEPTED = "accepted"
+    """Written, with findings that the user accepted."""
     DECISION = "needs a decision"
     UNREADABLE = "unreadable"
     FAILED = "failed"
@@ -60,6 +62,7 @@ class Record:
     remarks: tuple[str, ...] = ()
     error: str | None = None
     command: str | None = None
+    decisions: tuple[Mapping[str, Any], ...] = ()
     decision: Mapping[str, Any] | None = None
     seconds: float = 0.0
     peak_memory: int | None = None
@@ -80,7 +83,9 @@ class Record:
 
     def brief(self) -> Record:
         """The record without what is long, and of no use to a later run."""
-        return replace(self, findings=(), edits=(), coverage=None, smoke=None, remarks=(), error=None, command=None)
+        return replace(
+            self, findings=(), edits=(), coverage=None, smoke=None, remarks=(), error=None, decisions=(), command=None
+        )
 
     def line(self) -> bytes:
         """Return the line of the manifest."""
@@ -112,7 +117,7 @@ class Record:
 
 
 _FIELDS = tuple(field.name for field in fields(Record))
-_LISTS = ("output_parts", "findings", "edits", "remarks")
+_LISTS = ("output_parts", "findings", "edits", "remarks", "decisions")
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("source", "stamp", "settings"), (str,)),
     **dict.fromkeys(("output", "sha256", "output_sha256"), (str, type(None))),

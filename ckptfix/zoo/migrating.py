@@ -50,6 +50,8 @@ class Migration:
     chosen: Container[str] | None = None
     """The sources that this run was for; None for all."""
     remarks: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    """The command of this migration, word by word."""
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the manifest, sorted by source: those of earlier runs too."""
@@ -125,7 +127,7 @@ def migrate(
         summary.seconds = time.monotonic() - summary.began
         chosen = {item.name for item in items} if patterns or listed is not None else None
         idle = tuple(table.idle(item.name for item in items)) if table.treatments else ()
-        yield Migration(source, destination, summary, workspace, chosen, idle)
+        yield Migration(source, destination, summary, workspace, chosen, idle, plan.command)
 
 
 def _run(

@@ -68,6 +68,11 @@ class Plan:
         """How many sources an earlier run gave an output: copies of one file, named by their hash, share one."""
         return Counter(record.output for record in self.known.values())
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command of this migration, word by word."""
+        return self.again or ("ckptfix", "migrate", self.source, self.destination)
+
     def todo(
         self, journal: Journal | None, size_of: Callable[[str], int | None], on_done: Callable[[Item, Record], None]
     ) -> Iterator[Job]:
@@ -121,7 +126,7 @@ class Plan:
             dry_run=self.dry_run,
             is_grouped=self.is_grouped,
             decision=changed or None,
-            again=self.again or ("ckptfix", "migrate", self.source, self.destination),
+            again=self.command,
         )
 
     def _treatment_of(self, item: Item) -> Treatment:

@@ -79,7 +79,22 @@ def test_the_command_of_a_decision_carries_it_out(tmp_path):
     assert words[:2] == ["ckptfix", "migrate"]
     assert zoos.migrate_here(*words[2:]).returncode == 0
     assert zoos.migrate_here(old, new).returncode == 0
-    assert zoos.outcomes(new) == {"nan weights.pth": "already fine"}
+    assert zoos.outcomes(new) == {"nan weights.pth": "repaired"}
+
+
+def test_files_with_one_decision_get_one_command(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for name in ("ema/a.pth", "ema/b.pth", "mixed/c.pth", "mixed/fine.pth"):
+        (old / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(zoos.weights(1) | ({} if "fine" in name else {"w": torch.tensor([1.0, float("nan")])}), old / name)
+    done = zoos.migrate_here(old, new)
+    assert "  ema, mixed/c.pth (3 files): VAL101" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate")]
+    only = ["--only", "ema", "--only", "mixed/c.pth"]
+    assert [shlex.split(line)[4:] for line in lines] == [[*only, "--zero-non-finite"], [*only, "--accept", "VAL101"]]
+    assert zoos.migrate_here(*shlex.split(lines[1])[2:]).returncode == 0
+    assert set(zoos.outcomes(new).values()) == {"accepted", "already fine"}
+    assert zoos.migrate_here(old, new).returncode == 0
 
 
 def test_a_printed_command_can_be_pasted_whatever_the_names_are(tmp_path, monkeypatch):
@@ -91,14 +106,14 @@ def test_a_printed_command_can_be_pasted_whatever_the_names_are(tmp_path, monkey
     done = zoos.migrate_here("--", "-old", "-new")
     assert done.returncode == 1, done.stderr
     printed = [line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate")]
-    assert len(printed) == len(names)
-    for line in printed:
+    assert len(printed) == 2
+    for line, outcome in zip(printed, ("repaired", "accepted"), strict=True):
         # The shell says which words it would have called the program with.
         pasted = f"ckptfix() {{ printf '%s\\0' \"$@\"; }}\n{line}"
         words = subprocess.run(["bash", "-c", pasted], check=True, capture_output=True, encoding="utf-8").stdout
         assert words.startswith("migrate\0")
         assert zoos.migrate_here(*words.split("\0")[1:-1]).returncode == 0
-    assert zoos.outcomes(tmp_path / "-new") == dict.fromkeys(names, "already fine")
+        assert zoos.outcomes(tmp_path / "-new") == dict.fromkeys(names, outcome)
 
 
 def test_the_flags_of_the_migration_are_in_the_command_of_a_decision(tmp_path):
@@ -106,7 +121,7 @@ def test_the_flags_of_the_migration_are_in_the_command_of_a_decision(tmp_path):
     torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "old" / "nan.pth")
     done = zoos.migrate_here(tmp_path / "old", tmp_path / "new", "--format", "safetensors")
     line = next(line for line in done.stdout.splitlines() if line.startswith("    ckptfix migrate"))
-    assert shlex.split(line)[4:] == ["--format", "safetensors", "--only", "nan.pth", "--ignore", "VAL101"]
+    assert shlex.split(line)[4:] == ["--format", "safetensors", "--only", "nan.pth", "--zero-non-finite"]
     assert zoos.migrate_here(*shlex.split(line)[2:]).returncode == 0
     assert zoos.migrate_here(tmp_path / "old", tmp_path / "new", "--format", "safetensors").returncode == 0
     assert sorted(path.name for path in (tmp_path / "new").glob("nan.*")) == ["nan.safetensors"]

@@ -45,7 +45,7 @@ def run(zoo: Path, goal: Path, **options: Any) -> Migration:
 
 def test_every_file_ends_as_one_thing(zoo, whole):
     found = zoos.outcomes(whole)
-    assert set(found.values()) == {each.value for each in Outcome if each is not Outcome.FAILED}
+    assert set(found.values()) == {each.value for each in set(Outcome) - {Outcome.FAILED, Outcome.ACCEPTED}}
     assert found["fine/model1.pth"] == found["shards/model.safetensors.index.json"] == "already fine"
     assert found["old/deep/run1.pth"] == found["old/packed.pth.gz"] == "repaired"
     assert found["broken/nan.pth"] == found["old/net-0badf00d.pth"] == "needs a decision"
@@ -147,10 +147,7 @@ def test_killed_anywhere_and_run_again_the_tree_is_the_same(point, zoo, whole, t
 
 
 def _same_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    lines = [
-        {**line, "command": line["command"] and line["command"].replace(str(folder), "NEW")}
-        for line in tree["manifest.jsonl"]
-    ]
+    lines = json.loads(json.dumps(tree["manifest.jsonl"]).replace(str(folder), "NEW"))
     return {**tree, "manifest.jsonl": lines}
 
 

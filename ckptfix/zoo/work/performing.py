@@ -20,7 +20,7 @@ from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.resources import Peak
 from ckptfix.zoo.work.copying import deliver_staged, sha256_of_file, sha256_of_files
-from ckptfix.zoo.work.deciding import command_after_error
+from ckptfix.zoo.work.deciding import decisions_after_error, first_command
 from ckptfix.zoo.work.fetching import on_this_machine
 from ckptfix.zoo.work.job import SOURCE, Done, Job, Workplace, failed
 from ckptfix.zoo.work.treating import adopted, digest_of, mirrored, treated
@@ -105,8 +105,10 @@ def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | N
             sha256 = digest_of(job, path)  # its bytes can perhaps be read
         except OSError:
             sha256 = None
-    command = command_after_error(job, outcome, error)
-    return Done(job.number, job.record(outcome, error=text, sha256=sha256, command=command))
+    decisions = decisions_after_error(job, error)
+    command = first_command(decisions)
+    record = job.record(outcome, error=text, sha256=sha256, command=command, decisions=tuple(decisions))
+    return Done(job.number, record)
 
 
 def _still_holds(known: Record, item: Item, source: Place, destination: Place, workplace: Workplace) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.options import CHECK, settings_of
 from ckptfix.core.report import Report
-from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError
 from ckptfix.repairing import check, repair
@@ -22,7 +21,14 @@ from ckptfix.zoo.journal import line_of
 from ckptfix.zoo.manifest import Outcome, free_name
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.work.copying import Staged, copy_file, flush, sha256_of_file, sha256_of_files
-from ckptfix.zoo.work.deciding import command_for, fault_of_the_machine
+from ckptfix.zoo.work.deciding import (
+    accepted,
+    decisions_for,
+    fault_of_the_machine,
+    first_command,
+    is_open,
+    is_refused,
+)
 from ckptfix.zoo.work.job import Done, Job, Others, Workplace
 
 SMALL = 64 << 20
@@ -38,24 +44,22 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     goal, in_shards = job.written_name, job.treatment.settings.get("shard_size") is not None
     # The suffix says in which format it is written; shards need their names in a folder.
     draft = workplace.folder("shards") / basename(goal) if in_shards else workplace.file(f"draft{splitext(goal)[1]}")
+    written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
-        done = repair(
-            str(path),
-            output=draft,
-            only_changes=True,
-            flush=not _is_flushed_later(job),
-            dry_run=job.dry_run,
-            **job.treatment.arguments,
-        )
+        done = repair(str(path), **written, dry_run=job.dry_run, **job.treatment.arguments)
+        if done.is_changed and done.report.output is None and not job.dry_run and not is_refused(job, done.report):
+            # The forward test failed, and that is accepted: its findings stay, and the file is written without it.
+            repair(str(path), **written, **{**job.treatment.arguments, "smoke": False})
         # A large file takes minutes to hash: source and output at the same time.
         with background() as pool:
             hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not in_shards else None
             sha256 = digest_of(job, path)
             written_sha256 = hashed.result() if hashed is not None else ""
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
+    settled = accepted(job, report)
     staged: tuple[Staged, ...] = ()
     facts: dict[str, Any] = {}
-    if not _is_refused(job, report):
+    if not is_refused(job, report):
         goal = goal if done.is_changed else name_with_hash(job.output, sha256, sha256)
         refuse_taken(job, goal)
         if job.dry_run:
@@ -70,13 +74,14 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             goal = name_with_hash(goal, written_sha256, sha256)
             facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
             staged = (Staged(str(draft), goal, not _is_flushed_later(job)),)
-    outcome = Outcome.DECISION if report.is_open else Outcome.REPAIRED if done.is_changed else Outcome.FINE
-    command = command_for(job, report) if outcome is Outcome.DECISION else None
+    outcome = Outcome.ACCEPTED if settled else Outcome.REPAIRED if done.is_changed else Outcome.FINE
+    decisions: list[dict[str, Any]] = []
+    if is_open(job, report):
+        outcome, decisions = Outcome.DECISION, decisions_for(job, report)
     if (fault := fault_of_the_machine(job, report)) is not None:
         outcome = Outcome.FAILED
-    record = job.record(
-        outcome, sha256=sha256, error=fault, command=command, **facts, **_reported(job, report, workplace)
-    )
+    ways = {"command": first_command(decisions), "decisions": tuple(decisions)}
+    record = job.record(outcome, sha256=sha256, error=fault, **ways, **facts, **_reported(job, report, workplace))
     weights = line_of(weights_to_json(report)) if report.figures else None
     return Done(job.number, record, weights, staged)
 
@@ -168,17 +173,14 @@ def _is_flushed_later(job: Job) -> bool:
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 
-def _is_refused(job: Job, report: Report) -> bool:
-    """Whether no file may be written, for a reason that the report has."""
-    failed = report.smoke is not None and report.smoke.passed is False
-    return failed or bool(refusal(report, parsed_settings(job.treatment.settings)))
-
-
 def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, Any]:
     """The fields of a record that a report fills."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
     remarks = tuple(job.shown(remark, workplace) for remark in report.remarks)
+    settled = accepted(job, report)
+    for finding, shown in zip(report.findings, data["findings"], strict=True):
+        shown["accepted"] = finding in settled
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
 
 

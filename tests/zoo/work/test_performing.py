@@ -88,7 +88,7 @@ def test_a_bug_of_ours_ends_one_job(tmp_path, monkeypatch):
 
 
 DECISIONS = {
-    "VAL101 is accepted": ("nan", "--ignore VAL101"),
+    "what is not finite is set to zero": ("nan", "--zero-non-finite"),
     "a damaged file is salvaged": ("cut", "--salvage"),
     "code is disarmed": ("evil", "--disarm"),
 }
