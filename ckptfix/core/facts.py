@@ -93,6 +93,7 @@ class Kind(Enum):
     RANK_LEFT_OUT = "rank-left-out"
     MASTERS = "masters"
     PACKED_MEMBERS = "packed-members"
+    FLATTENED = "flattened"
     PACKED_SHARD = "packed-shard"
     INDEX_SIZE = "index-size"
     TRAILING_BYTES = "trailing-bytes"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, differ, gone, merge_parts
-from ckptfix.reading.folders.rank_shards import is_sharded
+from ckptfix.reading.folders.chunks import Box, Flat, differ, gone, merge_parts, of_flat
+from ckptfix.reading.folders.rank_shards import FLAT, is_sharded
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     MOST_RANKS,
@@ -35,6 +35,7 @@ from ckptfix.reading.folders.ranks.files import (
     Reader,
     unlike_most,
 )
+from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -109,12 +110,14 @@ def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> 
 
 @dataclass
 class _Collected:
-    """What the ranks hold under one path: boxes of a whole tensor, or the same plain tensor."""
+    """What the ranks hold under one path: boxes of a whole tensor, stretches of it, or the same plain tensor."""
 
     shape: tuple[int, ...] = ()
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
     plain: TensorSpec | None = None
     differs: bool = False
+    stretches: list[TensorSpec] = field(default_factory=list)
+    """Views of the ranks' flat parameters, in the order of the ranks (``LOCAL_STATE_DICT`` with the names)."""
 
 
 _Path = tuple[PathPart, ...]
@@ -128,16 +131,20 @@ class _Merge:
         self.found: dict[_Path, _Collected] = {}
         self.counters: dict[_Path, dict[int, Any]] = {}
         self.kinds: set[str] = set()
+        self.left_out: set[_Path] = set()
         self.world = ranks.world
 
     def document(self) -> Document | None:
         """Return the merged document; None if no tensor is a part of a larger one."""
         first: Any = None
+        lacking: dict[_Path, Path] = {}
         for rank, file in self.ranks.files.items():
             if (root := self.files.root(file)) is None:
                 continue
-            first = root if first is None else first
+            known = len(self.found) if first is not None else None
             self._collect(rank, file, root)
+            lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
+            first = root if first is None else first
             if not self.kinds:
                 return None  # the files of the other ranks are not read for it
         if not self.kinds:
@@ -145,8 +152,9 @@ class _Merge:
         self._check_counters()
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
+        self._leave_out(first, lacking)
         tensors = {path: self._tensor(path, found) for path, found in self.found.items()}
-        root = _replaced(first, (), tensors, {})
+        root = _replaced(first, (), tensors, {}, self.left_out)
         for mark in [mark for mark in self.files.remarks if mark.kind is Kind.TENSOR_SUBCLASS]:
             if mark.data["name"].rpartition(".")[2] in self.kinds:
                 del self.files.remarks[mark]  # what is merged is a plain tensor
@@ -154,12 +162,16 @@ class _Merge:
         return self.files.document(NAME, root, producer)
 
     def _collect(self, rank: int, file: Path, root: Any) -> None:
-        for path, leaf in _leaves(root, (), set()):
+        leaves = list(_leaves(root, (), set()))
+        flat = {id(spec.storage) for path, leaf in leaves if _is_flat_name(path) for spec in _local(leaf)}
+        for path, leaf in leaves:
             if isinstance(leaf, TensorSpec):
                 found = self.found.setdefault(path, _Collected())
-                if found.plain is None:
+                if flat and len(leaf.shape) == 1 and (id(leaf.storage) in flat or not leaf.numel):
+                    found.stretches.append(leaf)
+                elif found.plain is None:
                     found.plain = leaf
-                elif differ(found.plain, leaf):
+                elif leaf.shape != found.plain.shape or differ(found.plain, leaf):
                     found.differs = True
             elif isinstance(leaf, Opaque):
                 try:
@@ -197,8 +209,33 @@ class _Merge:
                     " others; put the files of one save together"
                 )
 
+    def _leave_out(self, root: Any, lacking: Mapping[_Path, Path]) -> None:
+        """Find what cannot be merged: flat parameters whose weights are there by name, and optimizers of flat ones.
+
+        Raises ``UnreadableError`` for a weight of which the first rank knows nothing."""
+        stretches = [found.stretches for found in self.found.values() if len(found.stretches) > 1]
+        if any(part.numel for parts in stretches for part in parts):
+            self.left_out |= {path for path in self.found if _is_flat_name(path)}
+            self.files.remarks[Fact(Kind.FLATTENED)] = None
+        for path in [*(path for path, found in self.found.items() if found.differs), *lacking]:
+            above = [path[:depth] for depth in range(1, len(path))]
+            optimizer = next((part for part in above if is_optimizer(_at(root, part))), None)
+            if optimizer is None and path in lacking:
+                raise UnreadableError(
+                    f"{lacking[path]}: holds {path_name(path)}, which the first rank lacks; stages are not merged"
+                )
+            if optimizer is not None and optimizer not in self.left_out:
+                self.left_out.add(optimizer)
+                self.files.remarks[Fact(Kind.RANK_LEFT_OUT, path_name(optimizer))] = None
+        for path in [path for path in self.found if any(path[: len(part)] == part for part in self.left_out)]:
+            del self.found[path]
+
     def _tensor(self, path: _Path, found: _Collected) -> TensorSpec:
         name = path_name(path)
+        if found.stretches:
+            flat = Flat.joined(found.stretches)
+            whole = of_flat(name, (flat.stop,), flat, 0, found.stretches[0].dtype, self.path)
+            return gone(name, whole, self.path) if self.files.damage else whole
         if not found.shape and not found.copies:
             assert found.plain is not None
             if found.differs:
@@ -217,6 +254,25 @@ class _Merge:
         return merge_parts(name, spec, found.copies, self.path)
 
 
+def _is_flat_name(path: _Path) -> bool:
+    return str(path[-1]).rpartition(".")[2] in FLAT
+
+
+def _local(leaf: Any) -> Iterator[TensorSpec]:
+    """Yield the tensors of a rank in a sharded tensor."""
+    if isinstance(leaf, Opaque) and isinstance(leaf.state, tuple) and leaf.state and isinstance(leaf.state[0], list):
+        for shard in leaf.state[0]:
+            if isinstance(shard, Opaque) and isinstance(spec := shard.attributes.get("tensor"), TensorSpec):
+                yield spec
+
+
+def _at(value: Any, path: _Path) -> Mapping[Any, Any]:
+    """Return the dict at a path; an empty one if there is none."""
+    for part in path:
+        value = value[part] if isinstance(value, dict) and part in value else {}
+    return value if isinstance(value, dict) else {}
+
+
 def _leaves(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, Any]]:
     """Yield the tensors, the parts of tensors and the numbers in a container, with their paths.
 
@@ -233,7 +289,9 @@ def _leaves(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, An
             yield from _leaves(child, (*path, key), seen)
 
 
-def _replaced(value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec], made: dict[int, Any]) -> Any:
+def _replaced(
+    value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec], made: dict[int, Any], left_out: Collection[_Path]
+) -> Any:
     """Return a container with other tensors in it; one that is held in several places stays one."""
     if path in tensors:
         return tensors[path]
@@ -245,13 +303,15 @@ def _replaced(value: Any, path: _Path, tensors: Mapping[_Path, TensorSpec], made
         new: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         made[id(value)] = new
         for key, child in value.items():
-            new[key] = _replaced(child, (*path, key), tensors, made) if isinstance(key, (str, int)) else child
+            if (*path, key) not in left_out:
+                is_path = isinstance(key, (str, int))
+                new[key] = _replaced(child, (*path, key), tensors, made, left_out) if is_path else child
         if isinstance(value, OrderedDict):
             new.__dict__.update(value.__dict__)  # torch's _metadata
         return new
     items: list[Any] = []
     made[id(value)] = items
-    items.extend(_replaced(child, (*path, index), tensors, made) for index, child in enumerate(value))
+    items.extend(_replaced(child, (*path, index), tensors, made, left_out) for index, child in enumerate(value))
     if isinstance(value, tuple):
         made[id(value)] = tuple(items)
     return made[id(value)]
