@@ -36,9 +36,10 @@ from pathlib import Path
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Blocks, Finding, Level, Remedy, advise, counted
+from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.reading.folders.rank_shards import rank_shard
+from ckptfix.reading.folders.rank_shards import FLAT, rank_shard
+from ckptfix.reading.folders.ranks import fsdp
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -47,7 +48,9 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say which part of what the file is."""
     checkpoint = context.checkpoint
     shard = rank_shard(checkpoint.root, checkpoint.entries)
-    if shard is not None:
+    if checkpoint.format == fsdp.NAME:
+        yield from _flattened(rule, context)
+    elif shard is not None:
         yield rule.finding(
             Level.ERROR,
             f"the file is a part of a distributed checkpoint: it {shard.what}",
@@ -70,6 +73,21 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             " name the folder that holds all of them",
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
             remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),
+        )
+
+
+def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say that merged ranks of FSDP have no names or no shapes, which only a target knows (FIT106)."""
+    checkpoint = context.checkpoint
+    flat = tuple(key for key in checkpoint.specs if key.rpartition(".")[2] in FLAT)
+    if context.target is None and (flat or any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks)):
+        lacking = "names and shapes" if flat else "shapes"
+        yield rule.finding(
+            Level.ERROR,
+            f"the weights were flattened by FSDP (LOCAL_STATE_DICT): their {lacking} are not in the files",
+            keys=flat,
+            remedies=(Remedy((("model", MODEL),), "takes them from the model"),),
+            blocks=Blocks.FILLING,
         )
 
 
