@@ -15,8 +15,7 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.archives import tar_members, unpacking, zip_members
 from ckptfix.reading.archives.unpacking import Blocks, expand
-from ckptfix.reading.foreign.bundles import FOREIGN as FOREIGN_BUNDLES
-from ckptfix.reading.foreign.bundles import OF_TORCH, is_part, name_bundle
+from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
 from ckptfix.reading.sniffing import is_torch_tar
 
 DEPTH_LIMIT = 4
@@ -124,7 +123,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     likely = [member for member in archive if not _IGNORED.search(member.name) and looks_like_checkpoint(member.head)]
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
-    whole = name_bundle(present, OF_TORCH) if all(is_part(member.name) for member in likely) else None
+    whole = name_bundle(present, PARTS) if all(is_part(member.name) for member in likely) else None
     if wanted is None and whole is not None:
         raise UnreadableError(f"{path}: an archive that holds {whole}")
     names = ", ".join(_printable(member.name[-200:]) for member in likely[:20]) + (" …" if len(likely) > 20 else "")
@@ -140,7 +139,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; ", *advice, f": {names}")
     if (shut := next((member for member in archive if member.closed), None)) is not None:
         raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
-    if (bundle := name_bundle(present, FOREIGN_BUNDLES)) is not None:
+    if (bundle := name_bundle(present, BUNDLES)) is not None:
         raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
     some = ", ".join(_printable(member.name[-200:]) for member in archive[:3]) or "nothing"
     if damage:

@@ -10,7 +10,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import read_ranks
-from ckptfix.reading.foreign.bundles import FOREIGN, name_bundle
+from ckptfix.reading.foreign.known import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 
@@ -80,7 +80,7 @@ def _contents(folder: Path) -> str:
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
     every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
-    if not (likely or below) and (bundle := name_bundle(every, FOREIGN)) is not None:
+    if not (likely or below) and (bundle := name_bundle(every, BUNDLES)) is not None:
         return f"a folder without a checkpoint of PyTorch in it: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"

@@ -18,100 +18,11 @@ from pathlib import Path
 
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.foreign.pages import CORE_ML, PYTORCH, READ, TENSORFLOW, as_text, name_text
+from ckptfix.reading.foreign.known import remedy, signatures
+from ckptfix.reading.foreign.pages import READ, as_text, name_text
 
-_FLAX = f"load it with Flax (flax.serialization.msgpack_restore) and save its arrays from there, or {PYTORCH}"
 _RIGHT = "is it the right file?"
-_NUMPY = "load it with numpy.load and save it under the name of its parameter in a state_dict"
 _HDF5 = "open it with h5py or Keras and save its arrays from there"
-_MOBILE = "it cannot be turned back into a state_dict here; look for the file that it was made from"
-_GGUF = "its weights are mostly quantised; look for the original safetensors or PyTorch file"
-_DECRYPT = "decrypt it first"
-
-SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
-    (0, b"GGUF", "a GGUF file of llama.cpp", _GGUF),
-    *((0, magic, "a GGML file of llama.cpp or whisper.cpp", _GGUF) for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")),
-    (0, b"\x93NUMPY", "a single NumPy array (.npy), which has no name", _NUMPY),
-    (4, b"TFL3", "a TensorFlow Lite model", f"read it with tf.lite.Interpreter, or {PYTORCH}"),
-    (4, b"PTMF", "a model for PyTorch Mobile (flatbuffer)", _MOBILE),
-    (4, b"ET12", "a program of ExecuTorch (.pte)", _MOBILE),
-    (0, b"\x12\x01" + bytes(14), "a parameter file of MXNet", f"load it with mxnet.nd.load, or {PYTORCH}"),
-    (0, b"\0\0\0\0\x02\0\0\0\x05\0\0\0", "a weight file of Darknet", f"convert it with a tool for YOLO, or {PYTORCH}"),
-    (0, b"\x0c\xdb\x3a\x2a", "a file of an Orbax checkpoint (JAX)", "name its folder to orbax.checkpoint"),
-    (4, b"\x01\0\0\0\x03\0\0\0V 1", "a Lua Torch7 file", "read it with the package torchfile, and save a state_dict"),
-    (0, b"MATLAB 5.0 MAT-file", "a MATLAB file", "read it with scipy.io.loadmat, and save a state_dict"),
-    (0, b"Salted__", "a file encrypted by OpenSSL", _DECRYPT),
-    (0, b"age-encryption.org/", "a file encrypted by age", _DECRYPT),
-    (0, b"%PDF-", "a PDF document", _RIGHT),
-    (0, b"\x89PNG\r\n\x1a\n", "a PNG image", _RIGHT),
-    (0, b"GIF87a", "a GIF image", _RIGHT),
-    (0, b"GIF89a", "a GIF image", _RIGHT),
-    (0, b"II*\0\x08\0\0\0", "a TIFF image", _RIGHT),
-    (0, b"MM\0*\0\0\0\x08", "a TIFF image", _RIGHT),
-    (8, b"WEBP", "a WebP image", _RIGHT),
-    (8, b"WAVEfmt ", "a sound file", _RIGHT),
-    (8, b"AVI LIST", "a video", _RIGHT),
-    (4, b"ftyp", "a video or image of the MPEG-4 family", _RIGHT),
-    (0, b"\x1aE\xdf\xa3", "a Matroska video", _RIGHT),
-    (0, b"OggS\0", "a sound file", _RIGHT),
-    (0, b"fLaC\0", "a sound file", _RIGHT),
-    (0, b"\x7fELF", "a program or library of Linux", _RIGHT),
-    (0, b"\xcf\xfa\xed\xfe", "a program or library of macOS", _RIGHT),
-    (0, b"PAR1", "a Parquet table", _RIGHT),
-    (0, b"ARROW1\0\0", "an Arrow table", _RIGHT),
-    (0, b"SQLite format 3\0", "a SQLite database", _RIGHT),
-)
-"""Where a file has which bytes, what it then is, and what to do."""
-
-_V, _T = rb"[\x80-\xff]{0,4}[\0-\x7f]", rb"[\x20-\x7e]"
-"""A number of a protocol buffer (https://protobuf.dev/programming-guides/encoding/), and a letter."""
-
-_NODE = rb"\n" + _V + rb"\n" + _V + _T
-"""A list whose first element begins with its name."""
-
-_META_GRAPH = rb"\n" + _V + rb".{0,64}?\x12" + _V + _NODE + _T
-"""Facts about a graph, and the graph (``meta_graph.proto``)."""
-
-PATTERNS: tuple[tuple[re.Pattern[bytes], str, str], ...] = tuple(
-    (re.compile(pattern, re.DOTALL), what, remedy)
-    for pattern, what, remedy in (
-        (rb"\xff\xd8\xff[\xdb\xe0-\xef].{2}(JFIF|Exif|ICC_|Adobe|\0)", "a JPEG image", _RIGHT),
-        (
-            # flax/serialization.py: a map whose values are extensions of type 1, with shape, dtype and bytes.
-            rb"([\x81-\x8f]|\xde..|\xdf.{4})[\xa1-\xbf\xd9].*?(\xc7.|\xc8..|\xc9.{4})\x01\x93[\x90-\x9f\xdc]",
-            "a MessagePack file of Flax (JAX)",
-            _FLAX,
-        ),
-        (
-            # onnx.proto: the version, who wrote it, and a graph that begins with the names of its first node.
-            rb"\x08[\x01-\x1f](\x12"
-            + _V
-            + _T
-            + rb"{0,99})?(\x1a"
-            + _V
-            + _T
-            + rb"{0,99})?.{0,64}?:"
-            + _V
-            + rb"\n"
-            + _V
-            + rb"[\n\x12\x1a\x22]"
-            + _V
-            + _T,
-            "an ONNX model",
-            f"its weights need not have the names of a state_dict; run it with onnxruntime, or {PYTORCH}",
-        ),
-        (rb"\x08[\x01-\x0f]\x12" + _V + _META_GRAPH, "a SavedModel of TensorFlow", TENSORFLOW),
-        (rb"\x08[\x01-\x1f]\x12" + _V + _NODE, "a Core ML model", CORE_ML),
-        (
-            rb"\n" + _V + _T + rb"{1,255}.{0,64}?\xa2\x06" + _V + rb"\n" + _V + _T,
-            "a model of Caffe",
-            f"convert it with a tool for Caffe models, or {PYTORCH}",
-        ),
-        (_NODE + _T + rb"{0,255}\x12" + _V + _T, "a frozen graph of TensorFlow", TENSORFLOW),
-        (_META_GRAPH, "the graph of a TensorFlow checkpoint (.meta), without its weights", TENSORFLOW),
-    )
-)
-"""How files begin that have no signature, what they then are, and what to do."""
 
 _TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table of LevelDB (``table/format.h``), the form of a TensorFlow checkpoint's index."""
@@ -232,14 +143,12 @@ def _signed(content: Content) -> str | None:
     if any(bytes(content.buffer[at : at + 8]) == _HDF5_MAGIC for at in (0, 512, 1024, 2048)):
         kind = "a Keras model in HDF5" if b"keras" in bytes(content.buffer[:READ]) else "an HDF5 file (Keras, h5py)"
         return f"{kind}, not a PyTorch checkpoint; {_HDF5}"
-    for offset, magic, what, remedy in SIGNATURES:
-        if head.startswith(magic, offset):
-            return f"{what}, not a PyTorch checkpoint; {remedy}"
-    for pattern, what, remedy in PATTERNS:
-        if pattern.match(content.buffer[:READ]):
-            return f"{what}, not a PyTorch checkpoint; {remedy}"
+    head = bytes(content.buffer[:READ])
+    for known in signatures():
+        if known.begins.match(head, known.at):
+            return f"{known.what}, not a PyTorch checkpoint; {known.remedy}"
     if bytes(content.buffer[-8:]) == _TABLE_MAGIC:
-        return f"the index of a TensorFlow checkpoint, whose weights are in its .data files; {TENSORFLOW}"
+        return f"the index of a TensorFlow checkpoint, whose weights are in its .data files; {remedy('tensorflow')}"
     if head[:2] == b"BM" and int.from_bytes(head[2:6], "little") == len(content):
         return f"a bitmap image, not a PyTorch checkpoint; {_RIGHT}"
     at = int.from_bytes(bytes(content.buffer[60:64]), "little")
@@ -301,7 +210,7 @@ def _by_name(content: Content) -> str | None:
     if suffix in UNFINISHED:
         return f"a download that is not finished (its name ends in {path.suffix}); resume it, or fetch the file again"
     if re.search(r"\.data-\d{5}-of-\d{5}$", path.name):
-        return f"by its name the data of a TensorFlow checkpoint; {TENSORFLOW}"
+        return f"by its name the data of a TensorFlow checkpoint; {remedy('tensorflow')}"
     if path.parent.name == "data" and path.name.isdigit():
         return "by its place a storage of a torch file that was unpacked; name the folder that holds data.pkl"
     return None

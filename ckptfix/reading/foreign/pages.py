@@ -12,10 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-PYTORCH = "look for a PyTorch or safetensors file where it came from"
-TENSORFLOW = f"load it with TensorFlow and save its weights from there, or {PYTORCH}"
-CORE_ML = f"it cannot be turned back into a PyTorch model; {PYTORCH}"
-
 READ = 1 << 16
 """Bytes of a text that are looked at."""
 
@@ -178,7 +174,10 @@ _KNOWN = (
     (re.compile(r"-----BEGIN PGP"), "encrypted by PGP; decrypt it first"),
     (re.compile(r"age-encryption\.org/"), "encrypted by age; decrypt it first"),
     (re.compile(r"4\n1\n3\nV 1\n"), "a Lua Torch7 file; read it with the package torchfile, and save a state_dict"),
-    (re.compile(r"model_checkpoint_path: "), f"TensorFlow's note of its latest checkpoint; {TENSORFLOW}"),
+    (
+        re.compile(r"model_checkpoint_path: "),
+        "TensorFlow's note of its latest checkpoint; load it with TensorFlow and save its weights from there",
+    ),
     (re.compile(r"\[(net|convolutional)\]"), "a Darknet configuration and not its weights; name the .weights file"),
 )
 """How texts begin that have a name."""

@@ -117,8 +117,9 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
         payload = [fact.data["name"] for fact in payload_remarks(names) if fact.kind is Kind.PAYLOAD]
         if not payload:
             raise
-        cause = str(error).removeprefix(f"{path}: ")
         raise HostileError(
             f"{path}: the file is built to run code when it is loaded: it names {', '.join(payload[:_NAMED])} (FIL901);"
-            f" do not load it with anything, get it from a source that you trust (nor can it be read: {cause})"
+            " do not load it with anything, get it from a source that you trust (nor can it be read: ",
+            *error.without(f"{path}: "),
+            ")",
         ) from error

@@ -198,10 +198,8 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
         if not reading.faults:
             raise
         path = reading.archive.path
-        cause = str(error).removeprefix(f"{path}: ").partition(";")[0]
-        raise UnreadableError(
-            f"{path}: {clauses(reading.faults)}, and cannot be read ({cause}); fetch it again"
-        ) from error
+        cause = error.without(f"{path}: ")
+        raise UnreadableError(f"{path}: {clauses(reading.faults)}, and cannot be read: ", *cause) from error
 
 
 def _producer(members: Collection[str]) -> str:

@@ -15,7 +15,8 @@ import pytest
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.foreign.files import SIGNATURES, UNFINISHED, name_stranger
+from ckptfix.reading.foreign.files import UNFINISHED, name_stranger
+from ckptfix.reading.foreign.known import signatures
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
 from tests.reading.files import opened
@@ -55,9 +56,15 @@ def test_noise_is_never_given_a_name() -> None:
 
 
 def test_signatures_lead_to_one_answer_each() -> None:
-    for offset, magic, what, remedy in SIGNATURES:
-        said = name_stranger(Content("f", bytes(range(1, 1 + offset)) + magic + b"\x01\x9c" * 40))
-        assert said == f"f: {what}, not a PyTorch checkpoint; {remedy}"
+    plain = [known for known in signatures() if not set(known.begins.pattern) & set(b"[({")]
+    assert len(plain) > 25
+    for known in plain:
+        for magic in known.begins.pattern.split(b"|"):
+            start = magic.decode().replace(r"\.", ".").replace(r"\*", "*").encode().decode("unicode_escape")
+            said = name_stranger(
+                Content("f", bytes(range(1, 1 + known.at)) + start.encode("latin-1") + b"\x01\x9c" * 40)
+            )
+            assert said == f"f: {known.what}, not a PyTorch checkpoint; {known.remedy}"
 
 
 @pytest.mark.parametrize(

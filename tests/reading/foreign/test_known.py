@@ -8,7 +8,7 @@ import pytest
 
 import ckptfix
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.reading.foreign.bundles import FOREIGN, OF_TORCH, name_bundle
+from ckptfix.reading.foreign.known import BUNDLES, PARTS, name_bundle
 from tests.reading.archives.test_wrapped import saved, tarred, zipped
 
 
@@ -24,8 +24,8 @@ from tests.reading.archives.test_wrapped import saved, tarred, zipped
     ],
 )
 def test_no_bundle(names: list[str]) -> None:
-    assert name_bundle(names, FOREIGN) is None
-    assert name_bundle(names, OF_TORCH) is None
+    assert name_bundle(names, BUNDLES) is None
+    assert name_bundle(names, PARTS) is None
 
 
 @pytest.mark.parametrize(

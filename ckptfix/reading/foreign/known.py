@@ -1,0 +1,87 @@
+"""What is known of files and folders that are not checkpoints: the entries of ``known.toml``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.config import parse_toml
+
+PARTS, BUNDLES = "parts", "bundles"
+"""Tables of folders and archives: those in which single files look like checkpoints and none of them is the whole, and
+those that have nothing of a checkpoint of PyTorch in them."""
+
+_NUMBER, _LETTER = r"[\x80-\xff]{0,4}[\0-\x7f]", r"[\x20-\x7e]"
+_NODE = rf"\n{_NUMBER}\n{_NUMBER}{_LETTER}"
+_SHORT = {
+    "<V>": _NUMBER,
+    "<T>": _LETTER,
+    "<NODE>": _NODE,
+    "<META>": rf"\n{_NUMBER}.{{0,64}}?\x12{_NUMBER}{_NODE}{_LETTER}",
+}
+
+_PART = re.compile(
+    r"(^|/)(\.metadata|[^/]*\.distcp|[^/]*\.pkl|[^/]*(_states|_rng)\.pt|serialized_\w+\.\w+|data/.*|constants/.*|code/.*)$"
+)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How the bytes of a file begin ``at`` a place, what it then is, and what to do."""
+
+    what: str
+    remedy: str
+    begins: re.Pattern[bytes]
+    at: int = 0
+
+
+@cache
+def _known() -> dict[str, Any]:
+    return parse_toml(Path(__file__).with_name("known.toml"))
+
+
+def remedy(name: str) -> str:
+    """Return the text of a remedy by its name in ``[remedies]``; any other text is one itself."""
+    text: str = _known()["remedies"].get(name, name)
+    return text
+
+
+@cache
+def signatures() -> tuple[Signature, ...]:
+    """Return how known files begin, in the order in which they are tried."""
+    return tuple(
+        Signature(entry["what"], remedy(entry["remedy"]), _pattern(entry["begins"]), entry.get("at", 0))
+        for entry in _known()["files"]
+    )
+
+
+def _pattern(text: str) -> re.Pattern[bytes]:
+    for short, pattern in _SHORT.items():
+        text = text.replace(short, pattern)
+    return re.compile(text.encode("ascii"), re.DOTALL)
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file is named like a part of one of ``PARTS``, whatever its first bytes look like."""
+    return _PART.search(name) is not None
+
+
+def name_bundle(names: Collection[str], table: str) -> str | None:
+    """Return what the files of these names are together, with the remedy; None if no entry of the table fits.
+
+    A folder and an archive of it hold the same names, so both are looked up here."""
+    for entry in _known()[table]:
+        if all(any(_ends_with(name, pattern) for name in names) for pattern in entry.get("holds", ())) and (
+            "only" not in entry or (names and all(_ends_with(name, entry["only"]) for name in names))
+        ):
+            return f"{entry['what']}; {remedy(entry['remedy'])}"
+    return None
+
+
+def _ends_with(name: str, pattern: str) -> bool:
+    """Return whether a pattern is the end of a name, from a slash on."""
+    return re.search(rf"(^|/)({pattern})$", name) is not None
