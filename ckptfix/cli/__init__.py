@@ -1,6 +1,7 @@
 """The command line. This package is the only place of ckptfix that prints or exits."""
 
 import gc
+import os
 import sys
 
 __all__ = ["main"]
@@ -10,9 +11,34 @@ _NEW_OBJECTS = 50_000
 none of them is garbage."""
 
 
+_ADDRESSES = 120_000_000
+"""Bytes of address space without which not even the imports work."""
+
+
+def _refuse_little_memory() -> None:
+    """End with exit code 2 if `ulimit -v` leaves too little: numpy's OpenBLAS would end the process with 1, the code
+    for findings, and Python itself calls a file that it has no memory to parse a syntax error.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers for each core count too
+    import mmap
+
+    try:
+        mmap.mmap(-1, _ADDRESSES).close()
+    except OSError:
+        sys.stderr.write("ckptfix: error: too little memory: the limit of the address space (ulimit -v) is too low\n")
+        raise SystemExit(2) from None
+
+
 def main() -> None:
     """Run the program and exit."""
     gc.set_threshold(_NEW_OBJECTS)
+    _refuse_little_memory()
     try:
         from ckptfix.cli.program import run
     except KeyboardInterrupt:

@@ -1,38 +1,105 @@
-"""``ckptfix check``: say what is wrong with checkpoints and change nothing."""
+"""``ckptfix check``: report what is wrong with checkpoints and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import CHECK, library_settings
 from ckptfix.core.report import Report
+from ckptfix.errors import CkptfixError, UnreadableError, UsageError
 from ckptfix.report.telling import Mode, Telling
 
-ARGUMENTS = (Argument("paths", "PATH", "The checkpoints.", many=True),)
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+ARGUMENTS = (Argument("paths", "PATH", "The checkpoints, or folders of checkpoints.", many=True),)
 
 
 def check(run: Run, paths: Sequence[str]) -> int:
     """Report what is wrong with checkpoints, and change nothing.
 
-    Without --model or --like, only defects of the file itself are found.
+    Without --model or --like, only defects of the file itself are found. A folder that is not a checkpoint itself is
+    searched for checkpoints.
     """
     console, choices = run.console, run.choices
     with console.guarding():
         arguments = library_settings(choices, CHECK)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
-        for number, path in enumerate(paths, 1):
-            console.progress(f"checking {path}{f' ({number} of {len(paths)})' if len(paths) > 1 else ''}")
-            telling = Telling(Mode.CHECK, console.verbose, choices)
-            writer.account(path, telling, partial(_check, path, arguments))
-            if console.is_hopeless:
-                break
+        telling = Telling(Mode.CHECK, console.verbose, choices)
+        found = [each for path in paths for each in _checkpoints(path)]
+        with _checking(found, arguments, choices.get("jobs", 1)) as reports:
+            for number, (path, report) in enumerate(zip(found, reports, strict=True), 1):
+                console.progress(f"checking {path}{f' ({number} of {len(found)})' if len(found) > 1 else ''}")
+                writer.account(path, telling, report)
+                if console.is_hopeless:
+                    break
         writer.close()
     return writer.exit_code
+
+
+def _checkpoints(path: str) -> Iterable[str]:
+    """Return the checkpoints of a folder, or the path itself."""
+    if not Path(path).is_dir():
+        return [path]
+    import ckptfix
+    from ckptfix.zoo.items.grouping import Kind
+    from ckptfix.zoo.items.listing import list_zoo
+    from ckptfix.zoo.places import open_place
+
+    try:
+        ckptfix.open_checkpoint(path)
+    except UnreadableError:
+        items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]
+        return [str(Path(path, item.name)) for item in items] or [path]
+    except CkptfixError:  # it is one, and the check says what is wrong with it
+        return [path]
+    return [path]
+
+
+@contextmanager
+def _checking(
+    paths: Sequence[str], arguments: Mapping[str, Any], jobs: int
+) -> Iterator[Iterable[Callable[[], Report]]]:
+    """Give for each path a function that returns its report, in ``jobs`` processes if there are several."""
+    if jobs < 1:
+        raise UsageError(f"{jobs} jobs do nothing; give 1 or more")
+    if min(jobs, len(paths)) < 2:
+        yield (partial(_check, path, arguments) for path in paths)
+        return
+    import multiprocessing
+    import signal
+    from concurrent.futures import ProcessPoolExecutor
+
+    pool = ProcessPoolExecutor(
+        min(jobs, len(paths)),
+        # This process has no threads yet, so it can be forked, which takes no new start; macOS has none that is safe.
+        multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn"),
+        # Ctrl-C reaches every process of the terminal; this one says so for all.
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        futures = [pool.submit(_check, path, arguments) for path in paths]
+        yield [partial(_result, future, path) for future, path in zip(futures, paths, strict=True)]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _result(future: Future[Report], path: str) -> Report:
+    from concurrent.futures.process import BrokenProcessPool
+
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise CkptfixError(f"{path}: its process was killed, perhaps for memory; run it with fewer jobs") from error
 
 
 def _check(path: str, arguments: Mapping[str, Any]) -> Report:

@@ -106,7 +106,11 @@ class Console:
         """Show what is being done, on a terminal alone, until something else is written."""
         if sys.stderr.isatty() and not self.quiet:
             self.end_progress()
-            _write_error_text(Paper.of(sys.stderr).write([f"{text} …"]).rstrip("\n"))
+            paper = Paper.of(sys.stderr)
+            shown = f"{text} …"
+            if paper.width and len(shown) >= paper.width:  # a second row could not be taken away again
+                shown = f"{text[: max(paper.width - 3, 1)]} …"
+            _write_error_text(paper.write([shown]).rstrip("\n"))
             self._shows_progress = True
 
     @contextmanager
@@ -156,10 +160,12 @@ class Console:
             raise
         except KeyboardInterrupt as stop:
             raise click.exceptions.Exit(self.tell_stop(stop, source)) from None
+        except MemoryError:
+            self._fail(_naming(source, "the machine has too little memory for this file"))
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
             if self.verbose:
                 _write_error_text(traceback.format_exc())
-            self._fail(_naming(source, _bug(error)))
+            self._fail(_naming(source, _too_little(error) or _bug(error)))
 
     @contextmanager
     def guarding(self, source: str = "") -> Iterator[None]:
@@ -233,6 +239,23 @@ def _worded(error: CkptfixError) -> str:
 
 def _naming(source: str, message: str) -> str:
     return message if source in message else f"{source}: {message}"
+
+
+_OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory")
+"""What torch, CUDA and the system say when there is too little memory: torch has no class of its own for it."""
+
+
+def _too_little(error: Exception) -> str:
+    """Return what to say of an error that is about the machine and not about ckptfix; an empty text otherwise."""
+    if any(words in str(error) for words in _OUT_OF_MEMORY):
+        return f"the machine has too little memory ({str(error).splitlines()[0]})"
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _PARTS:
+        return f"this needs {(error.name or '').partition('.')[0]}, which cannot be imported ({error})"
+    return ""
+
+
+_PARTS = ("torch", "numpy", "safetensors", "jinja2", "fsspec", "ray")
+"""Packages that only some commands need."""
 
 
 def _bug(error: Exception) -> str:

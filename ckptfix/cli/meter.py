@@ -17,8 +17,11 @@ QUIET = 2.0
 LIVE, SELDOM = 0.2, 10.0
 """Seconds from one text to the next: on a terminal, where it takes the place of the last one, and in a file."""
 
-_TELLING = 1.0
+_SETTLED = 1.0
 """Seconds of a task after which its rate says how long the rest takes."""
+
+_SMALL = 1_000_000
+"""Bytes of a task that is done before anyone could read about it."""
 
 
 @dataclass
@@ -40,13 +43,15 @@ class Meter:
         now = self.clock()
         # The task is kept beside its start, or its id could become that of another one.
         _, began, before = self._began.setdefault(id(task), (task, now, task.done))
-        if now - self._shown < self.every:
+        if now - self._shown < self.every or task.total < _SMALL:
             return
         self._shown = now
-        text = f"{task.name}: {bytes_text(task.done)} of {bytes_text(task.total)}"
-        if now - began >= _TELLING and task.done > before:
+        done = min(task.done, task.total)  # a tensor may be read twice, so more than the total can pass
+        share = 100 * done // max(task.total, 1)
+        text = f"{task.name}: {share} %, {bytes_text(done)} of {bytes_text(task.total)}"
+        if now - began >= _SETTLED and task.done > before:
             rate = (task.done - before) / (now - began)
-            text += f", {bytes_text(rate)}/s, {time_text((task.total - task.done) / rate)} left"
+            text += f", {bytes_text(rate)}/s, {time_text((task.total - done) / rate)} left"
         self.show(text)
 
     def slowed(self, reason: str, nbytes: int) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import FAILED, Console, write_output
+from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report
 from ckptfix.report.telling import Telling
 
@@ -28,6 +30,7 @@ class ReportWriter:
     page: PageWriter | None = None
     exit_code: int = 0
     _entries: list[Mapping[str, Any]] = field(default_factory=list)
+    _counts: Counter[str] = field(default_factory=Counter)
     _written: int = 0
 
     def report(self, report: Report, telling: Telling) -> None:
@@ -57,11 +60,16 @@ class ReportWriter:
                 self.page.add(report, telling, time.monotonic() - begun)
             self.report(report, telling)
             self.exit_code = max(self.exit_code, report.exit_code)
+            left = [finding for finding in report.remaining if finding.level > Level.NOTE]
+            self._counts["with defects" if left else "without"] += 1
+            self._counts["defects"] += len(left)
+            self._counts["fixable"] += sum(finding.is_fixable and not finding.needs_unsafe for finding in left)
         for message in self.console.failures[told:]:
             if self.page is not None:
                 self.page.add_error(source, message)
             self.error(source, message)
             self.exit_code = FAILED
+            self._counts["failed"] += 1
 
     def error(self, source: str, message: str) -> None:
         """Write what programs should know of a file that could not be checked; people read the line on stderr."""
@@ -75,7 +83,15 @@ class ReportWriter:
             self.console.write_plain([github_error(source, message)])
 
     def close(self) -> None:
-        """Write what was held back."""
+        """Write what was held back, and how many files had defects."""
+        counts = self._counts
+        files = counts["with defects"] + counts["without"] + counts["failed"]
+        if files > 1 and self.form in ("full", "concise") and not self.console.quiet:
+            defects = f" ({counted(counts['defects'], 'defect')}, {counts['fixable']} fixable)"
+            parts = [f"{counts['with defects']} with defects{defects if counts['defects'] else ''}"]
+            parts += [f"{counts['failed']} could not be read"] if counts["failed"] else []
+            line = f"{counted(files, 'file')}: {', '.join(parts)}"
+            self.console.write(["", line]) if self.form == "full" else self.console.note(line)
         if self.form == "json":
             from ckptfix.core.report import envelope
 

@@ -118,6 +118,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Hash the sources and outputs of earlier runs, and redo what differs."),
         Option("jobs", Kind.WHOLE, (MIGRATE,), metavar="N", default="one per core", short="-j",
             help="Files at the same time."),
+        Option("jobs", Kind.WHOLE, (CHECK,), metavar="N", default="1", short="-j", is_for_once=True,
+            help="Files at the same time."),
         Option("memory", Kind.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free",
             help="Memory for all jobs together, such as 4GB."),
         Option("temporary", Kind.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free", flag="--temp-space",

@@ -37,8 +37,8 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         if text := _text(finding):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     if command := next_command(report, telling):
-        yield ("  run: ", Span(command, "strong"))
-        yield from (("   or: ", Span(other, "strong")) for other in _other_commands(report, telling))
+        yield ("  run: ", Span(command, "command"))
+        yield from (("   or: ", Span(other, "command")) for other in _other_commands(report, telling))
         if price := price_text(report, recommended(report)):
             yield ("       ", Span(price, "warning"))
 

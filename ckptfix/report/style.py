@@ -7,7 +7,9 @@ key, a message or a file name with an escape sequence in it cannot reach the ter
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -17,6 +19,7 @@ _CODES = {
     "note": "36",
     "good": "32",
     "strong": "1",
+    "command": "1",
     "faint": "2",
 }
 
@@ -26,7 +29,10 @@ _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—":
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong`` or ``faint``."""
+    """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong``, ``faint`` or ``command``.
+
+    A line with a command in it is never broken: it has to work when it is pasted.
+    """
 
     text: str
     role: str
@@ -38,10 +44,11 @@ Line = str | tuple[str | Span, ...]
 
 @dataclass(frozen=True)
 class Paper:
-    """What a stream can show: colours or not, and its encoding."""
+    """What a stream can show: colours or not, its encoding, and the columns that lines are broken at, 0 for none."""
 
     color: bool = False
     encoding: str = "utf-8"
+    width: int = 0
 
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Paper:
@@ -52,14 +59,36 @@ class Paper:
             color = environment["FORCE_COLOR"] != "0"
         else:
             color = stream.isatty() and environment.get("TERM") != "dumb"
-        return cls(color, getattr(stream, "encoding", None) or "utf-8")
+        width = shutil.get_terminal_size((0, 0)).columns if stream.isatty() else 0
+        return cls(color, getattr(stream, "encoding", None) or "utf-8", width)
 
     def write(self, lines: Iterable[Line]) -> str:
         """The lines as one text that ends in a line break; the empty text for no lines."""
         return "".join(
-            "".join(self._piece(piece) for piece in ((line,) if isinstance(line, str) else line)).rstrip() + "\n"
-            for line in lines
+            "".join(self._piece(piece) for piece in row).rstrip() + "\n" for line in lines for row in self._rows(line)
         )
+
+    def _rows(self, line: Line) -> Iterator[tuple[str | Span, ...]]:
+        """Yield the rows of a line: it is broken at spaces, and goes on two columns further in."""
+        pieces = (line,) if isinstance(line, str) else line
+        texts = [piece if isinstance(piece, str) else piece.text for piece in pieces]
+        is_command = any(isinstance(piece, Span) and piece.role == "command" for piece in pieces)
+        if not self.width or is_command or sum(map(len, texts)) <= self.width:
+            yield pieces
+            return
+        whole = "".join(texts)
+        indent = " " * min(len(whole) - len(whole.lstrip(" ")) + 2, self.width // 2)
+        row: list[str | Span] = []
+        used = 0
+        for piece, text in zip(pieces, texts, strict=True):
+            for word in re.findall(r" *[^ ]+| +", text):
+                bare = word.lstrip(" ")
+                if used and bare and used + len(word) > self.width and used > len(indent):
+                    yield tuple(row)
+                    row, used, word = [indent], len(indent), bare
+                row.append(word if isinstance(piece, str) else Span(word, piece.role))
+                used += len(word)
+        yield tuple(row)
 
     def _piece(self, piece: str | Span) -> str:
         text = self._encodable(printable(piece if isinstance(piece, str) else piece.text))

@@ -1,17 +1,19 @@
-"""The report for people: what was wrong in one line, each finding, what was done, and what is left to do."""
+"""The report for people: what is wrong in one line, each finding, what was done, and what is left to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.edits import Cast, Drop, Edit, Fill, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report, plain
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.figures import elements, percent, quantity
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.folding import fold_keys
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, mark, message_with_count
 
@@ -19,15 +21,19 @@ if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.smoke_result import SmokeResult
 
-_HEADLINE_ITEMS = 3
-_HEADLINE_LENGTH = 100
-_EVIDENCE_ITEMS = 8
-_EVIDENCE_LENGTH = 120
+_FEW = 2
+"""Defects of which the headline has the messages; of more it has the names, by kind."""
+
+_NAMES = 3
+_LENGTH = 100
+_KEY_WIDTH = 60
+_ABOUT_VALUES = ("VAL", "FIL2", "RUN")
+"""The rules that find the values broken, and not the names or shapes."""
 
 
 def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     """The whole account of one file."""
-    yield headline(report)
+    yield headline(report, telling)
     yield (Span(f"  {_what_it_is(report)}", "faint"),)
     for finding in report.findings:
         yield ""
@@ -62,36 +68,96 @@ def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:
         )
 
 
-def headline(report: Report) -> Line:
-    """What was wrong, in one line."""
-    defects = [finding for finding in report.findings if finding.level > Level.NOTE]
-    notes = len(report.findings) - len(defects)
-    if not defects and report.edits and not report.fixed and report.exit_code == 0:
-        done = [line for line in edit_lines(report.edits) if not line.startswith(" ")]
-        named = [cut(line, _HEADLINE_LENGTH) for line in done[:_HEADLINE_ITEMS]]
-        more = [f"and {len(done) - _HEADLINE_ITEMS} more"] if len(done) > _HEADLINE_ITEMS else []
-        return (Span(f"{report.source}: ", "strong"), Span("a saved plan", "good"), f": {'; '.join([*named, *more])}")
-    if not defects:
-        failed = "a strict load would fail" if report.obstacles else "the forward test failed"
-        clean = "clean" if report.exit_code == 0 else failed
-        return (
-            Span(f"{report.source}: ", "strong"),
-            Span(clean, "good" if report.exit_code == 0 else "error"),
-            f", {counted(notes, 'note')}" if notes else "",
-        )
-    # The first clause says what is wrong; the rest of the message stands below.
-    named = [
-        cut(message_with_count(finding).partition("; ")[0].rstrip("."), _HEADLINE_LENGTH)
-        for finding in defects[:_HEADLINE_ITEMS]
-    ]
-    if len(defects) > _HEADLINE_ITEMS:
-        named.append(f"and {len(defects) - _HEADLINE_ITEMS} more")
-    worst = max(finding.level for finding in defects)
-    return (
-        Span(f"{report.source}: ", "strong"),
-        Span(counted(len(defects), "defect"), worst.name.lower()),
-        f": {'; '.join(named)}",
-    )
+def headline(report: Report, telling: Telling | None = None) -> Line:
+    """Return in one line what is wrong, worst first; after a repair, what was done and how it was proved."""
+    telling = telling or Telling()
+    source = Span(f"{report.source}: ", "strong")
+    left = [finding for finding in report.remaining if finding.level > Level.NOTE]
+    written = f" → {report.output}" if report.output is not None else ""
+    if telling.mode is Mode.CHECK or (left and not report.edits):
+        return (source, *(_defects(left) if left else _sound(report, telling)))
+    done = _done_text(report)
+    if report.exit_code == 0 and report.edits:
+        if telling.mode is Mode.DRY_RUN:
+            return (source, Span("would be repaired", "good"), f" ({done})")
+        return (source, Span("repaired", "good"), f" ({done}){written}; {_proof(report)}")
+    if report.exit_code == 0 and report.output is not None:
+        return (source, Span("written", "good"), f"{written}; {_proof(report)}")
+    if not left:
+        return (source, *_sound(report, telling))
+    fixed = f"{len(report.fixed)} fixed{written}" if report.output is not None else "not repaired"
+    return (source, Span(fixed, "warning" if report.output is not None else "error"), "; left: ", *_defects(left))
+
+
+def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
+    """The headline of a file without defects that remain."""
+    notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
+    if report.exit_code:
+        failed = report.smoke is not None and report.smoke.passed is False
+        reason = "a strict load would fail" if report.obstacles else "the forward test failed" if failed else ""
+        return (Span(reason or "weights are untrained", "error"), notes)
+    if report.target is not None:
+        return (Span(f"fits {report.target}", "good"), notes)
+    limits = [] if telling.choices.get("values", True) else ["values not read"]
+    limits += ["not compared with a model: add --model or --like"]
+    return (Span("nothing wrong in the file itself", "good"), f" ({', '.join(limits)}){notes}")
+
+
+def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:
+    """Defects, worst first: each by its message if they are few, otherwise counted by kind."""
+    ranked = sorted(findings, key=lambda finding: (-finding.level, _kind(finding)))
+    worst = Span(counted(len(findings), "defect"), ranked[0].level.name.lower())
+    if len(ranked) <= _FEW:
+        # The first clause says what is wrong; the rest of the message is below.
+        clauses = (message_with_count(finding).partition("; ")[0].rstrip(".") for finding in ranked)
+        return (worst, f": {'; '.join(cut(clause, _LENGTH) for clause in clauses)}")
+    kinds: dict[int, list[Finding]] = {}
+    for finding in ranked:
+        kinds.setdefault(_kind(finding), []).append(finding)
+    return (worst, f": {', '.join(_kind_text(kind, some) for kind, some in kinds.items())}")
+
+
+def _kind(finding: Finding) -> int:
+    if finding.code.startswith(_ABOUT_VALUES):
+        return 0
+    return 2 if finding.is_fixable and not finding.needs_unsafe else 1
+
+
+def _kind_text(kind: int, findings: list[Finding]) -> str:
+    what = ("in the values", "need a choice" if len(findings) > 1 else "needs a choice", "fixable")[kind]
+    names = list(dict.fromkeys(finding.name for finding in findings))
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"{len(findings)} {what} ({', '.join(names[:_NAMES])}{more})"
+
+
+_DONE: Mapping[type[Edit], str] = {
+    Rename: "renamed",
+    Fill: "filled",
+    Replace: "replaced",
+    Drop: "dropped",
+    Cast: "cast",
+}
+
+
+def _done_text(report: Report) -> str:
+    """What the edits did, counted: ``74 keys renamed, 3 keys filled``."""
+    counts: Counter[str] = Counter()
+    renamed: set[str] = set()
+    for edit in report.edits:
+        if not (isinstance(edit, Rename) and edit.key in renamed):  # a key that was renamed twice counts once
+            counts[_DONE.get(type(edit), "")] += 1
+        if isinstance(edit, Rename):
+            renamed.add(edit.to)
+    parts = [f"{counted(counts[verb], 'key')} {verb}" for verb in _DONE.values() if counts[verb]]
+    others = counts[""]
+    return ", ".join([*parts, *([f"{counted(others, 'other edit' if parts else 'edit')}"] if others else [])])
+
+
+def _proof(report: Report) -> str:
+    """How the written file was proved."""
+    if report.smoke is not None and report.smoke.passed:
+        return "loads strictly, forward test passed"
+    return f"fits {report.target}" if report.target is not None else "read back and compared"
 
 
 def _what_it_is(report: Report) -> str:
@@ -111,21 +177,74 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
         *_marked(finding, report, telling),
     )
     yield f"  {finding.message}"
-    yield from (f"    {line}" for line in folded_lines(finding.keys, telling.limit))
-    if finding.evidence:
-        yield (Span(f"  evidence: {_evidence_text(plain(finding.evidence), telling.verbose)}", "faint"),)
+    yield from (f"    {line}" for line in _key_lines(finding, telling))
+    evidence = plain(finding.evidence)
+    if telling.verbose and evidence:
+        yield (Span(f"  evidence: {'; '.join(evidence_items(evidence))}", "faint"),)
+    elif shown := _evidence_text(evidence):
+        yield (Span(f"  {shown}", "faint"),)
+
+
+def _key_lines(finding: Finding, telling: Telling) -> Iterator[str]:
+    """Yield the folded keys, each with its shapes or figures if the evidence has them."""
+    folds = fold_keys(finding.keys, _spec(plain(finding.evidence)))
+    limit = telling.limit
+    shown = folds if limit is None or len(folds) <= limit else folds[: limit - 1]
+    names = [f"{fold}  ({fold.count})" if fold.count > 1 else str(fold) for fold in shown]
+    width = min(_KEY_WIDTH, max(map(len, names), default=0))
+    yield from (f"{name:<{width}}  {fold.spec}".rstrip() for name, fold in zip(names, shown, strict=True))
+    if rest := sum(fold.count for fold in folds[len(shown) :]):
+        yield f"… and {rest} more"
+
+
+def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
+    shapes, figures = evidence.get("shapes"), evidence.get("tensors")
+    if isinstance(shapes, dict):
+        return lambda key: _shapes_text(shapes.get(key))
+    if isinstance(figures, dict):
+        return lambda key: _figures_text(figures.get(key))
+    return None
+
+
+def _shapes_text(shapes: Any) -> str:
+    if not isinstance(shapes, dict):
+        return ""
+    file, target = shapes.get("file"), shapes.get("target")
+    return f"file {_shape(file):<18}  model {_shape(target)}"
+
+
+def _shape(shape: Any) -> str:
+    return "not a tensor" if shape is None else str(shape)
+
+
+def _figures_text(figures: Any) -> str:
+    return ", ".join(_words(figures)) if isinstance(figures, dict) else ""
+
+
+def _evidence_text(evidence: dict[str, Any]) -> str:
+    """The plain figures of the evidence in words; what is nested is shown beside the keys, or with ``-v``."""
+    return ", ".join(_words({name: value for name, value in evidence.items() if not isinstance(value, dict)}))
+
+
+def _words(figures: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in figures.items():
+        # Counts of nothing say nothing.
+        if value is not None and not isinstance(value, dict) and (value != 0 or isinstance(value, float)):
+            yield cut(f"{name.replace('_', ' ')} {_figure(value)}", _LENGTH)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        more = [f"… ({len(value)})"] if len(value) > _NAMES + 1 else []
+        return ", ".join([*map(_figure, value[: _NAMES + (not more)]), *more])
+    return str(value)
 
 
 def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | Span, ...]:
     text = mark(finding, report, telling.mode)
     return (" ", Span(text, "good")) if text else ()
-
-
-def _evidence_text(evidence: dict[str, Any], verbose: bool) -> str:
-    items = list(evidence_items(evidence, None if verbose else _EVIDENCE_LENGTH))
-    if not verbose and len(items) > _EVIDENCE_ITEMS:
-        items = [*items[:_EVIDENCE_ITEMS], f"… and {len(items) - _EVIDENCE_ITEMS} more (-v)"]
-    return "; ".join(items)
 
 
 def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:

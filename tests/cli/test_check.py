@@ -33,7 +33,37 @@ def test_one_bad_file_does_not_stop_the_others(folder):
     done = run_here("check", "torn.pth", "nowhere.pth", "wrapped.pth", "--output-format", "concise", cwd=folder)
     assert done.returncode == 2
     assert done.stdout.startswith("wrapped.pth: KEY102 wrapper-prefix: ")
-    assert [line.split(": ")[2] for line in done.stderr.splitlines()] == ["torn.pth", "nowhere.pth"]
+    *errors, count = done.stderr.splitlines()
+    assert [line.split(": ")[2] for line in errors] == ["torn.pth", "nowhere.pth"]
+    assert count == "ckptfix: 3 files: 1 with defects (1 defect, 1 fixable), 2 could not be read"
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_folder_is_searched(jobs, folder):
+    (folder / "deep").mkdir()
+    (folder / "good.pth").rename(folder / "deep" / "good.pth")
+    (folder / "torn.pth").unlink()
+    done = run("check", ".", "--jobs", jobs, cwd=folder)
+    assert (done.returncode, done.stderr) == (1, "")
+    headlines = [line for line in done.stdout.splitlines() if ".pth: " in line and not line.startswith(" ")]
+    assert [line.partition(": ")[0] for line in headlines] == ["deep/good.pth", "wrapped.pth"]
+    assert done.stdout.endswith("\n2 files: 1 with defects (1 defect, 1 fixable)\n")
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(folder):
+    (folder / "empty").mkdir()
+    done = run_here("check", "empty", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "empty: an empty folder" in done.stderr
+
+
+def test_a_folder_that_is_one_checkpoint_is_checked_whole(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "good.pth").rename(folder / "model" / "pytorch_model.bin")
+    done = run_here("check", "model", cwd=folder)
+    assert done.returncode == 0
+    assert "files:" not in done.stdout
 
 
 def test_a_pipe_gets_no_escape_codes(folder):

@@ -22,7 +22,7 @@ def test_work_below_two_seconds_shows_nothing(seconds):
 
 def test_longer_work_shows_bytes_rate_and_time_left():
     shown = watch(10.0)
-    assert shown[0] == "writing a.pth: 200 MB of 1.0 GB, 100 MB/s, 8 s left"
+    assert shown[0] == "writing a.pth: 20 %, 200 MB of 1.0 GB, 100 MB/s, 8 s left"
     assert shown[-1].endswith("0 s left")
     assert 20 < len(shown) <= 41
 
@@ -43,10 +43,27 @@ def test_the_first_bytes_of_a_task_foretell_nothing():
         for now in (10.5, 11.0):  # noqa: B007 - the clock reads it
             task.advance(5 * 10**7)
     assert shown == [
-        "writing a.pth: 1.0 MB of 1.0 GB",
-        "writing a.pth: 51.0 MB of 1.0 GB",
-        "writing a.pth: 101 MB of 1.0 GB, 100 MB/s, 9 s left",
+        "writing a.pth: 0 %, 1.0 MB of 1.0 GB",
+        "writing a.pth: 5 %, 51.0 MB of 1.0 GB",
+        "writing a.pth: 10 %, 101 MB of 1.0 GB, 100 MB/s, 9 s left",
     ]
+
+
+def test_a_second_pass_over_the_bytes_is_not_more_than_all():
+    now, shown = 0.0, list[str]()
+    task = Task("scanning values", 10**9)
+    with watched_by(Meter(shown.append, clock=lambda: now)):
+        for now in (0.0, 10.0, 20.0):  # noqa: B007 - the clock reads it
+            task.advance(9 * 10**8)
+    assert shown[-1] == "scanning values: 100 %, 1.0 GB of 1.0 GB, 90.0 MB/s, 0 s left"
+
+
+def test_a_small_task_shows_nothing():
+    now, shown = 0.0, list[str]()
+    with watched_by(Meter(shown.append, clock=lambda: now)):
+        now = 60.0
+        Task("scanning values", 999).advance(1)
+    assert shown == []
 
 
 def test_nobody_has_to_watch():

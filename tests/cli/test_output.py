@@ -21,7 +21,8 @@ def written(form, capsys, **settings):
     writer.account("resnet.pth", Telling(), lambda: report(PREFIX))
     writer.close()
     out, err = capsys.readouterr()
-    assert err == "ckptfix: error: torn.pth: cut short\n"
+    count = "ckptfix: 3 files: 1 with defects (1 defect, 1 fixable), 1 could not be read\n"
+    assert err == "ckptfix: error: torn.pth: cut short\n" + (count if form == "concise" else "")
     return out, writer.exit_code
 
 

@@ -163,7 +163,7 @@ def test_what_has_no_meaning_is_refused_before_anything_is_done(folder, words):
 def test_what_a_saved_plan_does_stands_at_the_top(folder):
     run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     done = run_here("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)
-    assert done.stdout.startswith("wrapped.pth: a saved plan: rename 2 keys: module.{…} → {…}")
+    assert done.stdout.startswith("wrapped.pth: repaired (2 keys renamed) → new.pth; ")
 
 
 def test_a_result_that_does_not_load_is_never_said_to_need_no_repair(folder):

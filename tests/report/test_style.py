@@ -27,6 +27,24 @@ def test_where_colours_are(stream, environment, color):
     assert Paper.of(stream, environment).color is color
 
 
+def test_a_long_line_is_broken_at_spaces_and_goes_on_further_in():
+    lines = ["  the weight matrix has decayed to nothing at all", "short", "x" * 30]
+    assert Paper(width=20).write(lines) == (
+        "  the weight matrix\n    has decayed to\n    nothing at all\nshort\n" + "x" * 30 + "\n"
+    )
+    colored = Paper(color=True, width=12).write([("run ", Span("words of one", "error"))])
+    assert colored == "run \x1b[1;31mwords\x1b[0m\x1b[1;31m of\x1b[0m\n  \x1b[1;31mone\x1b[0m\n"
+
+
+def test_a_command_is_never_broken():
+    line = ("run: ", Span("ckptfix repair a.pth --model zoo:net --fill target", "command"))
+    assert Paper(width=20).write([line]).count("\n") == 1
+
+
+def test_a_pipe_breaks_no_line():
+    assert Paper.of(io.StringIO(), {}).width == 0
+
+
 def test_a_role_is_an_escape_sequence_only_with_colours():
     lines = [("a ", Span("b", "error"))]
     assert Paper().write(lines) == "a b\n"
