@@ -181,6 +181,12 @@ class TensorSpec(Geometry):
         return self.storage is not None or bool(self.parts)
 
     @property
+    def can_learn(self) -> bool:
+        """Whether a gradient is asked for, of a dtype that can have one: torch refuses any other."""
+        dtype = DTYPES[self.dtype]
+        return self.requires_grad and (dtype.is_float or dtype.is_complex)
+
+    @property
     def view(self) -> tuple[object, ...]:
         """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
         place = (id(self.storage), self.offset, self.dtype, self.shape, self.strides)

@@ -90,7 +90,7 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
             return f"the quantiser of {key}"
         if is_safetensors:
             continue
-        if spec.requires_grad != other.requires_grad or spec.is_parameter != other.is_parameter:
+        if spec.can_learn != other.can_learn or spec.is_parameter != other.is_parameter:
             return f"requires_grad of {key}"
     if _tie_groups(written) != _tie_groups(expected):
         return "the ties"

@@ -233,9 +233,9 @@ class PickleWriter:
         # A Parameter is a call around the record of its data; requires_grad belongs to the Parameter.
         if spec.is_parameter:
             self._phrase(("torch._utils", "_rebuild_parameter"), b"(")
-        self._record(spec, requires_grad=spec.requires_grad and not spec.is_parameter)
+        self._record(spec, requires_grad=spec.can_learn and not spec.is_parameter)
         if spec.is_parameter:
-            self._hooks(spec.requires_grad)
+            self._hooks(spec.can_learn)
             self._out.append(b"tR")
 
     def _record(self, spec: TensorSpec, requires_grad: bool) -> None:
@@ -256,7 +256,7 @@ class PickleWriter:
         self._sizes(spec.shape)
         self._sizes(spec.strides)
         if quantizer is not None:
-            self._quantizer(quantizer)
+            self._quantizer(quantizer, spec)
         self._hooks(requires_grad)
         if not dtype.storage and quantizer is None:
             self._global("torch", spec.dtype)
@@ -281,7 +281,12 @@ class PickleWriter:
         """``requires_grad``, and the empty dict of hooks: it has no place in the memo, as nothing names it again."""
         self._phrase(b"\x88" if requires_grad else b"\x89", ("collections", "OrderedDict"), b")R")
 
-    def _quantizer(self, quantizer: Quantizer) -> None:
+    def _quantizer(self, quantizer: Quantizer, spec: TensorSpec) -> None:
+        if not _is_possible(quantizer, spec.shape):
+            raise WriteError(
+                f"{self.path}: torch refuses a quantised tensor of shape {spec.shape}, as its scales do not fit; fetch "
+                "the file again"
+            )
         values: tuple[Any, ...] = (quantizer.scale, quantizer.zero_point)
         self._out.append(b"(")
         self._global("torch", quantizer.scheme)
@@ -297,3 +302,17 @@ class PickleWriter:
         self._call("torch.serialization", "_get_layout", (f"torch.{spec.layout}",))
         self._tuple(parts)
         self._out.append(b"\x86R")
+
+
+def _is_possible(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
+    """Return whether torch makes a tensor of this shape with such a quantiser."""
+    scale, zero_point, axis = quantizer.scale, quantizer.zero_point, quantizer.axis
+    if quantizer.scheme.startswith("per_tensor"):
+        return axis is None and isinstance(scale, (int, float)) and isinstance(zero_point, int)
+    if not isinstance(axis, int) or not 0 <= axis < len(shape):
+        return False
+    given: tuple[object, ...] = (scale, zero_point)  # torch 1.3 pickled lists
+    counts = [
+        part.numel if isinstance(part, TensorSpec) else len(part) if isinstance(part, list) else -1 for part in given
+    ]
+    return counts == [shape[axis]] * 2

@@ -198,7 +198,7 @@ class _Plainer:
                 return spec
             return self.convert({"class": "numpy.ndarray", **array_fields(value)}, path, depth + 1)
         name = str(value.cls)
-        if name in NATIVE:
+        if name in NATIVE and _is_made_by_torch(name, value.args):
             return Opaque(value.cls, self.convert(value.args, path, depth + 1))
         if is_module(value):
             self._note(path, name, "state_dict")
@@ -206,6 +206,13 @@ class _Plainer:
         made = natural_form(value)
         self._note(path, name, type(made).__name__)
         return self.convert(made, path, depth + 1)
+
+
+def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the arguments are those with which one of these classes is pickled; torch refuses any other."""
+    if name == "torch.device":
+        return len(args) in (1, 2) and isinstance(args[0], str) and all(isinstance(arg, int) for arg in args[1:])
+    return len(args) <= 1 and all(isinstance(arg, (dict, list, tuple)) for arg in args)
 
 
 def _class_name(value: Any) -> str:

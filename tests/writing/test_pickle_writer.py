@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import WriteError
-from ckptfix.writing.pickle_writer import PickleWriter
+from ckptfix.writing.pickle_writer import PickleWriter, StorageRef
 
 
 def no_tensors(spec: TensorSpec) -> Any:
@@ -106,3 +107,30 @@ def test_a_tuple_in_its_own_list_is_written():
 def test_what_torch_would_refuse_is_refused(value, message):
     with pytest.raises(WriteError, match=message):
         dump({"x": value})
+
+
+def vector(size: int) -> TensorSpec:
+    return TensorSpec("float64", (size,), (1,), Storage("1", MemoryBytes(bytes(8 * size))))
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "is_possible"),
+    [
+        pytest.param(Quantizer("per_tensor_affine", 0.5, 3), True, id="one scale"),
+        pytest.param(Quantizer("per_channel_affine", vector(2), vector(2), 0), True, id="a scale for each row"),
+        pytest.param(Quantizer("per_channel_affine", [0.5] * 3, [0] * 3, 1), True, id="of torch 1.3"),  # type: ignore[arg-type]
+        pytest.param(Quantizer("per_tensor_affine", vector(2), 3), False, id="a tensor as one scale"),
+        pytest.param(Quantizer("per_channel_affine", 0.5, 3, 0), False, id="one scale for each row"),
+        pytest.param(Quantizer("per_channel_affine", vector(2), vector(3), 0), False, id="too many zero points"),
+        pytest.param(Quantizer("per_channel_affine", vector(2), vector(2), 2), False, id="no such axis"),
+        pytest.param(Quantizer("per_channel_affine", vector(2), vector(2), -1), False, id="a negative axis"),
+    ],
+)
+def test_a_quantiser_that_torch_would_refuse_is_not_written(quantizer: Quantizer, is_possible: bool):
+    spec = TensorSpec("qint8", (2, 3), (3, 1), Storage("0", MemoryBytes(bytes(6))), quantizer=quantizer)
+    writer = PickleWriter("some.pth", lambda part: (StorageRef("0", 6, "cpu"), 0))
+    if is_possible:
+        assert writer.dump(spec)
+    else:
+        with pytest.raises(WriteError, match="its scales do not fit"):
+            writer.dump(spec)

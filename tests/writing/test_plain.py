@@ -26,7 +26,7 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.writing.plain import natural_form, plain_root, today
 from tests.attacks.crafted import around, get, name, put, text, torch_zip
-from tests.reading.files import opened, saved
+from tests.reading.files import opened, saved, write
 
 
 def plain(value: Any, folder: pathlib.Path) -> tuple[Any, list[tuple[str, str, str]]]:
@@ -290,3 +290,20 @@ def test_a_form_without_its_package_and_odd_ones(value, expected):
 def test_a_name_of_python_2_is_said_as_that_of_python_3():
     assert today(Global("__builtin__", "long")) == "builtins.int"
     assert today(Global("copy_reg", "long")) == "copyreg.long"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(Opaque(Global("collections", "Counter"), ({}, 1, 2, 3, 4, 5, 6)), id="a counter of seven"),
+        pytest.param(Opaque(Global("collections", "Counter"), (5,)), id="a counter of a number"),
+        pytest.param(Opaque(Global("torch", "device"), ()), id="no device"),
+        pytest.param(Opaque(Global("torch", "device"), (5, "cuda")), id="a device the wrong way round"),
+        pytest.param(Opaque(Global("torch", "Size"), (1, 2)), id="a size that is no tuple"),
+    ],
+)
+def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
+    checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}}, tmp_path))
+    checkpoint = dataclasses.replace(checkpoint, root={"state_dict": {}, "x": value})
+    loaded = torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)
+    assert loaded["x"] == str(value.cls) or loaded["x"]["class"] == str(value.cls)

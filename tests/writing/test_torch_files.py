@@ -7,6 +7,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -265,3 +266,12 @@ def test_a_directory_of_65535_members_has_a_zip64_record():
     assert b"PK\x06\x06" in file.getvalue()[-200:]
     with zipfile.ZipFile(file) as read:
         assert len(read.infolist()) == 0xFFFF
+
+
+def test_integers_that_ask_for_a_gradient_are_written_without(tmp_path):
+    checkpoint = opened(saved({"n": torch.arange(3), "w": torch.ones(2)}, tmp_path))
+    entries = {key: replace(spec, requires_grad=True) for key, spec in checkpoint.specs.items()}
+    asking = replace(checkpoint, entries=entries, root=entries)
+    path = write(asking, "zip", tmp_path)
+    verify(path, asking, path)
+    assert {key: value.requires_grad for key, value in torch.load(path).items()} == {"n": False, "w": True}
