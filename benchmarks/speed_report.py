@@ -35,8 +35,8 @@ the libraries themselves (`benchmarks/peers.py`); they compare nothing but where
 {sections}
 ### What bounds them
 
-- The value scan: two threads read through a mapping. Where the cache has the file in small pages, their faults cost
-  more than the look itself.
+- The value scan: two threads read the file into buffers, which takes longer than the scan itself. Mapping the file
+  would be faster for large pages, but a file that is cut short meanwhile would end the process.
 - `ckptfix.load` proves checksums and looks at the values before the model changes; torch does neither. With `assign`
   torch reads no byte at all. Of 400 tensors, what is Python takes 50 ms, and torch's own 33.
 - A zoo: `cp -r` moves bytes; `migrate` also takes the sha256 of source and output, looks at the values, and reads its

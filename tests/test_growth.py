@@ -127,7 +127,7 @@ def test_a_repair_is_linear(target: str, tmp_path: Path):
 
     def work(layers: int) -> Callable[[], Any]:
         output = tmp_path / f"{layers}.{target}"
-        return lambda: ckptfix.repair(tmp_path / f"{layers}", output=output, format=target, values=False)
+        return lambda: ckptfix.repair(tmp_path / f"{layers}", output=output, format=target, values=False, force=True)
 
     assert_linear(work)
 

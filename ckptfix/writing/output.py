@@ -46,22 +46,18 @@ def writer_for(form: str, for_torch: str | None) -> Write:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written, and is perhaps not on the disk yet."""
+    """A file that was written, and is perhaps not on the disk yet; what of it was read back since, and found equal to
+    its source."""
 
     path: Path
-    copier: Copier
-
-    @property
-    def copied(self) -> Sequence[Copied]:
-        """What of it was read back since and found equal to its source."""
-        return self.copier.copied
+    copied: Sequence[Copied]
 
 
 def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path) -> Written:
     """Write the checkpoint. Raises ``WriteError`` if the disk is full or refuses."""
     try:
         with os.fdopen(_open(temporary), "r+b", buffering=1 << 20) as file:
-            return Written(temporary, write(checkpoint, file))
+            return Written(temporary, write(checkpoint, file).copied)
     except OSError as error:
         raise unwritten(output, error) from error
 
@@ -82,16 +78,13 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def flushing(files: Iterable[Written], output: Path, is_wanted: bool = True) -> Iterator[None]:
-    """Flush files to the disk while the body reads them; if that is not wanted, wait for what it has begun to take up.
+    """Flush files to the disk while the body reads them, if that is wanted.
 
     Raises ``WriteError`` at the end if the disk refuses."""
     with background() as pool:
-        files = tuple(files)
         flushes = [pool.submit(flush_file, file.path) for file in files] if is_wanted else []
         yield
         try:
-            for file in files:
-                file.copier.wait()
             for flush in flushes:
                 flush.result()
         except OSError as error:

@@ -21,9 +21,6 @@ BATCH = 1000
 _NEAR, _HALF, _FAR, _SIGNED = (struct.Struct(f"<c{kind}") for kind in "BHIi")
 """An opcode and its number, of one, two or four bytes."""
 
-_Part = bytes | str | tuple[str, str]
-"""Of a phrase: opcodes, a text, or the module and name of a global."""
-
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
@@ -50,8 +47,6 @@ class PickleWriter:
         self._done = bytearray()
         self._memo: dict[Any, int] = {}
         self._alive: list[Any] = []
-        self._phrases: dict[tuple[_Part, ...], bytes] = {}
-        self._tuples: dict[tuple[int, ...], bytes] = {}
 
     def dump(self, root: Any) -> bytes:
         """The whole pickle of ``root``."""
@@ -84,22 +79,6 @@ class PickleWriter:
         if not self._get((module, name)):
             self._out.append(f"c{module}\n{name}\n".encode())
             self._put((module, name))
-
-    def _phrase(self, *parts: _Part) -> None:
-        """What comes again and again, and is looked up in the memo part by part only once."""
-        if (known := self._phrases.get(parts)) is not None:
-            self._out.append(known)
-            return
-        begin, is_known = len(self._out), all(isinstance(part, bytes) or part in self._memo for part in parts)
-        for part in parts:
-            if isinstance(part, bytes):
-                self._out.append(part)
-            elif isinstance(part, str):
-                self._text(part)
-            else:
-                self._global(*part)
-        if is_known:
-            self._phrases[parts] = b"".join(self._out[begin:])
 
     def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
         self._global(module, name)
@@ -232,7 +211,8 @@ class PickleWriter:
     def _tensor(self, spec: TensorSpec) -> None:
         # A Parameter is a call around the record of its data; requires_grad belongs to the Parameter.
         if spec.is_parameter:
-            self._phrase(("torch._utils", "_rebuild_parameter"), b"(")
+            self._global("torch._utils", "_rebuild_parameter")
+            self._out.append(b"(")
         self._record(spec, requires_grad=spec.can_learn and not spec.is_parameter)
         if spec.is_parameter:
             self._hooks(spec.can_learn)
@@ -248,13 +228,16 @@ class PickleWriter:
         storage = ("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")
         ref, offset = self.place(spec)
         function = "_rebuild_qtensor" if quantizer else "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3"
-        self._phrase(("torch._utils", function), b"((", "storage", storage)
+        self._global("torch._utils", function)
+        self._out.append(b"((")
+        self._text("storage")
+        self._global(*storage)
         self._text(ref.key)
         self._text(ref.device)
         count = ref.nbytes // (dtype.itemsize if dtype.storage else 1)
         self._out.append(self._number(count) + self._END_OF_ID + self._number(offset))
-        self._sizes(spec.shape)
-        self._sizes(spec.strides)
+        self._compound(spec.shape)
+        self._compound(spec.strides)
         if quantizer is not None:
             self._quantizer(quantizer, spec)
         self._hooks(requires_grad)
@@ -264,22 +247,11 @@ class PickleWriter:
             self._save(dict(spec.math_bits))
         self._out.append(b"tR")
 
-    def _sizes(self, sizes: tuple[int, ...]) -> None:
-        """A shape or strides: the same object is written once, and what equals it was put in bytes already."""
-        if self._get(id(sizes)):
-            return
-        self._alive.append(sizes)
-        known = self._tuples.get(sizes)
-        if known is None:
-            before, after = b"(" if len(sizes) > 3 else b"", _TUPLES.get(len(sizes), b"t")
-            known = self._tuples[sizes] = before + b"".join(map(self._number, sizes)) + after
-        self._out.append(known)
-        if sizes:
-            self._put(id(sizes))
-
     def _hooks(self, requires_grad: bool) -> None:
         """``requires_grad``, and the empty dict of hooks: it has no place in the memo, as nothing names it again."""
-        self._phrase(b"\x88" if requires_grad else b"\x89", ("collections", "OrderedDict"), b")R")
+        self._out.append(b"\x88" if requires_grad else b"\x89")
+        self._global("collections", "OrderedDict")
+        self._out.append(b")R")
 
     def _quantizer(self, quantizer: Quantizer, spec: TensorSpec) -> None:
         if not _is_possible(quantizer, spec.shape):

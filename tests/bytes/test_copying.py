@@ -67,7 +67,6 @@ def copied(source, start: int, stop: int, folder: Path) -> tuple[bytes, list[tup
         with Copier(file, task) as copier:
             copier.copy(source, start, stop)
         file.write(b"end")
-    copier.wait()
     content = path.read_bytes()
     assert (content[:6], content[-3:]) == (b"header", b"end")
     return content[6:-3], slow.told, task.done
@@ -224,28 +223,6 @@ def test_a_system_without_the_call(place, tmp_path, monkeypatch):
     content, told, _ = copied(place, 0, len(DATA), tmp_path)
     assert content == DATA
     assert "has no copy_file_range" in told[0][0]
-
-
-def test_a_large_file_is_flushed_while_it_grows(place, tmp_path, monkeypatch):
-    sizes: list[int] = []
-    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
-    monkeypatch.setattr(copying, "_FLUSH", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
-    copied(place, 0, len(DATA), tmp_path)
-    assert sizes
-    sizes.clear()
-    monkeypatch.setattr(copying, "FLUSHED", len(DATA) + 1)
-    copied(place, 0, len(DATA), tmp_path)
-    assert sizes == []
-
-
-def test_an_error_of_the_disk_meanwhile_is_not_lost(way, place, tmp_path, monkeypatch):
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(copying, "FLUSHED", BLOCK)
-    monkeypatch.setattr(copying, "_FLUSH", refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        copied(place, 0, len(DATA), tmp_path)
 
 
 def test_bytes_that_are_no_range_of_a_file_say_why(tmp_path):

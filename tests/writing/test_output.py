@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix.bytes import copying
 from ckptfix.errors import WriteError
 from ckptfix.writing import output
 from ckptfix.writing import safetensors as safetensors_write
@@ -59,25 +58,25 @@ def test_the_permissions_of_a_source_that_is_read_only_do_not_keep_us_from_writi
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o440
 
 
-@pytest.mark.parametrize("is_wanted", [True, False])
 @pytest.mark.parametrize("is_full", [False, True])
-def test_what_the_disk_began_to_take_up_is_waited_for_behind_the_reading(is_full, is_wanted, tmp_path, monkeypatch):
+def test_the_disk_is_waited_for_after_the_reading(is_full, tmp_path, monkeypatch):
     takes_up, done = threading.Event(), []
 
-    def flush(descriptor: int) -> None:
+    def flush(path: Path) -> None:
         assert takes_up.wait(60)
-        done.append(os.fstat(descriptor).st_size)
+        done.append(path)
         if is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(copying, "FLUSHED", 1)
-    monkeypatch.setattr(copying, "_FLUSH", flush)
+    monkeypatch.setattr(output, "flush_file", flush)
     source = opened(saved({"w": torch.ones(100_000)}, tmp_path))
     written = output.write_to(tmp_path / "new", source, torch_write.write_zip, tmp_path / "out")
+    with output.flushing([written], tmp_path / "out", is_wanted=False):
+        pass
     refused = pytest.raises(
         WriteError, match="out: cannot be written: No space left on device; nothing was left behind"
     )
-    with refused if is_full else nullcontext(), output.flushing([written], tmp_path / "out", is_wanted):
+    with refused if is_full else nullcontext(), output.flushing([written], tmp_path / "out"):
         assert not done
         takes_up.set()
-    assert done == [(tmp_path / "new").stat().st_size]
+    assert done == [tmp_path / "new"]
