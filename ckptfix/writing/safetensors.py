@@ -24,6 +24,9 @@ from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8
 
+REPEATED_LIMIT = 1 << 28
+"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is not written out."""
+
 
 def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
@@ -41,6 +44,8 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
             Opt("format", "pth"),
         ) from error
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
+    for spec in order:
+        _check_repetition(checkpoint.path, spec)
     total = sum(spec.nbytes for spec in order)
     _check_readable(checkpoint.path, header["__metadata__"], raw, total)
     copier = Copier(file, Task(f"writing {checkpoint.path}", total))
@@ -59,6 +64,16 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
                 copier.write_block(block)
     prove(checkpoint, passing)
     return copier
+
+
+def _check_repetition(path: str, spec: TensorSpec) -> None:
+    """Raise ``WriteError`` if a few stored bytes would become a large file: safetensors stores every element."""
+    if spec.storage is not None and spec.nbytes > REPEATED_LIMIT and spec.nbytes > 1024 * spec.storage.nbytes:
+        raise WriteError(
+            f"{path}: a tensor of shape {list(spec.shape)} repeats its {spec.storage.nbytes} stored bytes, and"
+            f" safetensors would store {spec.nbytes >> 20} MiB; write it with ",
+            Opt("format", "pth"),
+        )
 
 
 def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int) -> None:

@@ -163,3 +163,12 @@ def test_more_metadata_than_the_header_can_be_read_with_is_refused_before_writin
     with pytest.raises(WriteError, match="more than the header of a safetensors file can hold; write it with"):
         ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "out.safetensors", values=False)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_few_bytes_do_not_become_a_large_file(tmp_path):
+    torch.save({"w": torch.zeros(()).expand(1 << 27)}, tmp_path / "a.pth")
+    checkpoint = ckptfix.open_checkpoint(tmp_path / "a.pth")
+    assert checkpoint.specs["w"].nbytes == 1 << 29
+    with pytest.raises(ckptfix.WriteError, match="repeats its 4 stored bytes"):
+        ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "a.safetensors", values=False)
+    assert not (tmp_path / "a.safetensors").exists()
