@@ -16,6 +16,7 @@ from enum import Enum
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, Numbering, parse_index
 from ckptfix.zoo.items.sniffing import HEAD, Looks, by_name
 from ckptfix.zoo.places import Entry, Place
@@ -113,8 +114,17 @@ def whole_folders(place: Place, files: Files) -> Iterator[Item]:
     and the shards of ranks.
     """
     for folder in files.folders():
-        parts = _distributed(place, folder, files) or _unpacked(place, folder, files) or files.named(folder, _RANK)
+        parts = (
+            _distributed(place, folder, files)
+            or _unpacked(place, folder, files)
+            or files.named(folder, _RANK)
+            or _ranks(place, folder, files)
+        )
         if parts:
+            yield _group(folder or ROOT, parts)
+    for folder in sorted({folder.rpartition("/")[0] for folder in files.folders() if _is_megatron(folder)}):
+        parts = [entry for entry in files.below(folder) if _is_megatron(entry.name.rpartition("/")[0])]
+        if len({entry.name.rpartition("/")[0] for entry in parts}) > 1:
             yield _group(folder or ROOT, parts)
 
 
@@ -123,6 +133,22 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
         return []
     return chunks + described
+
+
+def _ranks(place: Place, folder: str, files: Files) -> list[Entry]:
+    """Return the files of a folder in which the ranks of a training saved a part each."""
+    if optim := files.named(folder, zero.OPTIM):
+        return optim + files.named(folder, zero.MODEL)
+    if len(shards := files.named(folder, llama.FILE)) > 1:
+        params = files.own.get(posixpath.join(folder, llama.PARAMS))
+        return shards + ([params] if params else [])
+    ranks = files.named(folder, fsdp.FILE)
+    # Files are numbered by rank that hold other things: states of random numbers, logs.
+    return ranks if len(ranks) > 1 and any(b"torch.distributed" in _head(place, entry) for entry in ranks) else []
+
+
+def _is_megatron(folder: str) -> bool:
+    return megatron.RANK.fullmatch(_last(folder)) is not None
 
 
 def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:

@@ -17,6 +17,7 @@ from ckptfix.reading.opening import open_file
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import Entry, Place
 from ckptfix.zoo.places.local import LocalPlace
+from tests.reading.folders.ranks.genuine import unpacked as unpack_sample
 from tests.zoo.listings import FILE, FOLDER, OTHER, SHARDED, fill, index, kinds, parts, pickled, the_folder, weights
 
 
@@ -167,3 +168,31 @@ def test_many_sharded_checkpoints_in_one_folder_take_no_more_time_each():
 
     took(10)
     assert any(took(1600) / took(400) < 8 for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("sample", "folder", "count"),
+    [
+        ("zero2_w3_fp32_g1", "saved/global_step2", 4),
+        ("zero3_w2_fp32_g1", "saved/global_step2", 4),
+        ("fsdp1_sharded_w4", "saved", 4),
+        ("fsdp2tp_w4", "saved", 4),
+        ("megatron_tp2pp2", "saved/iter_0000001", 4),
+    ],
+)
+def test_ranks_are_one_item(tmp_path: Path, sample: str, folder: str, count: int):
+    unpack_sample(sample, tmp_path)
+    (tmp_path / "truth.pt").unlink()
+    item = the_folder(LocalPlace(str(tmp_path)))
+    assert (item.name, len(item.parts)) == (folder, count)
+    assert open_file(str(tmp_path / item.name)).specs
+
+
+def test_files_that_are_only_numbered_by_rank_are_not_one(tmp_path: Path):
+    place = fill(tmp_path, {f"lora_rank{rank}.pt": weights() for rank in (4, 8, 16)})
+    assert set(kinds(place).values()) == {FILE}
+
+
+def test_the_shards_of_llama_are_one_item(tmp_path: Path):
+    place = fill(tmp_path, {"consolidated.00.pth": weights(), "consolidated.01.pth": weights(), "params.json": b"{}"})
+    assert len(the_folder(place).parts) == 3

@@ -41,9 +41,11 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "fsdp"
 
-_FILE = re.compile(
+FILE = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?rank[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
+"""What the files of ranks are called; other files are numbered by rank too."""
+
 _DEPTH = 32
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
 """Keys of numbers that are the same in all ranks of one save."""
@@ -69,7 +71,7 @@ def rank_sets(folder: Path) -> list[RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
     found: dict[tuple[str, int, str], dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
-        if (match := _FILE.fullmatch(path.name)) and path.is_file():
+        if (match := FILE.fullmatch(path.name)) and path.is_file():
             key = match["stem"], int(match["world"] or 0), match["suffix"]
             found.setdefault(key, {})[int(match["rank"])] = path
     return [RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()]
@@ -93,7 +95,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
-    if _FILE.fullmatch(file.name) is None:
+    if FILE.fullmatch(file.name) is None:
         return None
     found = next((ranks for ranks in rank_sets(file.parent) if file in ranks.files.values()), None)
     if found is None or len(found.files) < 2:

@@ -24,7 +24,9 @@ from ckptfix.reading.weights.document import Document
 NAME = "llama"
 PARAMS = "params.json"
 
-_FILE = re.compile(r"consolidated\.(\d{1,4})\.pth")
+FILE = re.compile(r"consolidated\.(\d{1,4})\.pth")
+"""What the shards are called."""
+
 _PARAMS_LIMIT = 1 << 20
 
 RULES = rules(
@@ -42,7 +44,7 @@ RULES = rules(
 
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder of Meta's Llama; None for any other folder."""
-    found = by_rank(folder, _FILE)
+    found = by_rank(folder, FILE)
     if not found:
         return None
     files = RankFiles(folder, salvage, read)
@@ -67,7 +69,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a shard, if there are others beside it."""
-    is_one = _FILE.fullmatch(file.name) is not None and len(by_rank(file.parent, _FILE)) > 1
+    is_one = FILE.fullmatch(file.name) is not None and len(by_rank(file.parent, FILE)) > 1
     return (file.parent, read_folder) if is_one else None
 
 

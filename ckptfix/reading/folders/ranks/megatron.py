@@ -40,8 +40,10 @@ from ckptfix.reading.weights.document import Document
 NAME = "megatron"
 LATEST = "latest_checkpointed_iteration.txt"
 
-_RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
-_FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
+FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+"""What the folders of ranks are called, and the file in each."""
+
 _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
@@ -84,7 +86,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of the iteration of which a file is one rank, if there are others."""
-    is_one = file.name in _FILES and _RANK.fullmatch(file.parent.name) is not None
+    is_one = file.name in FILES and RANK.fullmatch(file.parent.name) is not None
     return (file.parent.parent, read_folder) if is_one and _rank_files(file.parent.parent) else None
 
 
@@ -106,8 +108,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     """Return the file of each rank, by the numbers in the name of its folder, if there is more than one."""
     found = {}
     for child in folder.iterdir():
-        match = _RANK.fullmatch(child.name)
-        file = next((child / name for name in _FILES if (child / name).is_file()), None) if match else None
+        match = RANK.fullmatch(child.name)
+        file = next((child / name for name in FILES if (child / name).is_file()), None) if match else None
         if match and file is not None:
             found[tuple(int(number) for number in match.groups() if number is not None)] = file
     return dict(sorted(found.items())) if len(found) > 1 else {}

@@ -37,8 +37,10 @@ from ckptfix.reading.weights.document import Document
 NAME = "zero"
 LATEST = "latest"
 
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
+MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+"""What the files of optimizer states and of model states are called."""
+
 _FRAGMENTS = "frozen_param_fragments"
 _TAG_LIMIT = 1 << 10
 _PADDING = 16
@@ -57,10 +59,10 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, if there are others beside it.
 
     Model states without a data-parallel rank in their name are whole, and stand for themselves."""
-    match = _OPTIM.fullmatch(file.name) or _MODEL.fullmatch(file.name)
+    match = OPTIM.fullmatch(file.name) or MODEL.fullmatch(file.name)
     if match is None or match[1] is None:
         return None
-    return (file.parent, read_folder) if len(by_rank(file.parent, _OPTIM)) > 1 else None
+    return (file.parent, read_folder) if len(by_rank(file.parent, OPTIM)) > 1 else None
 
 
 def _tags(folder: Path) -> list[Path]:
@@ -77,7 +79,7 @@ def _tags(folder: Path) -> list[Path]:
 
 
 def _has_states(folder: Path) -> bool:
-    return any(_OPTIM.fullmatch(path.name) for path in folder.iterdir())
+    return any(OPTIM.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
@@ -120,7 +122,7 @@ class _Reading:
 
     def document(self) -> Document:
         """Return the merged document."""
-        optim, models = by_rank(self.folder, _OPTIM), by_rank(self.folder, _MODEL)
+        optim, models = by_rank(self.folder, OPTIM), by_rank(self.folder, MODEL)
         if parallel := {rank for _, rank in (*optim, *models)} - {0}:
             raise UnreadableError(
                 f"{self.path}: ZeRO beside tensor or pipeline parallelism (on {len(parallel) + 1} ranks) is not merged;"
