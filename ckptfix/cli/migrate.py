@@ -95,7 +95,7 @@ def _migrate(
             for remark in migration.remarks if migration.chosen is None else ():
                 console.note(remark)
             if page is not None:
-                page.save(migration, typed(again))
+                page.save(migration, typed(again), is_dry)
             if choices.get("output_format") == "json":
                 write_json(migration)
             else:

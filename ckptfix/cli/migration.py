@@ -217,7 +217,7 @@ class PageOfZoo:
         check_page_file(file)  # now, and not after a night of work
         self._file = file
 
-    def save(self, migration: Migration, command: str) -> None:
+    def save(self, migration: Migration, command: str, dry_run: bool) -> None:
         """Write the page of the whole zoo, also of what earlier runs have done."""
         from ckptfix.cli.page import facts_of_run
         from ckptfix.report.page import save_page, write_page
@@ -236,5 +236,6 @@ class PageOfZoo:
                 migration.weights(),
                 facts={**facts_of_run(), "Command": command},
                 renames=renames,
+                dry_run=dry_run,
             ),
         )

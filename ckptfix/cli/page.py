@@ -36,17 +36,17 @@ class PageWriter:
 
     def add(self, report: Report, telling: Telling, seconds: float) -> None:
         """Take in the report of one file."""
-        from ckptfix.report.page import account_of
+        from ckptfix.report.page import record_of
         from ckptfix.report.weights import weights_to_json
 
-        self._add(report.source, account_of(report, telling, seconds))
+        self._add(report.source, record_of(report, telling, seconds))
         _put(self._weights, weights_to_json(report))
 
     def add_error(self, source: str, message: str) -> None:
         """Take in what hindered the work on a file."""
-        from ckptfix.report.page import account_of_error
+        from ckptfix.report.page import record_of_error
 
-        self._add(source, account_of_error(source, message))
+        self._add(source, record_of_error(source, message))
 
     def save(self) -> None:
         """Write the page. Raises ``CkptfixError`` where that cannot be."""

@@ -1,54 +1,72 @@
-"""A record of the manifest as the page needs it: a row of the table, and the account of the file behind it."""
+"""A record of the manifest as the page needs it: a row of the table, and what the page of the file shows.
+
+The report of a check or a repair becomes a record of the same form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from ckptfix.core.finding import Level
 from ckptfix.core.plan import Plan
-from ckptfix.core.report import plain, remedy_from_json
+from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.errors import PlanError
+from ckptfix.report.advice import next_command
 from ckptfix.report.commands import remedies_text
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.evidence import cut, evidence_items
 from ckptfix.report.folding import folded_lines
-from ckptfix.report.page.embedding import Budget, digest, script_json
+from ckptfix.report.page.data import Budget, digest, script_json
+from ckptfix.report.telling import Mode, Telling
 
 COLUMNS = "name outcome codes format tensors numel size share smoke seconds output error".split()
 """What a row of the table holds, in this order."""
 
 LISTS_LIMIT = 2_500_000
-"""Characters for complete lists of renamed keys; a file beyond it has them folded alone."""
+"""Characters for complete lists of renamed keys; files beyond it only have them folded."""
 
+LEVELS = ("note", "warning", "error")
+MOST_COMMANDS = 1000
 _LINES = 24
 _EVIDENCE_LENGTH = 300
 _ERROR_LENGTH = 160
 _WORTH_SHARING, _MOST_SHARED = 40, 100_000
-_TOLD = (
+_SHOWN = (
     *("error", "command", "target", "container", "versions", "sha256", "output_size", "output_sha256", "output_parts"),
-    *("peak_memory", "attempts", "finished"),
+    *("peak_memory", "attempts", "finished", "decisions", "dry_run"),
 )
 
 
 class Entries:
-    """Turns records into rows and accounts."""
+    """Turns records into rows and accounts. In a dry run, what is called repaired only would be."""
 
-    def __init__(self, lists_limit: int = LISTS_LIMIT) -> None:
+    def __init__(self, lists_limit: int = LISTS_LIMIT, *, dry_run: bool = False) -> None:
         self._lists = Budget(lists_limit)
         self._seen: dict[tuple[str, bytes], int] = {}
+        self._dry_run = dry_run
+        self.levels: dict[str, str] = {}
+        """The worst level of each code in the files so far."""
+        self.commands: dict[str, str] = {}
+        """The first command of each file that needs a decision, up to ``MOST_COMMANDS``."""
 
     def row(self, record: Mapping[str, Any]) -> list[Any]:
-        """The row of the table: the values of ``COLUMNS``."""
+        """Return the row of the table: the values of ``COLUMNS``."""
         coverage, smoke, error = record.get("coverage"), record.get("smoke"), record.get("error")
         codes: list[str] = []
         for finding in record.get("findings") or ():
             code = f"{finding['code']} {finding['name']}"
             if code not in codes:
                 codes.append(code)
+            levels = (finding["level"], self.levels.get(finding["code"], LEVELS[0]))
+            self.levels[finding["code"]] = max(levels, key=LEVELS.index)
+        if record.get("command") and len(self.commands) < MOST_COMMANDS:
+            self.commands[record["source"]] = record["command"]
+        outcome = record["outcome"]
         return [
             record["source"],
-            record["outcome"],
+            "can be repaired" if self._dry_run and outcome == "repaired" else outcome,
             codes,
             record.get("format"),
             record.get("tensors"),
@@ -62,12 +80,12 @@ class Entries:
         ]
 
     def account(self, number: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """What the own page of the file of this number shows; what is empty is left out.
+        """Return what the page of the file of this number shows; what is empty is left out.
 
-        What is word for word as in a file before it is not written again: ``same`` gives the number of that file.
+        What is equal to that of an earlier file is not written again: ``same`` gives the number of that file.
         """
         edits = list(record.get("edits") or ())
-        account = {name: record[name] for name in _TOLD if record.get(name)} | {
+        account = {name: record[name] for name in _SHOWN if record.get(name)} | {
             "findings": [_finding(finding) for finding in record.get("findings") or ()],
             "edits": _edit_lines(edits),
             "renames": [[edit["key"], edit["to"]] for edit in edits if edit.get("edit") == "rename"],
@@ -100,6 +118,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {name: finding[name] for name in ("code", "name", "level", "message")}
     told |= {
         "fixed": finding.get("fixed"),
+        "accepted": finding.get("accepted"),
         "fixable": finding.get("fixable"),
         "remedy": remedies_text(map(remedy_from_json, finding.get("remedies") or ())),
         "count": len(keys),
@@ -125,3 +144,49 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
         for edit in edits:
             counts[str(edit.get("edit"))] = counts.get(str(edit.get("edit")), 0) + 1
         return [f"{kind} ({count})" for kind, count in counts.items()]
+
+
+def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
+    """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
+    data = report.to_json(fixes=False)
+    findings = [
+        {**finding, "fixable": original.is_fixable and not original.needs_unsafe}
+        for finding, original in zip(data["findings"], report.findings, strict=True)
+    ]
+    return {
+        **data,
+        "findings": findings,
+        "size": _size(report.source),
+        "outcome": _outcome(report, telling),
+        "command": next_command(report, telling) or None,
+        "error": None,
+        "seconds": seconds,
+        "dry_run": telling.mode is Mode.DRY_RUN,
+    }
+
+
+def record_of_error(source: str, message: str, outcome: str = "unreadable") -> dict[str, Any]:
+    """Return the record of a file that could not be checked."""
+    return {"source": source, "outcome": outcome, "error": message, "size": _size(source)}
+
+
+def _outcome(report: Report, telling: Telling) -> str:
+    if telling.mode is Mode.REPAIR:
+        return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"
+    if report.exit_code == 0:
+        return "can be repaired" if report.edits else "already fine"
+    failed = report.smoke is not None and report.smoke.passed is False
+    left = [finding for finding in report.remaining if finding.level > Level.NOTE]
+    is_mendable = left and all(finding.is_fixable and not finding.needs_unsafe for finding in left)
+    return "can be repaired" if is_mendable and not report.obstacles and not failed else "needs a decision"
+
+
+def _size(source: str) -> int | None:
+    """The bytes of a file, or of all files of a folder; None if there is no such file."""
+    path = Path(source)
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return None

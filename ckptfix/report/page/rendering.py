@@ -9,16 +9,18 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from itertools import islice
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ckptfix.report.page.embedding import data_element, script_json
+from ckptfix.errors import UsageError, WriteError
+from ckptfix.report.page.data import Layers, data_element, script_json
 from ckptfix.report.page.entries import COLUMNS, Entries
-from ckptfix.report.page.layers import Layers
 from ckptfix.report.style import printable
+from ckptfix.rules import RULES
 
 T = TypeVar("T")
 
@@ -54,21 +56,20 @@ def write_page(
     *,
     facts: Mapping[str, Any] | None = None,
     renames: Mapping[str, str] | None = None,
-    duplicates: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Write a page that holds everything it shows.
 
     ``records`` are lines of a manifest (``Record.to_json``), ``weights`` lines of ``weights.jsonl`` in any order, one
     for a file; those of files that no record names are ignored. Records and weights are read once and not kept, so that
     a page of many files takes little memory. ``facts`` say what the run was: versions, date, settings, as words and
-    values. ``renames`` maps old names of files to new ones. ``duplicates`` says what files have in common, as words and
-    values too.
+    values. ``renames`` maps old names of files to new ones. ``dry_run`` says that nothing was written.
     """
     run = {
         "title": printable(title),
         "facts": _words(facts),
         "renames": dict(renames or {}),
-        "duplicates": _words(duplicates),
+        "dry_run": dry_run,
     }
     scripts = [*map(_asset, _SCRIPTS), "\n".join(map(_asset, _OWN_SCRIPTS))]
     for piece in _template().generate(
@@ -86,7 +87,7 @@ def write_page(
 def _elements(
     run: Mapping[str, Any], records: Iterable[Mapping[str, Any]], weights: Iterable[Mapping[str, Any]]
 ) -> Iterator[str]:
-    entries = Entries()
+    entries = Entries(dry_run=bool(run["dry_run"]))
     written = len(script_json(run))
     numbers: dict[str, int] = {}
     for chunk, some in enumerate(_chunks(enumerate(records), _ROWS_IN_ONE)):
@@ -100,7 +101,9 @@ def _elements(
     for line in weights:
         if line["source"] in numbers:
             yield from layers.elements(numbers.pop(line["source"]), line)
-    yield data_element("run", script_json({**run, "columns": COLUMNS, "left_out": layers.left_out}))
+    manuals = {rule.code: rule.manual for rule in RULES if rule.code in entries.levels}
+    found = {"levels": entries.levels, "commands": entries.commands, "manuals": manuals}
+    yield data_element("run", script_json({**run, **found, "columns": COLUMNS, "left_out": layers.left_out}))
 
 
 def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -130,3 +133,40 @@ def _template() -> Any:
 def _digest(script: str) -> str:
     """The hash by which the page's policy knows a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+
+def check_page_file(file: str | Path) -> None:
+    """Raises ``UsageError`` where a page cannot go: one slip of a name must not cost a checkpoint.
+
+    Called before the work begins, so that an hour of checking does not end in a refused name."""
+    path = Path(file)
+    if not _may_be_replaced(path):
+        raise UsageError(f"{file}: is there already and is no report of ckptfix; name another file")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"{file}: the folder {path.parent} does not exist; make it, or name another file")
+
+
+def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
+    """Have a page written and put it in place. Raises ``WriteError`` where the disk refuses; nothing is left then."""
+    from ckptfix.writing.atomic import atomic_file
+
+    goal = Path(file).resolve()  # a link keeps pointing at its file
+    check_page_file(goal)
+    try:
+        with atomic_file(goal) as out:
+            write(out)
+    except (OSError, WriteError) as error:
+        raise WriteError(
+            f"{file}: the report cannot be written ({error.__cause__ or error}); name another place"
+        ) from error
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether nothing is lost where a page goes: the place is free or empty, or has a page of ours."""
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return not head or MARK.encode("ascii") in head

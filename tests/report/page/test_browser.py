@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.report.page import render_page
 from tests.report.page.browser import look, requests
-from tests.report.page.samples import HOSTILE, record, repaired, undecided, unreadable, weights, zoo
+from tests.report.page.samples import HOSTILE, PREFIX, record, repaired, undecided, unreadable, weights, zoo
 from tests.report.page.test_rendering import hostile_zoo
 
 
@@ -215,7 +215,7 @@ def test_counters_are_in_the_table_alone(browser, show):
 
 def test_hostile_names_are_text(browser, show):
     records, lines = hostile_zoo()
-    show(records, lines, facts={HOSTILE[0]: HOSTILE[1]}, renames={HOSTILE[0]: HOSTILE[2]}, duplicates={HOSTILE[0]: "x"})
+    show(records, lines, facts={HOSTILE[0]: HOSTILE[1]}, renames={HOSTILE[0]: HOSTILE[2]})
     assert len(names(browser)) == len(HOSTILE)
     assert {"<img src=x onerror='window.hacked = 2'>.pth", "turned\\u202egnp.exe"} < set(names(browser))
     for number, name in enumerate(HOSTILE):
@@ -270,3 +270,61 @@ def test_ten_thousand_files_open_at_once(browser, show):
     browser.find_element("id", "search").send_keys("07777")
     wait(browser, "document.querySelectorAll('#files .tabulator-row').length === 1")
     assert names(browser) == ["family17/07777.pth"]
+
+
+def test_a_dry_run_says_that_nothing_was_written(browser, show):
+    show(*zoo(), dry_run=True)
+    assert "dry run, nothing was written" in texts(browser, "#lead")[0]
+    assert "repaired" not in {
+        name.partition(" ")[2].partition(" <")[0] for name in texts(browser, "#outcome-chips button")
+    }
+    go(browser, "#/2019%2Fresnet%2Fresnet18.pth")
+    assert texts(browser, "#file .notice")[0].startswith("A dry run: nothing was written.")
+    assert texts(browser, "#file .card h4") == ["error KEY102 wrapper-prefix would be fixed"]
+    assert "Edits that would be made" in texts(browser, "#file h3")
+    assert "would come from the file" in " ".join(texts(browser, "#file p"))
+
+
+def test_findings_are_in_order_of_their_level_and_lead_to_the_manual(browser, show):
+    note = {**PREFIX, "code": "VAL206", "name": "subnormal", "level": "note", "fixed": False}
+    show([*(record(f"{number}.pth", findings=[note]) for number in range(5)), undecided("nan.pth")])
+    assert [text.split()[0] for text in texts(browser, "#codes button")] == ["KEY102", "VAL101", "VAL206"]
+    go(browser, "#/nan.pth")
+    press(browser, "#file .card details:last-of-type summary")
+    assert "NaN" in texts(browser, "#file .manual")[0]
+
+
+def test_the_commands_of_all_decisions_are_copied_together(browser, show):
+    show([*(undecided(f"{one}.pth") | {"command": f"ckptfix migrate {one}"} for one in "ab"), record("c")])
+    assert texts(browser, "#decisions pre") == ["ckptfix migrate a\nckptfix migrate b"]
+    ways = [
+        {"options": {"fill": "twin"}, "text": "takes them from the twin", "command": "ckptfix migrate a --fill twin"},
+        {"options": {"accept": ["VAL101"]}, "text": "keeps it", "command": "ckptfix migrate a --accept VAL101"},
+    ]
+    show([undecided("a.pth") | {"command": ways[0]["command"], "decisions": ways}, record("c")])
+    go(browser, "#/a.pth")
+    assert texts(browser, "#file .command pre") == [way["command"] for way in ways]
+
+
+def test_old_and_new_names_show_what_differs(browser, show):
+    show([repaired("a.pth")])
+    press(browser, "#file details summary")
+    browser.execute_script("for (const each of document.querySelectorAll('#file details')) each.open = true")
+    assert set(texts(browser, "#file td del")) == {"module"}
+    assert texts(browser, "#file td ins") == []
+
+
+def test_the_labels_of_a_wide_range_are_whole(browser, show):
+    plain = {"dtype": "float32", "shape": [4], "numel": 4, "zeros": 0, "nonfinite": 0, "flagged": []}
+    figures = [(number, 10.0**number) for number in range(-10, 2)]
+    layers = [{**plain, "key": f"l{n}", "rms": size, "minimum": -size, "maximum": size} for n, size in figures]
+    show([record("a.pth")], [{"source": "a.pth", "version": 1, "layers": layers}])
+    said = browser.execute_script(
+        "const said = []; const real = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (...all) { said.push(all[0]); real.apply(this, all); };"
+        "dispatchEvent(new Event('ckptfix-colours')); return new Promise((done) => setTimeout(() => done(said), 200));"
+    )
+    labels = [text for text in said if text.startswith("10") or text in ("1", "0.1", "0.01", "100")]
+    assert "10⁻¹⁰" in labels
+    assert len(labels) >= 5
+    assert all(label not in ("10⁻", "10undefined") and "undefined" not in label for label in said)

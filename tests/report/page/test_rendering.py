@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from ckptfix.report.page import rendering
-from ckptfix.report.page.rendering import MARK, render_page
+from ckptfix.errors import UsageError, WriteError
+from ckptfix.report.page import check_page_file, render_page, rendering, save_page
+from ckptfix.report.page.rendering import MARK
 from tests.report.page.reading import Page
 from tests.report.page.samples import HOSTILE, record, repaired, undecided, weights, zoo
 
@@ -32,14 +33,13 @@ def test_a_page_of_nothing():
 
 def test_all_that_was_given_is_in_it():
     records, lines = zoo()
-    text = render_page("old → new", records, lines, facts={"Jobs": 8}, renames={"a": "b"}, duplicates={"Saved": "3 GB"})
+    text = render_page("old → new", records, lines, facts={"Jobs": 8}, renames={"a": "b"})
     page = Page(text)
     assert [row["name"] for row in page.rows()] == [line["source"] for line in records]
     assert [row["outcome"] for row in page.rows()] == [line["outcome"] for line in records]
     assert {name for name in page.data if name.startswith("weights-")} == {f"weights-{number}" for number in range(8)}
     run = page.data["run"]
     assert (run["title"], run["facts"], run["renames"]) == ("old → new", [["Jobs", "8"]], {"a": "b"})
-    assert run["duplicates"] == [["Saved", "3 GB"]]
     assert run["left_out"] == 0
     assert page.account(1)["findings"][0]["code"] == "KEY102"
 
@@ -61,9 +61,7 @@ def test_hostile_names_stay_data():
     harmless = [repaired(f"{number}.pth") for number in range(len(HOSTILE))]
     plain = Page(render_page("t", harmless, [weights(line["source"]) for line in harmless]))
     for title in HOSTILE:
-        text = render_page(
-            title, records, lines, facts={title: title}, renames={title: title}, duplicates={title: title}
-        )
+        text = render_page(title, records, lines, facts={title: title}, renames={title: title})
         text.encode("utf-8")
         page = Page(text)
         assert page.visible_tags() == plain.visible_tags()
@@ -126,3 +124,63 @@ def test_the_size_of_a_page_is_bounded():
     lines = (weights(f"{number}.pth", 400, seed=number) for number in range(400))
     own = ({**line, "layers": [{**x, "key": f"{line['source']}.{x['key']}"} for x in line["layers"]]} for line in lines)
     assert len(render_page("t", (repaired(f"{number}.pth") for number in range(400)), own)) < 15_000_000
+
+
+def page(text="page"):
+    return lambda out: out.write(render_page(text, []))
+
+
+def test_a_free_place(tmp_path):
+    file = tmp_path / "out.html"
+    check_page_file(file)
+    save_page(file, page())
+    assert "<title>page</title>" in file.read_text(encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_a_page_is_replaced(tmp_path):
+    file = tmp_path / "out.html"
+    save_page(file, page("first"))
+    save_page(file, page("second"))
+    assert "<title>second</title>" in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 a checkpoint", b"<html>somebody's page</html>"])
+def test_nothing_else_is(tmp_path, content):
+    file = tmp_path / "model.pth"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="is no report of ckptfix"):
+        check_page_file(file)
+    with pytest.raises(UsageError):
+        save_page(file, page())
+    assert file.read_bytes() == content
+
+
+def test_a_folder_is_no_place(tmp_path):
+    with pytest.raises(UsageError, match="is no report"):
+        check_page_file(tmp_path)
+    with pytest.raises(UsageError, match="does not exist"):
+        check_page_file(tmp_path / "nowhere" / "out.html")
+
+
+def test_an_error_leaves_the_old_page(tmp_path):
+    file = tmp_path / "out.html"
+    save_page(file, page("first"))
+
+    def fail(out):
+        out.write("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(WriteError, match="No space left"):
+        save_page(file, fail)
+    assert "<title>first</title>" in file.read_text(encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_a_link_keeps_pointing(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "out.html"
+    link.symlink_to(tmp_path / "real" / "page.html")
+    save_page(link, page())
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "page.html").is_file()

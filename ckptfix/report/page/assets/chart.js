@@ -139,7 +139,8 @@ function weightsChart(box, layers, pick) {
         },
         axes: [
           { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], label: "layer, in the file's order", labelSize: 22, labelFont: axis.font, size: 30 },
-          { ...axis, size: 54, splits: () => powersOfTen(range), values: (self, splits) => splits.map(power) },
+          // uPlot's own filter leaves some splits of a log axis without a label; ours are few enough to have one each.
+          { ...axis, size: 54, splits: () => powersOfTen(range), filter: (self, splits) => splits, values: (self, splits) => splits.map(power) },
         ],
         series: [
           {},

@@ -24,13 +24,22 @@ function accountOf(id) {
   return account;
 }
 
-/** How files end, what needs somebody first. */
+const LEVELS = ["note", "warning", "error"];
+const isDry = run.dry_run || (rows.length === 1 && Boolean(accountOf(0).dry_run));
+
+/** How bad the worst finding of a code is, for sorting and for its colour. */
+const levelOf = (code) => run.levels[code] || "note";
+const byLevel = (a, b) => LEVELS.indexOf(levelOf(b)) - LEVELS.indexOf(levelOf(a));
+const codeOf = (label) => label.split(" ", 1)[0];
+
+/** How files end, those that need attention first. */
 const OUTCOMES = [
   ["failed", "bad", "an error of the run, not of the file"],
   ["unreadable", "bad", "nothing could be read"],
   ["needs a decision", "attention", "something is left that ckptfix does not decide"],
   ["can be repaired", "repaired", "a repair needs no decision"],
   ["repaired", "repaired", "written, opened again and compared"],
+  ["accepted", "good", "findings are left that you accepted"],
   ["already fine", "good", "nothing to repair"],
   ["other", "other", "no checkpoint"],
 ];

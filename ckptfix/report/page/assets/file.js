@@ -1,12 +1,12 @@
 // The page of one file: what was found, what was done, how much of it is proved, and its weights.
 
+const DRY = "A dry run: nothing was written. What is called repaired or fixed here is what a run would do.";
 const foldedList = (lines) => el("ul", { className: "folded" }, lines.map((line) => el("li", {}, shown(line))));
 
-const LEVELS = ["note", "warning", "error"];
-const urgency = (finding) => LEVELS.indexOf(finding.level) + (finding.fixed ? 0 : LEVELS.length);
+const urgency = (finding) => LEVELS.indexOf(finding.level) + (finding.fixed || finding.accepted ? 0 : LEVELS.length);
 
 function findingCard(finding) {
-  const state = finding.fixed ? ["fixed", "good"] : finding.fixable ? ["a repair fixes it", "repaired"] : null;
+  const state = finding.fixed ? [isDry ? "would be fixed" : "fixed", "good"] : finding.accepted ? ["accepted", "good"] : finding.fixable ? ["a repair fixes it", "repaired"] : null;
   const keys = finding.keys || [];
   return el("article", { className: `card ${finding.level}` },
     el("h4", {},
@@ -17,13 +17,14 @@ function findingCard(finding) {
     el("p", {}, shown(finding.message)),
     keys.length ? el("details", { open: keys.length <= 6 }, el("summary", {}, counted(finding.count, "key")), foldedList(keys)) : null,
     finding.evidence ? el("details", {}, el("summary", {}, "Evidence"), foldedList(finding.evidence)) : null,
-    finding.remedy && !finding.fixed ? el("p", { className: "remedy" }, el("strong", {}, "What to do: "), shown(finding.remedy)) : null,
+    finding.remedy && !finding.fixed && !finding.accepted ? el("p", { className: "remedy" }, el("strong", {}, "What to do: "), shown(finding.remedy)) : null,
+    run.manuals[finding.code] ? el("details", {}, el("summary", {}, `What ${shown(finding.code)} means`), el("pre", { className: "manual", tabIndex: 0 }, run.manuals[finding.code])) : null,
   );
 }
 
-/** A command to copy. One with invisible signs in it is copied as it is shown: pasted, such signs could run things. */
-function commandBox(command) {
-  const text = shown(command);
+/** Commands to copy. Invisible signs in them are copied as they are shown: pasted, such signs could run things. */
+function commandBox(...commands) {
+  const text = commands.map(shown).join("\n");
   const button = el("button", { type: "button" }, "Copy");
   button.addEventListener("click", () => {
     const area = el("textarea", { value: text, readOnly: true, className: "offscreen", tabIndex: -1 });
@@ -37,6 +38,28 @@ function commandBox(command) {
   return el("div", { className: "command" }, el("pre", { tabIndex: 0 }, el("code", {}, text)), button);
 }
 
+/** A name with what the other name does not have marked, from segment to segment. */
+function compared(text, other, tag) {
+  const [own, theirs] = [text.split("."), other.split(".")];
+  let start = 0;
+  while (start < Math.min(own.length, theirs.length) && own[start] === theirs[start]) start += 1;
+  let end = 0;
+  while (end < Math.min(own.length, theirs.length) - start && own[own.length - 1 - end] === theirs[theirs.length - 1 - end]) end += 1;
+  const piece = (from, to) => own.slice(from, to).join(".");
+  const [before, changed, after] = [piece(0, start), piece(start, own.length - end), piece(own.length - end)];
+  return [before && [name(before), changed || after ? "." : ""], changed && el(tag, {}, name(changed)), changed && after ? "." : "", after && name(after)];
+}
+
+/** The ways to settle a file, each with its command. */
+function decisionsSection(row, account) {
+  const ways = account.decisions || (account.command ? [{ text: "", command: account.command }] : []);
+  if (!ways.length) return null;
+  const title = row.outcome === "can be repaired" ? "The command that repairs it" : ways.length > 1 ? "Decisions, the recommended one first" : "The command that carries it out";
+  const words = (way) => way.text || (way.command ? "" : Object.entries(way.options || {}).map(([option, value]) => `${option} = ${value}`).join(", "));
+  return el("section", { "aria-labelledby": "command-title" }, el("h3", { id: "command-title" }, title),
+    ways.map((way) => [words(way) ? el("p", {}, shown(words(way))) : null, way.command ? commandBox(way.command) : null]));
+}
+
 function editsSection(account) {
   if (!account.edits) return null;
   const items = [];
@@ -46,7 +69,7 @@ function editsSection(account) {
   }
   const renames = account.renames || [];
   return el("section", { "aria-labelledby": "edits-title" },
-    el("h3", { id: "edits-title" }, "Edits"),
+    el("h3", { id: "edits-title" }, isDry ? "Edits that would be made" : "Edits"),
     el("ul", { className: "edits" }, items.map(({ line, more }) => el("li", {}, shown(line), more.length ? foldedList(more) : null))),
     renames.length
       ? el("details", {},
@@ -54,7 +77,7 @@ function editsSection(account) {
           el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Old and new names" },
             el("table", {},
               el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "old"), el("th", { scope: "col" }, "new"))),
-              el("tbody", {}, renames.map(([old, to]) => el("tr", {}, el("td", {}, name(old)), el("td", {}, name(to))))),
+              el("tbody", {}, renames.map(([old, to]) => el("tr", {}, el("td", {}, compared(old, to, "del")), el("td", {}, compared(to, old, "ins"))))),
             ),
           ),
         )
@@ -65,12 +88,13 @@ function editsSection(account) {
 function coverageSection(coverage) {
   if (!coverage) return null;
   const share = coverage.share;
+  const came = isDry ? "would come" : "came";
   const filled = Object.entries(coverage.filled || {});
   const buffers = coverage.buffers ? `; ${percent(coverage.buffers_from_file / coverage.buffers)} of its buffers` : "";
   return el("section", { "aria-labelledby": "coverage-title" },
     el("h3", { id: "coverage-title" }, "Coverage"),
-    el("div", { className: "meter", role: "img", "aria-label": `${percent(share)} of the parameters came from the file` }, gauge(share, share >= 1 ? "good" : "attention")),
-    el("p", {}, `${percent(share)} of the model's ${quantity(coverage.parameters)} parameters, by number of elements, came from the file${buffers}.`),
+    el("div", { className: "meter", role: "img", "aria-label": `${percent(share)} of the parameters ${came} from the file` }, gauge(share, share >= 1 ? "good" : "attention")),
+    el("p", {}, `${percent(share)} of the model's ${quantity(coverage.parameters)} parameters, by number of elements, ${came} from the file${buffers}.`),
     filled.length ? el("ul", {}, filled.map(([origin, numel]) => el("li", {}, `${quantity(numel)} elements filled from ${shown(origin)}: not weights of this file`))) : null,
   );
 }
@@ -130,9 +154,8 @@ function showFile(box, row, around, closers) {
       title,
       renamed,
       account.error ? el("p", { className: "notice bad", role: "alert" }, shown(account.error)) : null,
-      account.command
-        ? el("section", { "aria-labelledby": "command-title" }, el("h3", { id: "command-title" }, row.outcome === "can be repaired" ? "The command that repairs it" : "The command that carries it out"), commandBox(account.command))
-        : null,
+      isDry ? el("p", { className: "notice" }, DRY) : null,
+      decisionsSection(row, account),
       account.error && !findings.length
         ? null
         : el("section", { "aria-labelledby": "findings-title" },

@@ -71,7 +71,7 @@ function weightsSection(row, closers) {
   const drawn = layers.filter(isDrawn);
   const rest = layers.length - drawn.length;
   section.append(
-    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "tensor")} of whole numbers, such as counters, ${rest === 1 ? "is" : "are"} in the table alone.` : ""}`),
+    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "tensor")} of whole numbers, such as counters, ${rest === 1 ? "is" : "are"} only in the table.` : ""}`),
     el("ul", { className: "key", "aria-hidden": true },
       el("li", {}, el("span", { className: "dot" }), "RMS"),
       el("li", {}, el("span", { className: "stem" }), "up to the largest magnitude"),
@@ -84,7 +84,7 @@ function weightsSection(row, closers) {
   const grid = el("div", { className: "grid" });
   const only = el("input", { type: "checkbox" });
   section.append(chartBox);
-  if (flagged.length) section.append(el("p", { className: "tools" }, el("label", { className: "check" }, only, ` Show ${counted(flagged.length, "marked layer")} alone`)));
+  if (flagged.length) section.append(el("p", { className: "tools" }, el("label", { className: "check" }, only, ` Show only the ${counted(flagged.length, "flagged layer")}`)));
   section.append(grid);
   // Both need the width that they get in the page.
   closers.opened.push(() => {

@@ -30,27 +30,38 @@ function route() {
   if (filesGrid === null) filesGrid = showOverview();
 }
 
-/** All rows of a table as plain markup, since a paged or scrolled table shows but a part of them on paper. */
+/** Rows of a table that are printed: more of them fill a book that nobody reads. */
+const PRINTED = 500;
+
+/** The rows of a table as plain markup, since a paged or scrolled table shows only a part of them on paper. */
 function printable(table) {
   const columns = table.getColumns().filter((column) => column.isVisible());
-  const body = table.getRows("active").map((row) => el("tr", {}, columns.map((column) => {
+  const all = table.getRows("active");
+  const body = all.slice(0, PRINTED).map((row) => el("tr", {}, columns.map((column) => {
     const data = row.getData();
     const make = column.getDefinition().formatter;
     return el("td", {}, make({ getRow: () => row, getValue: () => data[column.getField()] }));
   })));
-  return el("table", { className: "on-paper" }, el("thead", {}, el("tr", {}, columns.map((column) => el("th", {}, column.getDefinition().title)))), el("tbody", {}, body));
+  return el("table", { className: "on-paper" }, el("thead", {}, el("tr", {}, columns.map((column) => el("th", {}, column.getDefinition().title)))), el("tbody", {}, body),
+    all.length > PRINTED ? el("caption", {}, `The first ${whole(PRINTED)} of ${counted(all.length, "row")}; the page on the screen has all.`) : null);
 }
 
 addEventListener("beforeprint", () => {
   document.documentElement.classList.add("printing");
   dispatchEvent(new Event("ckptfix-colours"));
-  const tables = filePage.hidden ? [[document.getElementById("files"), () => filesGrid]] : closers.printed;
+  const tables = filePage.hidden ? [[document.getElementById("files"), () => filesGrid], ...overviewTables] : closers.printed;
+  for (const item of document.querySelectorAll("#codes > [hidden]")) item.dataset.unprinted = "";
+  for (const item of document.querySelectorAll("#codes > [hidden]")) item.hidden = false;
   for (const [box, table] of tables) box.after(printable(table()));
 });
 addEventListener("afterprint", () => {
   document.documentElement.classList.remove("printing");
   dispatchEvent(new Event("ckptfix-colours"));
   for (const copy of document.querySelectorAll(".on-paper")) copy.remove();
+  for (const item of document.querySelectorAll("#codes > [data-unprinted]")) {
+    item.hidden = true;
+    delete item.dataset.unprinted;
+  }
 });
 
 // A fragment is an address here, so the link is followed by hand.

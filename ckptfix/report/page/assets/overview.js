@@ -1,5 +1,6 @@
 // All files: how they ended, what was found, and the table that leads to each.
 
+const overviewTables = [];
 const chosen = { search: "", outcome: "", code: "" };
 const isChosen = (row) =>
   (!chosen.outcome || row.outcome === chosen.outcome) &&
@@ -15,10 +16,11 @@ function tally(values) {
 function leadText() {
   const sum = (field) => rows.reduce((total, row) => total + (row[field] || 0), 0);
   return [
+    isDry ? "dry run, nothing was written" : "",
     counted(rows.length, "file"),
     sum("size") ? bytes(sum("size")) : "",
     sum("numel") ? `${quantity(sum("numel"))} parameters and buffers` : "",
-    sum("seconds") >= 1 ? `${duration(sum("seconds"))} of work` : "",
+    sum("seconds") >= 1 ? `${duration(sum("seconds"))} of work in all processes` : "",
   ].filter(Boolean).join(" · ");
 }
 
@@ -46,15 +48,16 @@ function showOutcomes(filter) {
 }
 
 function showCodes(filter) {
-  const counts = [...tally(rows.flatMap((row) => row.codes))].sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1));
+  const counts = [...tally(rows.flatMap((row) => row.codes))].sort((a, b) => byLevel(codeOf(a[0]), codeOf(b[0])) || b[1] - a[1] || (a[0] < b[0] ? -1 : 1));
+  const most = Math.max(...counts.map(([, count]) => count));
   document.getElementById("codes-section").hidden = counts.length === 0;
   const list = document.getElementById("codes");
   const FIRST = 8;
   counts.forEach(([label, count], index) => {
-    const code = label.split(" ", 1)[0];
-    const button = el("button", { type: "button", "aria-pressed": "false" },
-      el("span", { className: "code" }, shown(code)), el("span", {}, shown(label.slice(code.length + 1))),
-      el("span", { className: "meter", "aria-hidden": true }, gauge(count / counts[0][1], "mark")),
+    const code = codeOf(label);
+    const button = el("button", { type: "button", "aria-pressed": "false", title: levelOf(code) },
+      el("span", { className: `code level ${levelOf(code)}` }, shown(code)), el("span", {}, shown(label.slice(code.length + 1))),
+      el("span", { className: "meter", "aria-hidden": true }, gauge(count / most, "mark")),
       el("span", { className: "number" }, counted(count, "file")));
     button.dataset.code = code;
     button.addEventListener("click", () => filter({ code: chosen.code === code ? "" : code }));
@@ -81,7 +84,7 @@ function fileLink(row) {
 
 function whatWasFound(row) {
   if (row.error) return el("span", { className: "clamped faint", title: shown(row.error) }, shown(row.error));
-  return el("span", { className: "tags" }, row.codes.map((code) => el("span", { className: "code", title: shown(code) }, shown(code.split(" ", 1)[0]))));
+  return el("span", { className: "tags" }, [...row.codes].sort((a, b) => byLevel(codeOf(a), codeOf(b))).map((code) => el("span", { className: `code ${levelOf(codeOf(code))}`, title: shown(code) }, shown(codeOf(code)))));
 }
 
 function filesTable(box) {
@@ -124,12 +127,20 @@ function showPairs(section, list, pairs) {
   document.getElementById(list).append(...facts(pairs));
 }
 
+/** The first command of every file that needs one, to be copied together. */
+function showDecisions() {
+  const commands = Object.values(run.commands);
+  document.getElementById("decisions-section").hidden = commands.length === 0;
+  if (commands.length) document.getElementById("decisions").append(commandBox(...commands));
+}
+
 function showRenames() {
   const renames = Object.entries(run.renames).map(([old, to], id) => ({ id, old, to }));
   document.getElementById("renames-section").hidden = renames.length === 0;
   if (!renames.length) return;
   const column = (title, field) => ({ title, field, formatter: textCell((row, value) => name(value)) });
-  withKeyboard(new Tabulator("#renames", { data: renames, layout: "fitColumns", maxHeight: 420, columns: [column("Old name", "old"), column("New name", "to")] }));
+  const table = withKeyboard(new Tabulator("#renames", { data: renames, layout: "fitColumns", maxHeight: 420, columns: [column("Old name", "old"), column("New name", "to")] }));
+  overviewTables.push([document.getElementById("renames"), () => table]);
 }
 
 /** Fills the overview; gives back its table. */
@@ -158,7 +169,7 @@ function showOverview() {
   showOutcomes(filter);
   showCodes(filter);
   showRenames();
-  showPairs("duplicates-section", "duplicates", run.duplicates);
+  showDecisions();
   search.addEventListener("input", () => filter({ search: search.value.trim().toLowerCase() }));
   byOutcome.addEventListener("change", () => filter({ outcome: byOutcome.value }));
   byCode.addEventListener("change", () => filter({ code: byCode.value }));

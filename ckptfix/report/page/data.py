@@ -1,20 +1,54 @@
-"""The weights of many files in little room.
+"""The data of a page: whatever a checkpoint is named, it stays data; and the weights of many files take little room.
 
-A file's figures are columns of four significant digits. Names, dtypes and shapes are kept once for all files that have
-them in common, as fine-tunes of one backbone do. What does not fit any more is left out, that of healthy files first.
-"""
+JSON goes into ``<script type="application/json">`` elements, which no browser runs. Only ASCII is written, and no
+``<``, ``>`` or ``&``, so that nothing in it can end the element, open a comment, or mean another thing in another
+encoding; a lone surrogate stays what it is, as ``\\ud800``."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
-from ckptfix.report.page.embedding import Budget, data_element, digest, script_json
+_HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def script_json(data: Any) -> str:
+    """Return plain data as JSON that is safe within a script element. Raises ``ValueError`` for NaN and infinities."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_HARMLESS)
+
+
+def data_element(name: str, text: str) -> str:
+    """Return the element that holds JSON from ``script_json`` under an id."""
+    return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def digest(text: str) -> bytes:
+    """Return a digest of a text, which takes less memory than the text."""
+    return blake2b(text.encode("ascii"), digest_size=16).digest()
+
+
+class Budget:
+    """The characters that may still go into the page."""
+
+    def __init__(self, characters: int) -> None:
+        self._left = characters
+
+    def take(self, text: str) -> bool:
+        """Return whether the text still fits, and count it as taken if it does."""
+        if len(text) > self._left:
+            return False
+        self._left -= len(text)
+        return True
 
 
 class Layers:
-    """Turns lines of weights into elements of the page, in so many characters. A third is for flagged layers alone."""
+    """Turns lines of weights into elements of the page, up to a number of characters. A third is for flagged layers.
+
+    A file's figures are columns of four significant digits. Names, dtypes and shapes are kept once for all files that
+    have them in common. What does not fit is left out, that of healthy files first."""
 
     def __init__(self, characters: int) -> None:
         self._flagged, self._healthy = Budget(characters // 3), Budget(characters - characters // 3)
@@ -22,7 +56,7 @@ class Layers:
         self.left_out = 0
 
     def elements(self, number: int, line: Mapping[str, Any]) -> Iterator[str]:
-        """The elements for the file of this number; none where it has no layer or there is no room."""
+        """Yield the elements for the file of this number; nothing if it has no layer or there is no room."""
         layers = line["layers"]
         if not layers:
             return
@@ -64,7 +98,7 @@ def _figures(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def short(number: float) -> float | None:
-    """The number in four significant digits, a whole one without the point; None for NaN and infinities."""
+    """Return the number in four significant digits, without the point if it is whole; None for NaN and infinities."""
     if not math.isfinite(number):
         return None
     rounded = float(f"{number:.4g}")

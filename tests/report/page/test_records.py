@@ -4,7 +4,7 @@ import pytest
 
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.report.page import account_of, account_of_error
+from ckptfix.report.page import record_of, record_of_error
 from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
@@ -30,19 +30,19 @@ NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=
     ],
 )
 def test_outcome(made, mode, outcome):
-    assert account_of(made, Telling(mode))["outcome"] == outcome
+    assert record_of(made, Telling(mode))["outcome"] == outcome
 
 
 def test_the_command_carries_the_flags():
     telling = Telling(choices={"model": "zoo:net"})
-    assert account_of(report(NAN, source="a b.pth"), telling)["command"] == (
+    assert record_of(report(NAN, source="a b.pth"), telling)["command"] == (
         "ckptfix repair 'a b.pth' --model zoo:net --fill twin --replace VAL101"
     )
-    assert account_of(report(), telling)["command"] is None
+    assert record_of(report(), telling)["command"] is None
 
 
 def test_findings_without_their_fixes(tmp_path):
-    account = account_of(report(PREFIX, EXTRA), Telling())
+    account = record_of(report(PREFIX, EXTRA), Telling())
     assert [finding["fixable"] for finding in account["findings"]] == [True, False]
     assert all("fix" not in finding for finding in account["findings"])
     json.dumps(account, allow_nan=False)
@@ -52,12 +52,12 @@ def test_the_size_is_that_of_the_file_or_of_all_in_the_folder(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"123")
-    sizes = [account_of(report(source=str(path)), Telling())["size"] for path in (tmp_path / "a", tmp_path, "nowhere")]
+    sizes = [record_of(report(source=str(path)), Telling())["size"] for path in (tmp_path / "a", tmp_path, "nowhere")]
     assert sizes == [5, 8, None]
 
 
 def test_an_error():
-    assert account_of_error("no\x00where.pth", "m") == {
+    assert record_of_error("no\x00where.pth", "m") == {
         "source": "no\x00where.pth",
         "outcome": "unreadable",
         "error": "m",
