@@ -8,12 +8,10 @@ The text is judged by its words. It is never parsed or compiled: both can be mad
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.reading.pickles.executors import PACKAGES
-from ckptfix.reading.pickles.payload import ANYWHERE, BUILTINS, is_payload
+from ckptfix.reading.pickles.payload import ANYWHERE, BUILTINS, PACKAGES, STDLIB, is_known, is_payload
 
 LENGTH_LIMIT = 8 << 20
 """Characters of code that are looked at; graphs of the largest models stay far below."""
@@ -54,7 +52,7 @@ def _is_harmless_import(line: str) -> bool:
         return name in ("torch", "torch.fx", "torch.fx._pytree", "torch.utils._pytree")
     if root == "builtins":
         return found[3] is not None and found[3] not in BUILTINS
-    return root in _HARMLESS_MODULES or not (root in sys.stdlib_module_names or root in PACKAGES or is_payload(name))
+    return root in _HARMLESS_MODULES or not (is_known(root) or root in PACKAGES or is_payload(name))
 
 
 def _is_harmless_code(code: str) -> bool:
@@ -94,6 +92,6 @@ def _is_operation(name: str, is_called: bool) -> bool:
         return len(path) >= 3
     if len(path) > 1 and path[0] not in _SPACES:
         return False
-    if any(part in sys.stdlib_module_names for part in path[:-1]):
+    if any(part.lstrip("_") in STDLIB for part in path[:-1]):
         return False
     return is_called or path[-1] in DTYPES or path[-1] in _VALUES or path[-1][:1].isupper()

@@ -24,8 +24,8 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
-from ckptfix.reading.pickles.executors import is_union
 from ckptfix.reading.pickles.graph_code import is_graph_code
+from ckptfix.reading.pickles.payload import is_known, is_union
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000
@@ -34,6 +34,12 @@ NAME_LIMIT = 1000
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 """Modules of Python 2 that have another name since."""
 
+
+_CONSUMERS = frozenset(
+    "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.dict builtins.bytes builtins.bytearray "
+    "builtins.enumerate builtins.zip collections.deque collections.Counter collections.OrderedDict".split()
+)
+"""Calls that go through what they are handed."""
 
 _NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
 
@@ -47,6 +53,18 @@ def _modern_name(function: Global) -> str:
     """The name of a global that was moved since, where the table has it."""
     module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
     return f"{module}.{function.name}"
+
+
+def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function over and
+    over once ``list`` goes through it, and so does ``list`` of other objects than plain containers.
+    """
+    if name == "builtins.iter":
+        return len(args) > 1
+    if name not in _CONSUMERS or not args or not isinstance(args[0], Opaque):
+        return False
+    root = args[0].cls.module.partition(".")[0].lstrip("_")
+    return root not in ("builtins", "collections", "itertools") and is_known(root)
 
 
 def _per_channel(values: Any, dtype: str) -> Any:
@@ -85,7 +103,7 @@ class InertTable:
             if made is not NotImplemented:
                 return made
         if not is_union(function, args):
-            self.called.add(str(function))
+            self.called.add(f"{function}()" if _goes_through(_modern_name(function), args) else str(function))
         return Opaque(function, args)
 
     # torch ------------------------------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class PickleMachine(PickleStream):
 
     ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` those whose results it
     calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses; ``at`` is the
-    offset of the opcode that failed; ``is_unicode`` says whether all strings of Python 2 are UTF-8, as torch.load
-    assumes. Raises ``UnreadableError`` if the stream is not a pickle or ends early, ``HostileError`` if it is built to
-    exhaust the machine."""
+    offset of the opcode that failed; ``is_torn`` says whether a frame ends elsewhere than its opcodes; ``is_unicode``
+    whether all strings of Python 2 are UTF-8, as torch.load assumes. Raises ``UnreadableError`` if the stream is not a
+    pickle or ends early, ``HostileError`` if it is built to exhaust the machine."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class PickleMachine(PickleStream):
         self.memo = Memo()
         self._marks: list[list[Any]] = []
         self._below = 0
-        self._frame_end, self._is_torn = 0, False
+        self._frame_end, self.is_torn = 0, False
         self._seen = bytearray(256)
         self.at = position
 
@@ -145,7 +145,7 @@ class PickleMachine(PickleStream):
         """Whether a pickle that was read to its end is one that no pickler writes: bytes are missing in it, or too
         many.
         """
-        return self._is_torn or self._frame_end > self.position or self.runs != [[]]
+        return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:
         """The inert value of the pickle."""
@@ -168,7 +168,8 @@ class PickleMachine(PickleStream):
         bounds.step(_STRIDE, self._below + len(self.stack))
         row, first, following = memo.row, memo.first, memo.following
         window, begin, place, stack, spent = self.window, self._start, self.place, self.stack, 0
-        last = len(window) - _LONGEST
+        end = self._frame_end - begin if self._frame_end > begin + place else len(window)
+        last = min(end, len(window)) - _LONGEST
         try:
             for run in range(_STRIDE):
                 opcode = window[place] if place <= last else 0
@@ -258,6 +259,7 @@ class PickleMachine(PickleStream):
                 self.place = place
                 code = self.byte() if place < len(window) else self._next()
                 if code == _STOP:
+                    self.is_torn = self.is_torn or self._frame_end > self.position
                     bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
                     return True
                 self._seen[code] = 1
@@ -269,8 +271,11 @@ class PickleMachine(PickleStream):
                         self.position - 1,
                     )
                 handler(self)
+                if begin + place < self._frame_end < self.position:
+                    self.is_torn = True
                 window, begin, place, stack = self.window, self._start, self.place, self.stack
-                last, first, following = len(window) - _LONGEST, memo.first, memo.following
+                end = self._frame_end - begin if self._frame_end > begin + place else len(window)
+                last, first, following = min(end, len(window)) - _LONGEST, memo.first, memo.following
         finally:
             self.at = begin + place
             bounds.spend(spent)
@@ -368,6 +373,9 @@ class PickleMachine(PickleStream):
         """BUILD: hand a state to the object below it."""
         state = self.stack.pop()
         target = self.stack[-1]
+        if isinstance(target, (Opaque, Global)) and (isinstance(target, Global) or _is_armed(state)):
+            cls = target if isinstance(target, Global) else target.cls
+            self.called.add(f"{cls}.__setstate__()")
         if isinstance(target, Opaque):
             target.state = state
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
@@ -403,6 +411,19 @@ class PickleMachine(PickleStream):
             target[key if type(key) is str else self.bounds.key(key, id(target))] = value
         if len(target) != count:
             self.bounds.spend(getsizeof(target) - before)
+
+
+_LOOKED_UP = frozenset({"__setstate__", "append", "extend", "add"})
+"""Attributes of an object that the unpickler calls."""
+
+
+def _is_armed(state: Any) -> bool:
+    """Whether a state puts a function in the place of a method that the unpickler itself calls."""
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    return any(
+        isinstance(part, dict) and any(isinstance(part.get(name), (Global, Opaque)) for name in _LOOKED_UP)
+        for part in parts
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -484,7 +505,7 @@ def _set_protocol(machine: PickleMachine) -> None:
 
 def _frame(machine: PickleMachine) -> None:
     """A hint for readers that block: how many bytes of opcodes follow. Frames end where opcodes do."""
-    machine._is_torn = machine._is_torn or machine._frame_end >= machine.position
+    machine.is_torn = machine.is_torn or machine._frame_end >= machine.position
     size = machine.unsigned(8)
     machine._frame_end = machine.position + size
 

@@ -1,69 +1,102 @@
-"""Which globals a pickle names only to run code.
+"""Which globals of a pickle run code, and which only construct the values of a checkpoint.
 
-No checkpoint needs them; a file that does is built as an attack, or by somebody who did not know better. The list
-follows the ones that picklescan and fickling keep (https://github.com/mmaitre314/picklescan,
-https://github.com/trailofbits/fickling), but nothing here protects ckptfix itself: its reader resolves no global at
-all. It protects those who load the file elsewhere."""
+Nothing here protects ckptfix itself, whose reader resolves no global at all. It protects those who load the file
+elsewhere. A list of bad names is never complete, so the question is turned round: in the standard library, torch and
+numpy, a pickle may call the names of ``trusted_globals.txt`` and no others, whichever Python this is. What it names
+without a call (an activation function, a type) may be any plain function of theirs. Names of packages that not
+everybody has are classes of the user's own code: nothing is known of them, and an attack cannot count on them; of these
+only what cannot be a class's name is an error.
+
+For other lists of dangerous names: https://github.com/mmaitre314/picklescan, https://github.com/trailofbits/fickling."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.objects import Global
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.pickles.executors import runs_code
 
-MODULES = frozenset(
-    """os posix nt posixpath ntpath subprocess commands pty popen2 sys shutil socket _socket ssl http urllib urllib2
-    requests httplib ftplib telnetlib smtplib socketserver asyncio multiprocessing threading _thread signal ctypes
-    _ctypes cffi runpy importlib imp _imp pkgutil zipimport codeop pdb bdb cProfile timeit doctest pydoc venv ensurepip
-    pip idlelib lib2to3 webbrowser antigravity tempfile fileinput linecache pickle _pickle cPickle cloudpickle dill
-    joblib shelve marshal sqlite3 _sqlite3 gc nturl2path atexit _posixsubprocess _frozen_importlib
-    _frozen_importlib_external _multiprocessing tarfile zipfile concurrent xmlrpc wsgiref cgitb unittest resource
-    aiohttp fsspec _interpreters _xxsubinterpreters _testcapi _testinternalcapi""".split()
+STDLIB = frozenset(
+    """BaseHTTPServer Bastion CGIHTTPServer Canvas ConfigParser Cookie DocXMLRPCServer HTMLParser MimeWriter Queue
+    ScrolledText SimpleHTTPServer SimpleXMLRPCServer SocketServer StringIO Tix Tkinter UserDict UserList UserString
+    abc aifc aix_support android_support annotationlib antigravity anydbm apple_support argparse array ast asynchat
+    asyncio asyncore atexit audioop base64 bdb binascii binhex bisect blake2 bootsubprocess bsddb builtin__ builtins
+    bz2 cPickle cProfile cStringIO calendar cgi cgitb chunk cmath cmd code codecs codecs_cn codecs_hk codecs_iso2022
+    codecs_jp codecs_kr codecs_tw codeop collections collections_abc colorize colorsys commands compat_pickle
+    compileall compiler compression concurrent configparser contextlib contextvars cookielib copy copy_reg copyreg
+    crypt csv ctypes curses curses_panel dataclasses datetime dbhash dbm decimal difflib dircache dis distutils dl
+    doctest dumbdbm dummy_thread dummy_threading elementtree email encodings ensurepip enum errno exceptions
+    faulthandler fcntl filecmp fileinput fnmatch formatter fpformat fractions frozen_importlib
+    frozen_importlib_external ftplib functools future__ future_builtins gc gdbm genericpath getopt getpass gettext
+    glob graphlib grp gzip hashlib heapq hmac hotshot html htmlentitydefs htmllib http httplib idlelib ihooks
+    imaplib imghdr imp importlib imputil inspect interpchannels interpqueues interpreters io ios_support ipaddress
+    itertools json keyword lib2to3 linecache locale logging lsprof lzma macpath mailbox mailcap markupbase marshal
+    math md5 mhlib mimetools mimetypes mimify mmap modulefinder msi msilib msvcrt multibytecodec multifile
+    multiprocessing mutex netrc new nis nntplib nt ntpath nturl2path numbers opcode operator optparse os os2
+    ossaudiodev osx_support overlapped parser pathlib pdb pickle pickletools pipes pkgutil platform plistlib popen2
+    poplib posix posixfile posixpath posixshmem posixsubprocess pprint profile pstats pty pwd py_abc py_compile
+    pyclbr pydatetime pydecimal pydoc pydoc_data pyexpat pyio pylong pyrepl queue quopri random re readline
+    remote_debugging reprlib resource rexec rfc822 rlcompleter robotparser runpy sched scproxy secrets select
+    selectors sets sgmllib sha sha1 sha256 sha3 sha512 shelve shlex shutil signal site sitebuiltins smtpd smtplib
+    sndhdr socket socketserver spwd sqlite3 sre sre_compile sre_constants sre_parse ssl stat statistics statvfs
+    string stringprep strptime struct subprocess suggestions sunau symbol symtable sys sysconfig syslog tabnanny
+    tarfile telnetlib tempfile termios test testcapi testinternalcapi textwrap this thread threading threading_local
+    time timeit tkColorChooser tkinter toaiff token tokenize tomllib trace traceback tracemalloc ttk tty turtle
+    turtledemo types typing unicodedata unittest urllib urllib2 urlparse user uu uuid venv warnings wave weakref
+    weakrefset webbrowser whichdb winapi winreg winsound wsgiref xdrlib xml xmllib xmlrpc xmlrpclib
+    xxsubinterpreters xxtestfuzz zipapp zipfile zipimport zlib zoneinfo zstd""".split()
 )
-"""Top-level modules of which no checkpoint needs anything."""
+"""The modules of the standard library of all Pythons from 2.7 to 3.14, without underscores in front."""
 
-HARMLESS = frozenset({"joblib.numpy_pickle.NumpyArrayWrapper", "torch._dynamo.decorators._DimRange"})
-"""Classes in such modules that hold values alone: joblib writes one for each array, torch one for a ragged dimension of
-a nested tensor.
-"""
+COMMON_NAMES = frozenset("calendar chunk code new parser profile queue symbol test token trace user".split())
+"""Those of them that people call their own modules."""
 
-ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
-"""Modules that give an attack away wherever they stand in a dotted name: ``torch.serialization.os.system``."""
+HARMFUL = frozenset(
+    """aiohttp cffi cloudpickle dill distutils fabric fickling fsspec invoke IPython joblib modelscan paramiko
+    pexpect picklescan pip pkg_resources pudb pytest requests setuptools sh smart_open""".split()
+)
+"""Packages of which no checkpoint needs more than a class that is trusted by name."""
+
+PACKAGES = frozenset(
+    """yaml sklearn pandas scipy tensorflow keras jax transformers nltk cv2 PIL h5py matplotlib hydra sympy""".split()
+)
+"""Packages whose classes checkpoints hold, and on whose functions an attack may count."""
 
 BUILTINS = frozenset(
     "eval exec execfile compile open file __import__ apply input raw_input setattr delattr globals locals vars "
-    "breakpoint exit quit reload __build_class__".split()
+    "breakpoint exit quit reload __build_class__ help license credits copyright intern".split()
 )
-"""Built-in functions that no checkpoint needs. ``getattr`` is what Python 3.11 pickles enums with; its result is judged
-instead.
-"""
+"""Built-in functions that no checkpoint even names."""
 
-FUNCTIONS = frozenset(
-    """torch.load torch.save torch.jit.load torch.jit.jit_module_from_flatbuffer torch.hub torch.serialization.load
-    torch.package torch.utils.cpp_extension torch.classes.load_library torch.ops.load_library torch.distributed.rpc
-    torch.utils.collect_env torch.utils.bottleneck torch._inductor torch._dynamo torch.fx._graph_module
-    torch.utils._config_module torch.utils.data.datapipes.utils numpy.load numpy.save numpy.loadtxt numpy.savetxt
-    numpy.fromfile numpy.genfromtxt numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils
-    pandas.read_pickle pandas.io types.CodeType types.FunctionType operator.attrgetter operator.methodcaller
-    operator.call _operator.attrgetter _operator.methodcaller _operator.call
-    copyreg.add_extension copy_reg.add_extension
+NAMEABLE = frozenset(
+    """abc bisect builtins cmath collections copy dataclasses datetime decimal enum fractions functools heapq itertools
+    json math numbers operator random re statistics string time typing""".split()
+)
+"""Modules whose functions do no harm as long as they are not called."""
+
+CALLERS = frozenset(
+    """operator.attrgetter operator.methodcaller operator.call types.CodeType types.FunctionType
+    code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile trace.Trace
     sympy.sympify sympy.core.sympify.sympify sympy.parsing sympy.lambdify sympy.utilities.lambdify
-    code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile
-    trace.Trace weakref.finalize logging.config torch.jit.unsupported_tensor_ops torch.jit._serialization
-    torch.fx.graph_module._forward_from_src torch.multiprocessing torch.utils.model_zoo torch._C.import_ir_module
-    torch._ops._Ops torch._ops.load_library
-    io.open_code io.open io.FileIO _io.FileIO _io.open site.main platform.popen inspect.getattr_static""".split()
+    pandas.read_pickle pandas.io numpy.load numpy.save numpy.loadtxt numpy.savetxt numpy.fromfile numpy.genfromtxt
+    numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils numpy.ctypeslib torch.load torch.save
+    torch.jit.load torch.jit.save torch.jit.jit_module_from_flatbuffer torch.hub torch.serialization.load
+    torch.serialization.save torch.package torch.utils.cpp_extension torch.classes.load_library
+    torch.ops.load_library torch.distributed.rpc torch.utils.collect_env torch.utils.bottleneck
+    torch.utils.model_zoo torch._inductor torch._dynamo torch.fx._graph_module
+    torch.fx.graph_module._forward_from_src torch.utils._config_module torch.multiprocessing
+    torch.utils.data.datapipes torch.jit.unsupported_tensor_ops torch.jit._serialization torch._C.import_ir_module
+    torch._C.PyTorchFileReader torch._C.PyTorchFileWriter torch._ops._Ops torch._ops.load_library""".split()
 )
-"""Names, or their beginnings, that load other files, build code, or call by name, in modules that are harmless
-otherwise.
-"""
+"""Names, or their beginnings, that load files, build code or call by name."""
 
-
-COMPILER = ("convert_frame", "eval_frame", "hooks", "repro")
-"""Modules of ``torch._dynamo`` whose classes ``torch.save(torch.compile(model))`` writes."""
+ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
+"""Modules that give an attack away wherever they are in a dotted name: ``mylib.os.system``."""
 
 STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
 """What builds a ``torch.fx.GraphModule`` from code that the file holds as text."""
@@ -72,24 +105,113 @@ GRAPH_CODE = "the code of a torch.fx graph"
 """How an edit names that code."""
 
 _NAMED = 4
+_TORCH_MODULES = frozenset("functools graph multiprocessing queue random signal token types".split())
+"""Modules of torch that are called as some of the standard library."""
+
+_PYTHON_2 = {
+    "__builtin__": "builtins",
+    "exceptions": "builtins",
+    "copy_reg": "copyreg",
+    "UserDict": "collections",
+    "UserList": "collections",
+    "UserString": "collections",
+    "_operator": "operator",
+    "_functools": "functools",
+}
+_MOVED = re.compile(r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)")
+_TORCH_CLASS = re.compile(r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\._?[A-Z]\w*")
+"""A class that another release of torch may have: not trusted by name, and nothing that an attack could use."""
+
+_NUMBER = re.compile(
+    r"numpy\.(u?int|float|complex|bool|str|bytes|datetime|timedelta|void|long|half)[a-z]*\d*_?|numpy\.dtypes\.\w+DType"
+)
+_REBUILDER = re.compile(r"_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_index)", re.I)
+_SPECIAL = re.compile(r"__\w+__")
+
+
+@cache
+def _trusted() -> dict[str, frozenset[str]]:
+    """The names of ``trusted_globals.txt`` by their modules."""
+    text = Path(__file__).with_name("trusted_globals.txt").read_text(encoding="utf-8")
+    lines = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
+    return {module: frozenset(names.split()) for module, _, names in lines}
+
+
+def canonical(name: str) -> str:
+    """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch.ao."""
+    root, dot, rest = name.partition(".")
+    name = f"{_PYTHON_2.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
+    return f"torch.ao.{name[6:]}" if _MOVED.match(name) else name
+
+
+def is_trusted(name: str) -> bool:
+    """Return whether a global is one that a checkpoint may call: ``collections.OrderedDict``."""
+    name, trusted = canonical(name), _trusted()
+    parts = name.split(".")
+    places = range(len(parts) - 1, 0, -1)  # zoneinfo: ZoneInfo._unpickle
+    if any(".".join(parts[place:]) in trusted.get(".".join(parts[:place]), ()) for place in places):
+        return True
+    return _NUMBER.fullmatch(name) is not None or _TORCH_CLASS.fullmatch(name) is not None
+
+
+def is_known(root: str) -> bool:
+    """Whether a package is one of which it is known what checkpoints need of it."""
+    return root.lstrip("_") in STDLIB or root in ("torch", "numpy") or root in HARMFUL
 
 
 def is_payload(name: str) -> bool:
-    """Whether a global (``posix.system``) is there only to run code."""
-    if name in HARMLESS:
+    """Return whether no checkpoint names a global (``posix.system``), even without a call."""
+    parts = canonical(name).split(".")
+    root, inner = parts[0], parts[1:-1]
+    if is_trusted(name) or any(name.startswith(f"{first}.") for first in ("torch._dynamo.eval_frame",)):
         return False
-    parts = name.split(".")
-    if parts[:2] == ["torch", "_dynamo"] and parts[2:3] and parts[2] in COMPILER and parts[-1][:1].isupper():
-        return False
-    if parts[0] in MODULES or any(part in ANYWHERE for part in parts[1:-1]):
+    if any(_SPECIAL.fullmatch(part) for part in parts[1:]) or any(part in ANYWHERE for part in inner):
         return True
-    if parts[0] in ("builtins", "__builtin__"):
-        return parts[-1] in BUILTINS
-    return any(".".join(parts[:depth]) in FUNCTIONS for depth in range(2, len(parts) + 1))
+    if any(".".join(parts[:depth]) in CALLERS for depth in range(2, len(parts) + 1)):
+        return True
+    if root in ("torch", "numpy"):
+        return inner[:1] != ["ops"] and any(part.lstrip("_") in STDLIB and part not in _TORCH_MODULES for part in inner)
+    if not is_known(root) or not parts[-1] or len(parts) < 2:
+        return False
+    if root in COMMON_NAMES and not inner and parts[-1][:1].isupper() and canonical(name) not in CALLERS:
+        return False
+    if root in NAMEABLE and not inner and not parts[-1].startswith("_"):
+        return root == "builtins" and parts[-1] in BUILTINS
+    return not is_trusted(".".join(parts[:-1]))  # a method or member of a class: re.RegexFlag.DOTALL
+
+
+def runs_code(name: str) -> bool:
+    """Return whether calling a global (``pathlib.Path.write_text``) does more than to construct a value.
+
+    ``functools.partial()`` is a call of what ``functools.partial`` gave."""
+    root, _, rest = canonical(name).partition(".")
+    if "__setstate__" in rest:
+        return True
+    if not rest or not (is_known(root) or root in PACKAGES):
+        return False
+    if name.endswith("()"):
+        return True
+    last = rest.rpartition(".")[2]
+    if root in PACKAGES:
+        is_class = last.lstrip("_")[:1].isupper() or last.endswith(("_matrix", "_array"))
+        return not (is_class or _REBUILDER.match(last))
+    if root in COMMON_NAMES and last == rest and last[:1].isupper():
+        return canonical(name) in CALLERS
+    return not is_trusted(name)
+
+
+def is_union(function: Global, args: tuple[object, ...]) -> bool:
+    """Return whether a call is how Python writes the type ``int | str``: ``functools.reduce(operator.or_, …)``."""
+    return (
+        str(function) in ("functools.reduce", "_functools.reduce", "__builtin__.reduce")
+        and bool(args)
+        and isinstance(args[0], Global)
+        and str(args[0]) in ("_operator.or_", "operator.or_")
+    )
 
 
 def name_calls(called: Iterable[str]) -> set[str]:
-    """Of the globals that a pickle calls those that do more than to construct a value, each with ``()`` behind it."""
+    """Return those of the globals that a pickle calls which do more than to construct a value, with ``()`` appended."""
     return {f"{name.removesuffix('()')}()" for name in called if runs_code(name)}
 
 

@@ -44,12 +44,14 @@ outer file's limits; returns its root object and the globals that it names."""
 
 
 class End(NamedTuple):
-    """How a pickle ended: the values left on the stack, split at the marks, the offset of the last opcode, whether no
-    pickler writes such a pickle, and whether numbers of its memo were passed over, which some picklers do.
+    """How a pickle ended: the values left on the stack, split at the marks, the offset of the last opcode, whether its
+    frames end elsewhere than its opcodes, whether no pickler writes such a pickle, and whether numbers of its memo were
+    passed over, which some picklers do.
     """
 
     runs: list[list[Any]]
     at: int
+    is_torn: bool
     has_misfits: bool
     has_gaps: bool
 
@@ -78,7 +80,7 @@ class StoragePickle:
         self.table = InertTable(path, partial(_nested, path, read_nested, nesting, bounds, self.names))
         self.protocol = 0
         self.is_plain, self.is_unicode = True, True
-        self.end = End([[]], 0, False, False)
+        self.end = End([[]], 0, False, False, False)
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._classes: dict[Global, str] = {}
@@ -97,10 +99,20 @@ class StoragePickle:
             self._bounds.names |= self.names
             self.protocol = max(self.protocol, machine.protocol)
             has_gaps = machine.protocol < 4 and bool(machine.memo.far)
-            self.end = End(machine.runs, machine.at, machine.has_misfits, has_gaps)
+            self.end = End(machine.runs, machine.at, machine.is_torn, machine.has_misfits, has_gaps)
         self.is_plain = self.is_plain and not machine.unsupported
         self.is_unicode = self.is_unicode and machine.is_unicode
         return value, machine.position
+
+    def refuse_torn(self) -> None:
+        """Raise ``HostileError`` if the frames of the last pickle end elsewhere than its opcodes: after such a frame,
+        CPython reads other opcodes than those in the file (https://github.com/python/cpython/issues/154848).
+        """
+        if self.end.is_torn:
+            raise HostileError(
+                f"{self.path}: the frames of its pickle do not end where its opcodes do, so that programs differ "
+                "in what they read; do not load this file with anything"
+            )
 
     def protocol_remarks(self, where: str) -> list[Fact]:
         """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""

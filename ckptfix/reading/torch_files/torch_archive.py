@@ -193,13 +193,15 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
 def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
     """What ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
     try:
-        return pickles.run(data)
+        run = pickles.run(data)
     except UnreadableError as error:
         if not reading.faults:
             raise
         path = reading.archive.path
         cause = error.without(f"{path}: ")
         raise UnreadableError(f"{path}: {clauses(reading.faults)}, and cannot be read: ", *cause) from error
+    pickles.refuse_torn()
+    return run
 
 
 def _producer(members: Collection[str]) -> str:

@@ -104,7 +104,9 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
     """One of the pickles in front of the storages, without which none of these has a name or a type."""
     try:
-        return pickles.run(content.buffer, position)
+        run = pickles.run(content.buffer, position)
+        pickles.refuse_torn()
+        return run
     except PickleEndError as end:
         raise UnreadableError(
             f"{content.path}: is cut short or damaged in its {part}, which a legacy torch file has in front of all "

@@ -1,9 +1,141 @@
 from __future__ import annotations
 
-import pytest
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import importlib
+import io
+import logging
+import operator
+import pathlib
+import pickle
+import pkgutil
+import random
+import re
+import sys
+import typing
+import uuid
+import zipfile
+import zoneinfo
 
+import numpy as np
+import pytest
+import torch
+
+from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
-from ckptfix.reading.pickles.payload import is_payload, payload_remarks
+from ckptfix.errors import HostileError
+from ckptfix.reading.opening import open_file
+from ckptfix.reading.pickles.payload import is_payload, is_trusted, payload_remarks, runs_code
+from ckptfix.reading.torch_files.torch_legacy import read
+from tests.attacks.crafted import torch_zip
+
+
+class Color(enum.Flag):
+    RED = 1
+    BLUE = 2
+
+
+class Calls:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def found(data: bytes) -> list[str]:
+    return [fact.data["name"] for fact in read(Content("some.pkl", data)).remarks if fact.kind is Kind.PAYLOAD]
+
+
+HEALTHY = {
+    "functions that are named": [torch.nn.functional.relu, torch.nn.functional.gelu, torch.relu, len, np.sum],
+    "modules": torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.GELU(), torch.nn.LSTM(2, 2)
+    ),
+    "an optimizer": torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict(),
+    "torch values": [torch.device("cpu"), torch.float16, torch.Size([2]), torch.strided, torch.ones(2).to_sparse()],
+    "numpy values": [
+        np.float32(1),
+        np.int64(2),
+        np.datetime64("2020-01-01"),
+        np.array(["a", None], object),
+        np.dtype("f4"),
+    ],
+    "numpy random states": [np.random.RandomState(0), np.random.default_rng(0), np.random.get_state()],
+    "numpy masked and record arrays": [
+        np.ma.array([1, 2], mask=[False, True]),
+        np.zeros(1, [("a", "f4")]).view(np.recarray),
+    ],
+    "numpy matrix and ufunc": [np.matrix([[1]]), np.add],
+    "dates": [datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(1), zoneinfo.ZoneInfo("UTC")],
+    "numbers": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), 1j, slice(1, 2), range(3), random.Random(1)],
+    "containers": [collections.defaultdict(list), collections.deque([1]), collections.Counter("aa")],
+    "paths and names": [pathlib.PurePosixPath("a"), uuid.uuid4(), argparse.Namespace(a=1), logging.getLogger("x")],
+    "functions made of functions": [functools.partial(torch.nn.LayerNorm, eps=1e-6), operator.itemgetter(1)],
+    "patterns and iterators": [re.compile("a+"), iter([1]), type(None)],
+    "types": [typing.Literal["a"], typing.Callable[[int], str], dict[str, int], int | str, list[int]],
+    "enums": [Color.RED, Color.RED | Color.BLUE, re.IGNORECASE | re.MULTILINE],
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("values", HEALTHY.values(), ids=HEALTHY)
+def test_what_checkpoints_hold_runs_nothing(values, protocol):
+    try:
+        data = pickle.dumps({"x": values}, protocol)
+    except TypeError:
+        pytest.skip("torch does not pickle these by the old protocol")
+    assert found(data) == []
+
+
+EXECUTORS = """pathlib.Path.unlink pathlib.PosixPath.write_text functools.reduce uuid._get_command_stdout yaml.load
+    setuptools._distutils.spawn.spawn distutils.file_util.write_file torch.onnx.export torch._ops._Ops.load_library
+    torch.jit.unsupported_tensor_ops.execWrapper torch.fx.graph_module._forward_from_src __builtin__.reload
+    numpy.testing.runstring sklearn.externals.joblib.load copy._reconstruct builtins.map functools.partial()
+    builtins.getattr() logging.config.listen keras.models.load_model""".split()
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_function_that_does_something_is_found_by_its_call(name):
+    assert runs_code(name)
+
+
+@pytest.mark.parametrize("name", ["models.yolo.load", "mylib.rebuild", "omegaconf.create", "", ".", "os", "torch."])
+def test_functions_of_packages_that_nobody_else_has_are_not_judged(name):
+    assert not runs_code(name)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (Calls(pathlib.Path.write_text, "x"), ["pathlib.Path.write_text"]),
+        (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map"]),
+        (Calls(Calls(functools.partial, torch.nn.init.zeros_, 1)), ["functools.partial"]),
+    ],
+    ids=["a method", "a function that calls", "the result of a call"],
+)
+def test_what_a_pickle_calls_is_remarked(value, names):
+    if isinstance(value.call[0], Calls):
+        # Pickle refuses to write such a call; the opcodes are: the function, its arguments, REDUCE, and once more.
+        data = b"\x80\x02cfunctools\npartial\nctorch.nn.init\nzeros_\n\x85R)R."
+    else:
+        data = pickle.dumps(value, 4)
+    assert found(data) == names
+
+
+def test_a_name_that_is_called_is_remarked_once():
+    assert [fact.data["name"] for fact in payload_remarks({"torch.load", "torch.load()", "copy.copy()"})] == [
+        "copy.copy",
+        "torch.load",
+    ]
+
 
 HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.OrderedDict argparse.Namespace
     pathlib.PosixPath numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr
@@ -40,3 +172,108 @@ def test_each_payload_is_remarked_once():
     assert [(fact.kind, fact.data["name"]) for fact in payload_remarks({"os.system", "torch.FloatStorage"})] == [
         (Kind.PAYLOAD, "os.system")
     ]
+
+
+BYPASSES = """random._os.system enum.bltns.eval collections._sys.exit decimal._numbers.sys.exit copyreg.sys.exit
+    imaplib.IMAP4_stream logging.FileHandler logging.handlers.RotatingFileHandler poplib.POP3 nntplib.NNTP
+    gzip.GzipFile mmap.mmap torch._C.PyTorchFileWriter torch._C.PyTorchFileReader torch._C._distributed_c10d.TCPStore
+    torch.distributed.TCPStore test.support.script_helper.assert_python_ok _pyrepl.pager.pipe_pager pipes.Template
+    mailcap.findmatch commands.getoutput popen2.Popen3 os2.system _winreg.ConnectRegistry md5.new
+    fickling.hook.remove_hook picklescan.scanner.scan_file_path builtins.map builtins.filter itertools.starmap
+    functools.reduce operator.methodcaller tempfile.NamedTemporaryFile zipfile.ZipFile sqlite3.connect ssl.SSLContext
+    multiprocessing.pool.Pool threading.Thread concurrent.futures.ThreadPoolExecutor distutils.spawn.spawn
+    numpy.DataSource numpy.lib._datasource.DataSource torch.utils.data.datapipes.iter.fileopener.FileOpenerIterDataPipe
+    torch.distributed.checkpoint.filesystem.FileSystemWriter torch.utils.tensorboard.writer.SummaryWriter
+    torch.nn.modules.module.warnings.sys.exit datetime.sys.exit xml.sax.parse
+    annotationlib.ForwardRef.evaluate""".split()
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_a_call_of_any_name_that_is_not_trusted_is_found(name):
+    assert is_payload(name) or runs_code(name)
+
+
+def classes(*packages: str) -> list[str]:
+    """The names of the classes that the modules of packages define."""
+    found = []
+    for package in packages:
+        root = importlib.import_module(package)
+        modules = [package, *(info.name for info in pkgutil.iter_modules(root.__path__, f"{package}."))]
+        for module in modules:
+            for name, value in vars(importlib.import_module(module)).items():
+                if isinstance(value, type) and value.__module__ == module and value.__qualname__ == name:
+                    found.append(f"{module}.{name}")
+    return found
+
+
+def test_the_classes_that_torch_pickles_are_trusted():
+    names = classes("torch.nn.modules", "torch.optim", "torch.distributions", "torch.ao.nn.quantized.modules")
+    names += [f"torch.{value}Storage" for value in ("Float", "Half", "BFloat16", "Byte", "Long", "Untyped")[:5]]
+    names += """torch.distributed.remote_device._remote_device torch.distributed._shard.metadata.ShardMetadata
+        torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata torch.distributed.tensor.DTensor
+        torch.distributed.device_mesh.DeviceMesh torch.nested._internal.nested_tensor._rebuild_njt torch.Generator
+        torch.cuda.amp.grad_scaler.GradScaler torch.nn.parameter.UninitializedParameter torch.fx.graph.Graph
+        torch.nn.quantized.modules.linear.Linear torch.nn.intrinsic.modules.fused.ConvReLU2d
+        torch.quantization.observer.MinMaxObserver torch.quantization.qconfig.QConfig torch.tensor.Tensor
+        torch.nn.modules.linear._LinearWithBias torch.nn.backends.thnn.THNNFunctionBackend
+        torch.nn.utils.spectral_norm.SpectralNormStateDictHook torch.utils.data.dataset.TensorDataset
+        torch.jit.LoweredModule.nnapi.Net joblib.numpy_pickle.NDArrayWrapper""".split()
+    assert [name for name in names if is_payload(name) or runs_code(name)] == []
+
+
+def test_a_class_of_another_release_is_quiet_and_one_elsewhere_is_not():
+    assert not runs_code("torch.nn.modules.hologram.HoloConv3d")
+    assert runs_code("torch.hologram.HoloConv3d")
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.14"])
+def test_the_answer_is_the_same_on_every_python(version, monkeypatch):
+    names = [*BYPASSES, *HARMLESS, *PAYLOADS]
+    before = [(is_payload(name), runs_code(name)) for name in names]
+    monkeypatch.setattr(sys, "stdlib_module_names", frozenset())
+    assert [(is_payload(name), runs_code(name)) for name in names] == before
+
+
+def test_every_trusted_name_is_one_that_exists_in_some_release():
+    """A line that is misspelt would trust nothing."""
+    for name in ("collections.OrderedDict", "zoneinfo.ZoneInfo._unpickle", "numpy._core.multiarray.scalar"):
+        assert is_trusted(name)
+    assert not is_trusted("collections")
+
+
+GETS = b"cbuiltins\nlen\n"
+TRICKS = {
+    "iter with a sentinel": b"cbuiltins\nlist\ncbuiltins\niter\n(cfunctools\npartial\n" + GETS + b"\x85RNtR\x85R.",
+    "__setstate__ in the state": b"ctypes\nSimpleNamespace\n)R}X\x0c\0\0\0__setstate__" + GETS + b"sb.",
+    "append in the state": b"cmymodel\nNet\n)\x81}X\6\0\0\0append" + GETS + b"sb.",
+    "the state of a class": b"cmymodel\nNet\n}X\1\0\0\0aK\1sb.",
+    "list of what runs": b"cbuiltins\nlist\n(ctorch.utils.data.dataloader\nDataLoader\n)RtR.",
+    "a member of a function": b"cbuiltins\ngetattr\n(cmymodel\nNet\nX\x0b\0\0\0__globals__tR.",
+    "an extension": b"\x80\x02\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("data", TRICKS.values(), ids=TRICKS)
+def test_calls_without_a_bad_name_are_found(data):
+    assert found(b"\x80\x02" + data)
+
+
+def test_a_state_of_plain_data_is_none():
+    assert found(b"\x80\x02cmymodel\nNet\n)\x81}X\6\0\0\0appendK\1sb.") == []
+
+
+@pytest.mark.parametrize("lie", [-4, 3, 1000], ids=["too short", "into an opcode", "too long"])
+def test_a_frame_that_lies_is_refused(lie, tmp_path):
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2), "name": "x" * 20}, file, pickle_protocol=4)
+    archive = zipfile.ZipFile(file)
+    data = archive.read("archive/data.pkl")
+    assert data[2:3] == b"\x95"
+    size = int.from_bytes(data[3:11], "little") + lie
+    changed = data[:3] + size.to_bytes(8, "little") + data[11:]
+    path = tmp_path / "file.pth"
+    path.write_bytes(torch_zip(changed, {"data/0": archive.read("archive/data/0")}))
+    with pytest.raises(HostileError, match="frames of its pickle"):
+        open_file(str(path))
+    path.write_bytes(torch_zip(data, {"data/0": archive.read("archive/data/0")}))
+    assert open_file(str(path)).keys() == ["w"]
