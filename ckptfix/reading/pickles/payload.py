@@ -163,7 +163,7 @@ def is_payload(name: str) -> bool:
     """Return whether no checkpoint names a global (``posix.system``), even without a call."""
     parts = canonical(name).split(".")
     root, inner = parts[0], parts[1:-1]
-    if is_trusted(name) or any(name.startswith(f"{first}.") for first in ("torch._dynamo.eval_frame",)):
+    if is_trusted(name):
         return False
     if any(_SPECIAL.fullmatch(part) for part in parts[1:]) or any(part in ANYWHERE for part in inner):
         return True
