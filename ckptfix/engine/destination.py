@@ -118,6 +118,8 @@ class Destination:
         refuse_name(goal)
         if goal.is_dir():
             raise UsageError(f"{goal}: is a folder; name the file to write")
+        if goal.exists() and not goal.is_file():
+            refuse_output(goal)
         if source is not None and goal.exists() and goal.samefile(source):
             raise UsageError(f"{goal}: is the source itself; replace it with ", Opt("in_place", True))
         if source is not None and _is_part(goal, source):

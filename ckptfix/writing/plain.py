@@ -300,22 +300,10 @@ def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"state": {numbers[id(spec)]: row for spec, row in state.items()}, "param_groups": packed}
 
 
-_SCALARS = {
-    "f8": "d",
-    "f4": "f",
-    "f2": "e",
-    "i8": "q",
-    "i4": "i",
-    "i2": "h",
-    "i1": "b",
-    "u8": "Q",
-    "u4": "I",
-    "u2": "H",
-    "u1": "B",
-    "b1": "?",
-    "c8": "ff",
-    "c16": "dd",
-}
+_SCALARS = dict(
+    zip("f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1 b1 c8 c16".split(), "d f e q i h b Q I H B ? ff dd".split(), strict=True)
+)
+"""For numpy's names of number types the letters of ``struct``."""
 
 
 def _numpy_scalar(value: Opaque) -> Any:

@@ -384,6 +384,8 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
         pytest.param("a.pth", {"output": "x" * 240 + ".pth", "shard_size": "1GB"}, "bytes, and this", id="shards"),
         pytest.param("a.pth", {"output": "-"}, "cannot go to stdout", id="stdout"),
         pytest.param("a.pth", {"output": os.devnull}, "is a device", id="a device"),
+        pytest.param("a.pth", {"output": os.devnull, "force": True}, "is a device", id="a device by force"),
+        pytest.param("a.pth", {"output": "null"}, "null: is a device", id="a link to a device"),
         pytest.param("a.pth", {"output": "a.pth.txt"}, "already exists", id="another file"),
         pytest.param("a.pth", {"beside": True}, r"a\.fixed\.pth: already exists", id="an older result"),
         pytest.param("a.pth", {"in_place": True, "backup": True}, "a backup is there already", id="an older backup"),
@@ -392,6 +394,7 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
 def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str, Any], said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(WRAPPED, name)
+    Path("null").symlink_to(os.devnull)
     for other in ("a.pth.txt", "a.fixed.pth", "a.pth.bak"):
         Path(other).write_text("other")
     monkeypatch.setattr("ckptfix.repairing.diagnose", lambda *_: pytest.fail("the work has begun"))
