@@ -78,6 +78,8 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     if evidence:
         drops = tuple(Drop(key) for key in evidence)
         turned = sum(_is_transposed(shapes["file"], shapes["target"]) for shapes in evidence.values())
+        # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
+        is_turned = 2 * turned > sum(len(shapes["target"]) == 2 for shapes in evidence.values())
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(evidence), 'key')} of another shape than the target's"
@@ -85,8 +87,8 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(evidence),
             evidence={"shapes": evidence},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
-            remedies=_TRANSPOSED if turned == len(evidence) else tuple(_remedies(evidence, context, context.target)),
-            blocks=Blocks.FILLING if turned == len(evidence) else Blocks.NOTHING,
+            remedies=_TRANSPOSED if is_turned else tuple(_remedies(evidence, context, context.target)),
+            blocks=Blocks.FILLING if is_turned else Blocks.NOTHING,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.edits import Drop
-from ckptfix.core.finding import Applicability, Level
+from ckptfix.core.finding import Applicability, Blocks, Level
 from ckptfix.report.commands import remedies_text
 from ckptfix.rules.other_layout import NAME_THE_MODEL
 from ckptfix.rules.shape_mismatch import shape_mismatch
@@ -120,3 +120,13 @@ def test_a_transpose_is_called_so():
     assert remedies_text(finding.remedies).startswith(
         "convert the file"
     )  # its square matrices are transposed too, and fit
+
+
+def test_nothing_is_filled_where_most_matrices_are_transposed():
+    """A head of another size beside them does not make the square ones right, which fit as they are."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    state = {key: value.t() if value.dim() == 2 else value for key, value in model.state_dict().items()}
+    state |= {"3.weight": torch.ones(7, 4), "3.bias": torch.ones(7)}
+    (finding,) = propose(shape_mismatch, state, model)
+    assert finding.blocks is Blocks.FILLING
+    assert not any(remedy.options for remedy in finding.remedies)
