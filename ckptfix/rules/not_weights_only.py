@@ -2,8 +2,8 @@
 
 ## What it finds
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
-modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, keys that are no text, text
-of Python 2 that is not UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
+modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, text of Python 2 that is not
+UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
 were packed again in another layout, without their version or by a method that torch does not unpack, and those whose
 directory or small records torch's reader refuses.
 
@@ -25,6 +25,8 @@ that never ran, which hold nothing. From a file with torchao's weights nothing i
 after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
 that is left says so.
 
+Keys of the state_dict that are numbers or tuples are a note: torch.load reads them.
+
 Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
 
 ## Example
@@ -43,7 +45,7 @@ from ckptfix.core.edits import Plain
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clause
+from ckptfix.core.wording import clause, first_names
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
@@ -66,7 +68,6 @@ _BEFORE = {
     Kind.ODD_METADATA: ("{} in _metadata", "text"),
     Kind.ODD_LAYOUT: ("{}", "the layout of torch.save"),
     Kind.PYTHON2_TEXT: ("{} that is not UTF-8", "text, read as Latin-1"),
-    Kind.NON_STRING_KEY: ("the key {} as a number", "text"),
 }
 
 
@@ -134,7 +135,14 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint
     yield from _not_carried(rule, checkpoint)
-    _, conversions = plain_root(checkpoint)
+    names = [clause(remark) for remark in checkpoint.remarks if remark.kind is Kind.NON_STRING_KEY]
+    if names:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load reads "
+            "them, no module has them, and in a file that ckptfix writes they are text",
+        )
+    conversions = list(plain_root(checkpoint)[1])
     for remark in checkpoint.remarks:
         if remark.kind in _BEFORE:
             before, after = _BEFORE[remark.kind]

@@ -161,11 +161,13 @@ def test_another_protocol(tmp_path, protocol):
     assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True)["weight"], weights()["weight"])
 
 
-def test_a_number_as_key():
-    state: dict[Any, Any] = {0: torch.ones(2), "a": torch.ones(1)}
-    repaired, report = ckptfix.repair_state_dict(state, select=("FIL102",))
-    assert list(repaired) == ["0", "a"]
-    assert [finding.code for finding in report.fixed] == ["FIL102"]
+@pytest.mark.parametrize("key", [7, (1, 2), 2.5], ids=["a number", "a tuple", "a float"])
+def test_a_key_that_is_not_text_is_left_alone(tmp_path, key):
+    file = saved(tmp_path, {**weights(), key: torch.ones(1)})
+    assert key in torch.load(file, weights_only=True)
+    report = ckptfix.repair(file, beside=True).report
+    (note,) = report.findings
+    assert (note.level, note.fix, report.output) == (Level.NOTE, None, None)
 
 
 def packed_again(file: Path, rename: Callable[[str], list[str]]) -> Path:
