@@ -8,9 +8,9 @@ them alive). They are a note unless the file says that it was trained, by its op
 of its norms. Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note
 always: buffers look like that.
 
-Biases, norm weights and other vectors are never reported alone; those that are zero beside a zero matrix are listed
-with it. It is an error where most matrices of the file are zero. A LoRA adapter in which every B matrix is zero
-changes nothing: a note where it is fresh, a warning where the file says that it was trained.
+Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
+are biases if all of the file are zero. It is an error where most matrices of the file are zero. A LoRA adapter in which
+every B matrix is zero changes nothing: a note where it is fresh, a warning where the file says that it was trained.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
@@ -103,6 +103,12 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                     fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
                     remedies=from_elsewhere(rule),
                 )
+    for leaf, what in (("weight", "weights of norms"), ("bias", "biases")):
+        vectors = [key for key in statistics if split_key(key)[1] == leaf and len(specs[key].shape) == 1]
+        if leaf == "weight":
+            vectors = [key for key in vectors if statistics[key].all_zero]
+        if len(vectors) > 1 and all(statistics[key].all_zero for key in vectors) and not set(vectors) & set(reported):
+            yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
     untrained = _untrained_adapter(statistics)
     if untrained and not set(untrained) & set(reported):
         is_stepped = was_stepped(context.checkpoint.root)

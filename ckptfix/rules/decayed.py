@@ -5,7 +5,7 @@ Floating matrices and kernels of 64 elements or more whose RMS is below a thousa
 and below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is taken
 from the model's own initialisation where there is a model, else from the fan-in: `1/sqrt(3 fan_in)`, torch's default;
 of a last layer by name (`head`, `classifier`, `fc`) below a ten-thousandth, as some models start it a thousand times
-smaller.
+smaller, and of an embedding below a hundred-thousandth.
 Vectors that shrank in step (the norm after it, its bias) are listed too. Exact zeros are the business of VAL202.
 
 A kernel before a batch norm is scale-invariant: it is left in peace while the `running_var` of that norm is above its
@@ -21,7 +21,9 @@ The optimizer in the file is asked too, if its moments fit the parameters: wheth
 second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
 and what `weight_decay`, `lr` and the steps predict. The message says whether that agrees. A matrix that got no gradient
 and is to shrink to less than half by the same figures is a note, although its size gives nothing away yet, and a
-warning where they predict less than a tenth and no more than that is left.
+warning where they predict less than a tenth and no more than that is left. A tiny matrix that gradients arrived at, and
+whose size decay does not explain, started so: a note. So is one that is not called a weight or kernel (a hash grid, a
+gate), unless the optimizer says that no gradient arrived.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
@@ -61,6 +63,7 @@ from ckptfix.values.optimizer import strongest_decay
 from ckptfix.values.roles import (
     Norm,
     is_head,
+    is_layers_own,
     is_matrix,
     is_scale_free,
     is_zero_by_design,
@@ -83,6 +86,9 @@ OF_START = 1e-3
 
 OF_HEAD = 1e-4
 """The same for the last layer, which some models start at a thousandth: BEiT by its ``init_scale``."""
+
+OF_EMBEDDING = 1e-5
+"""The same for embeddings and codebooks, which are looked up: some start at one over their number of rows."""
 
 OF_KIND = 1e-2
 """Share of its kind's median RMS below which it does."""
@@ -119,8 +125,17 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.statistics is None:
         return
     matrices, statistics = _matrices(context, context.statistics), context.statistics
-    found = list(_decayed_matrices(context, matrices, statistics))
     witness = Witness(context)
+    suspects = list(_decayed_matrices(context, matrices, statistics))
+    grown = [matrix for matrix in suspects if _started_so(matrix, witness)]
+    found = [matrix for matrix in suspects if matrix not in grown]
+    if grown:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted_matrices(grown)} a tiny scale from the start, as far as the file says",
+            keys=tuple(matrix.key for matrix in grown),
+            evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
+        )
     replacements = Replacements(context)
     edits = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
     for is_cured in (True, False):
@@ -148,6 +163,16 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from light_decay(rule, context, matrices, {matrix.key for matrix in found}, witness)
 
 
+def _started_so(matrix: _Matrix, witness: Witness) -> bool:
+    """Whether a matrix may have started as small as it is: gradients arrived and decay does not explain it, or it is
+    not a layer's own weight (hash grids, gates) and nothing says that no gradient arrived.
+    """
+    said = witness.on(matrix.key, matrix.share)
+    if said.saw_no_gradient is not None or said.alignment is not None:
+        return said.saw_no_gradient is False and not said.is_untouched and not said.agrees
+    return not is_layers_own(matrix.key) and matrix.reference == BY_FAN_IN
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind."""
@@ -158,6 +183,7 @@ class _Matrix:
     reference: str
     peers: float | None
     norm: Norm | None
+    is_embedding: bool = False
 
     @property
     def share(self) -> float:
@@ -227,7 +253,8 @@ def _decayed_matrices(
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
             start, reference = _rms(initial[key]), BY_MODEL
-        matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key))
+        is_table = reference == BY_FAN_IN and kind(key, specs[key]) == "embedding"
+        matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], statistics):
             yield matrix
 
@@ -263,7 +290,8 @@ def _is_drawn_tiny(figures: TensorStatistics) -> bool:
 def _is_decayed(matrix: _Matrix) -> bool:
     """Whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by design."""
     may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
-    if matrix.start == 0 or matrix.share >= (OF_HEAD if may_start_small else OF_START):
+    least = OF_HEAD if may_start_small else OF_EMBEDDING if matrix.is_embedding else OF_START
+    if matrix.start == 0 or matrix.share >= least:
         return False
     if matrix.share < NOTHING_LEFT:
         return matrix.peers is None or matrix.figures.rms < OF_KIND * matrix.peers

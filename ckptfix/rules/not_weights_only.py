@@ -139,8 +139,8 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     if names:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load reads "
-            "them, no module has them, and in a file that ckptfix writes they are text",
+            f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load "
+            "reads them, no module has them, and in a file that ckptfix writes they are text",
         )
     conversions = list(plain_root(checkpoint)[1])
     for remark in checkpoint.remarks:

@@ -156,7 +156,8 @@ class _RunningStatistics:
 
     @property
     def is_zero(self) -> bool:
-        return self.variance.all_zero
+        # The BatchNorm of nflows starts with a variance of zero; its weight has another name.
+        return self.variance.all_zero and self.sibling_key("unconstrained_weight") not in self.statistics
 
     @property
     def is_off(self) -> bool:

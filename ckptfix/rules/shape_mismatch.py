@@ -79,7 +79,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
         drops = tuple(Drop(key) for key in evidence)
         turned = sum(_is_transposed(shapes["file"], shapes["target"]) for shapes in evidence.values())
         # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
-        is_turned = 2 * turned > sum(len(shapes["target"]) == 2 for shapes in evidence.values())
+        is_turned = 2 * turned > sum(len(shapes["target"] or ()) == 2 for shapes in evidence.values())
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(evidence), 'key')} of another shape than the target's"

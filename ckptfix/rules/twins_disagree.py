@@ -49,7 +49,12 @@ def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     Another set is read where this one is broken, at these keys alone, or where no set was chosen."""
     if context.statistics is None:
         return
-    beside = twins_beside(context.checkpoint, context.target)
+    # What is all zero says nothing of a tie: an output layer that is not tied may start so.
+    beside = {
+        key: twin
+        for key, twin in twins_beside(context.checkpoint, context.target).items()
+        if twin.is_certain or not _is_zero(key, twin.key, context)
+    }
     if beside:
         yield from _findings(rule, context, beside, reads_all=True)
     for _, twins in twin_sets(context.checkpoint):
@@ -94,6 +99,11 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
             evidence={"twins": {key: twins[key].label for key in worse}},
             remedies=advise("stay with this set, and do not use the other one"),
         )
+
+
+def _is_zero(key: str, other: str, context: Context) -> bool:
+    figures = context.statistics
+    return figures is not None and any(name in figures and figures[name].all_zero for name in (key, other))
 
 
 def _is_comparable(spec: TensorSpec) -> bool:

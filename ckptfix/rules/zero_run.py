@@ -1,8 +1,9 @@
 """FIL202 zero-run: a long run of zeros inside of a tensor that is dense elsewhere.
 
 ## What it finds
-A run of at least 512 zero bytes, the size of a disk's sector, in a matrix of floating-point numbers of which elsewhere
-hardly one in a hundred is zero. Runs of whole rows are left in peace (padding of a vocabulary,
+A run of zero bytes of the size of a disk's sector (512) or more, in a matrix of floating-point numbers of which
+elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, else a note.
+Runs of whole rows are left in peace (padding of a vocabulary,
 pruned channels), and so are storages that have a checksum, which says more (FIL201).
 
 ## Why it matters
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.bytes.sources import located
 from ckptfix.bytes.torn import SECTOR
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.dtypes import DTYPES
@@ -32,6 +34,9 @@ from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import WITHOUT_ZERO
 from ckptfix.values.integrity import WORD, Hole, longest_holes, storages_of
+
+LEAST = SECTOR - WORD
+"""Bytes of whole words in a sector that lies across them, as in a storage that no writer aligned."""
 
 DENSE = 0.01
 """The largest share of zeros among the other numbers of the matrix."""
@@ -46,12 +51,13 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
     for storage, keys in storages_of(context.checkpoint):
         if storage.crc32 is not None:
             continue
-        specs = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
-        matrices = {key: spec for key, spec in specs.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
+        inside = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
+        matrices = {key: spec for key, spec in inside.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
         if matrices:
             unproved.append((storage, matrices))
     # Asked for together, since they are computed side by side.
     figures = dict(context.statistics.items()) if unproved else {}
+    specs = context.checkpoint.specs
     suspects: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, matrices in unproved:
         some = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
@@ -62,18 +68,31 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         key: hole
         for (_, some), hole in zip(suspects, holes, strict=True)
         for key, spec in some.items()
-        if hole.stop - hole.start >= SECTOR
+        if hole.stop - hole.start >= LEAST
         and _lies_across_rows(spec, hole)
         and _is_dense_elsewhere(spec, figures[key].zeros, hole)
     }
-    if found:
-        yield rule.finding(
-            Level.NOTE,
-            f"{counted(len(found), 'tensor')} with a long run of zeros among other numbers: a lost block reads so",
-            keys=tuple(found),
-            evidence={"bytes_of_storage": {key: [hole.start, hole.stop] for key, hole in found.items()}},
-            remedies=advise("compare the file with another copy"),
-        )
+    for level, keys, where in (
+        (Level.WARNING, [key for key, hole in found.items() if _is_of_sectors(specs[key], hole)], "whole sectors"),
+        (Level.NOTE, [key for key, hole in found.items() if not _is_of_sectors(specs[key], hole)], "a long run"),
+    ):
+        if keys:
+            yield rule.finding(
+                level,
+                f"{counted(len(keys), 'tensor')} with {where} of zeros among other numbers: a lost block reads so",
+                keys=tuple(keys),
+                evidence={"bytes_of_storage": {key: [found[key].start, found[key].stop] for key in keys}},
+                remedies=advise("compare the file with another copy"),
+            )
+
+
+def _is_of_sectors(spec: TensorSpec, hole: Hole) -> bool:
+    """Whether a hole begins and ends where sectors of the file do. It is known to a word."""
+    place = located(spec.storage.source) if spec.storage is not None else None
+    if place is None:
+        return False
+    start, stop = place.offset + hole.start, place.offset + hole.stop
+    return start % SECTOR < WORD and -stop % SECTOR < WORD
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
@@ -84,7 +103,7 @@ def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
         return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:
         return True
-    inside = SECTOR if spec.extent == (0, spec.storage.nbytes) else WORD
+    inside = LEAST if spec.extent == (0, spec.storage.nbytes) else WORD
     return figures.zeros >= inside // spec.itemsize
 
 

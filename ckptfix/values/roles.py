@@ -47,7 +47,8 @@ _ZERO_BY_DESIGN = re.compile(
     | pos(ition)?(al)?_?emb\w* | rel(ative)?_?pos\w* | \w*_token       # learned positions and tokens
     | \w*offsets?\w* | attention_weights | \w*bbox_(embed|head|predictor)  # deformable ops, boxes of DETR
     | fc_loc | theta | flow                                           # spatial transformers
-    | mup?_?readout
+    | (mup?_?)?readout\w* | codebook\w* | out_embed\w* | modulator\w* | stn | locali[sz]ation
+    | dynamic_(alpha|beta)_fn | [ifzo]gate                            # hyper-connections, xLSTM
     )(?![a-z])""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -112,9 +113,13 @@ def is_scale_free(key: str) -> bool:
 
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above 1."""
+    """Whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above 1, or
+    the weight of a layer with one output.
+    """
     shape = spec.shape
-    if len(shape) < 2 or len([size for size in shape if size > 1]) < 2:
+    if len(shape) < 2 or spec.numel < 2:
+        return False
+    if len([size for size in shape if size > 1]) < 2 and not (shape[0] == 1 and is_layers_own(key)):
         return False
     if spec.layout != "strided" or spec.dtype not in _FLOATING or "bias" in split_key(key)[1]:
         return False

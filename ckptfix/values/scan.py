@@ -186,3 +186,25 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
                 counts += np.bincount(places // length, minlength=spec.shape[0])
             seen += len(part)
     return tuple(int(place) for place in np.flatnonzero(counts >= least))
+
+
+def first_units(spec: TensorSpec, count: int) -> Array:
+    """Return the first numbers of a floating tensor as they are stored, ``count`` of them at most."""
+    import numpy as np
+
+    stored = encoding(spec.dtype)
+    assert stored is not None, f"{spec.dtype} holds no numbers"
+    for block in Walk(spec).blocks():
+        units: Array = np.frombuffer(block, dtype=stored.unit)
+        return units[:count]
+    return np.empty(0, dtype=stored.unit)
+
+
+def first_numbers(spec: TensorSpec, count: int) -> Array:
+    """Return the same, decoded."""
+    import numpy as np
+
+    stored = encoding(spec.dtype)
+    assert stored is not None, f"{spec.dtype} holds no numbers"
+    numbers: Array = stored.decode(first_units(spec, count)).astype(np.float64)
+    return numbers

@@ -23,6 +23,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "s
 _HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight")
 """Names of the input and the output embedding of language models, which most of them tie."""
 
+_TIED = (*_EMBEDDINGS, *_HEADS)
+
 SHARED = 0.9
 """Share of the keys that two sets of weights have in common, from which on they are of one model."""
 
@@ -34,6 +36,8 @@ class Twin:
     place: str
     key: str
     spec: TensorSpec
+    is_certain: bool = True
+    """False if only the names say that the two are one tensor of the model."""
 
     @property
     def label(self) -> str:
@@ -76,7 +80,7 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
         pairs.update(zip(stored, stored[1:] + stored[:1], strict=True))
     both = {**{other: key for key, other in pairs.items()}, **pairs}
     return {
-        key: Twin("", other, specs[other])
+        key: Twin("", other, specs[other], target is not None or not key.endswith(_TIED))
         for key in specs
         if (other := both.get(key)) is not None
         if specs[key].shape == specs[other].shape and specs[key].view != specs[other].view

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.finding import Level
+from ckptfix.reading.opening import open_file
 from ckptfix.rules.decayed import decayed
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
@@ -205,3 +206,36 @@ def test_it_is_replaced_where_that_was_asked_for():
     model, before = Net(), scaled(1e-5)
     after = {**before, "conv3.weight": model.state_dict()["conv3.weight"]}
     check_repaired(before, after, "VAL201", model, replace="VAL201", fill="target")
+
+
+@pytest.mark.parametrize("key", ["grid.params", "mixer.dynamic_alpha", "cell.igate_kernels"])
+def test_what_is_no_layers_weight_may_have_started_tiny(key):
+    state = {**nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).state_dict(), key: 1e-6 * torch.randn(64, 64)}
+    assert not [finding for finding in propose(decayed, state) if finding.level > Level.NOTE]
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1 / 8192], ids=["N(0, 1e-4)", "one over the rows"])
+def test_noop_a_table_that_starts_tiny(scale):
+    tables = {f"embed{n}.weight": torch.randn(1000, 16) for n in range(3)}
+    assert propose(decayed, {**tables, "quantize.embedding.weight": scale * torch.randn(8192, 16)}) == []
+
+
+def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path):
+    """It started at 1e-9, gradients arrive, and decay has not begun to act."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    nn.init.normal_(model.get_parameter("2.weight"), std=1e-9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    for _ in range(3):
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pth")
+    (finding,) = propose(decayed, open_file(str(tmp_path / "model.pth")))
+    assert (finding.level, finding.keys) == (Level.NOTE, ("2.weight",))
+
+
+def test_the_weight_of_a_layer_with_one_output():
+    """A critic, a regression, a binary head."""
+    state = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 1)).state_dict()
+    state["4.weight"] *= 1e-9
+    (finding,) = propose(decayed, state)
+    assert (finding.level, finding.keys) == (Level.ERROR, ("4.weight",))

@@ -108,3 +108,9 @@ def norm_named(name: str) -> dict[str, torch.Tensor]:
 
 def test_values_are_left_alone_where_the_user_says_so():
     assert without_values(running_stats) == []
+
+
+def test_noop_the_batch_norm_of_nflows_starts_with_a_variance_of_zero():
+    names = ("unconstrained_weight", "bias", "running_mean", "running_var")
+    findings = propose(running_stats, {f"flow.{name}": torch.zeros(4) for name in names})
+    assert not [finding for finding in findings if finding.level > Level.NOTE]

@@ -106,3 +106,8 @@ def test_what_another_rule_found_broken_as_well_is_cured_with_it(tmp_path):
     )
     assert [finding.code for finding in repaired.report.remaining if finding.level] == []
     assert_same(repaired.state_dict(), average)
+
+
+def test_noop_an_output_layer_of_zeros_that_may_not_be_tied():
+    state = {"embed_tokens.weight": torch.randn(32, 8), "lm_head.weight": torch.zeros(32, 8)}
+    assert propose(twins_disagree, state) == []

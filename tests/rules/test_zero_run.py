@@ -1,7 +1,9 @@
-"""FIL202: a hole in a dense tensor is a note; zeros that somebody meant are none."""
+"""FIL202: a hole in a dense tensor is a note, one of whole sectors a warning; zeros that were meant are neither."""
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,17 @@ def test_a_hole_is_noted(start: int, stop: int, tmp_path: Path) -> None:
 def test_a_hole_over_several_blocks_is_one_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.bytes.sources.BLOCK", 256)
     assert _notes(tmp_path / "file.pth", _with_zeros(300, 600, 40, 33)) == [("weight",)]
+
+
+@pytest.mark.parametrize("length", [512, 1536, 16384])
+@pytest.mark.parametrize("shift", [0, 4, 8, 17], ids=lambda shift: f"the data begins {shift} bytes after a sector")
+def test_lost_sectors_are_a_warning(tmp_path: Path, length: int, shift: int) -> None:
+    """Whole sectors of the file read as zeros, however its tensors lie in them."""
+    weight = torch.randn(96, 129)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [96, 129], "data_offsets": [0, weight.nbytes]}})
+    header += " " * ((shift - 8 - len(header)) % 512)
+    raw = bytearray(struct.pack("<Q", len(header)) + header.encode() + weight.numpy().tobytes())
+    raw[4096 : 4096 + length] = bytes(length)
+    (tmp_path / "file.safetensors").write_bytes(raw)
+    (finding,) = ckptfix.check(tmp_path / "file.safetensors", select=("FIL202",)).findings
+    assert (finding.code, finding.level, finding.keys) == ("FIL202", Level.WARNING, ("weight",))
