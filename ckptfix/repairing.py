@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
 from ckptfix.core.report import Report
 from ckptfix.core.wording import clause
@@ -26,6 +27,7 @@ from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import DamageWarning, Opt, one_line
 from ckptfix.reading.opening import Source, open_file, open_source
+from ckptfix.report.display import log_edits, report_lines, report_rows
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Repair:
+class Repair(Displayed):
     """The outcome of a repair: the report, the plan, and the repaired checkpoint as a lazy view.
 
     ``is_changed`` says whether a file written from it differs from the source."""
@@ -53,12 +55,18 @@ class Repair:
     checkpoint: Checkpoint
     is_changed: bool
 
+    def __repr__(self) -> str:
+        return repr(self.report).replace("<Report", "<Repair", 1)
+
     def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
         """Return the repaired state_dict on the CPU, with the entries that are not tensors, and torch's ``_metadata``.
 
         ``mmap`` is that of ``Checkpoint.state_dict``.
         """
         return self.checkpoint.state_dict(mmap=mmap)
+
+
+show_as(Repair, Form(lambda repair: report_lines(repair.report), lambda repair: report_rows(repair.report)))
 
 
 def open_checkpoint(
@@ -149,6 +157,7 @@ def repair(
         destination = None
     if not dry_run:
         report = deliver(diagnosis.result, report, destination, checked, _forward_test(model, model_args, checked))
+    log_edits(report.source, report.edits)
     return Repair(report, diagnosis.plan, diagnosis.result, is_changed)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ckptfix.core.display import Displayed
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec
 
@@ -69,7 +70,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Displayed):
     """All that is different between checkpoint A and checkpoint B.
 
     ``renamed`` maps keys of A to the keys of B that hold the same bytes, ``shapes`` and ``dtypes`` are pairs of one
@@ -97,6 +98,11 @@ class Difference:
     close: int = 0
     cast: int = 0
     values_compared: bool = True
+
+    def __repr__(self) -> str:
+        names = ("only_a", "only_b", "renamed", "shapes", "dtypes", "values", "entries", "metadata", "extras")
+        found = ", ".join(f"{len(getattr(self, name))} {name}" for name in names if getattr(self, name))
+        return f"<Difference of {self.a.source} and {self.b.source}: {found or ('none' if self.is_empty else 'ties')}>"
 
     @property
     def is_empty(self) -> bool:

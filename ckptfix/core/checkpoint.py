@@ -8,7 +8,9 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptfix.core.display import Displayed
 from ckptfix.core.facts import Fact
+from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnknownKeyError
 
@@ -55,7 +57,7 @@ class TensorReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Displayed):
     """A state_dict and the container around it, read lazily.
 
     ``entries`` holds the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the
@@ -87,6 +89,10 @@ class Checkpoint:
     reader: TensorReader | None = field(default=None, repr=False, compare=False)
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was worked out from this very view and takes a walk over all of it, by who worked it out."""
+
+    def __repr__(self) -> str:
+        place = "" if not self.container else f", state_dict at {path_name(self.container)}"
+        return f"<Checkpoint {self.path}: {self.format}{place}, {counted(len(self.specs), 'tensor')}>"
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

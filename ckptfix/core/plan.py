@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ckptfix.core.display import Displayed
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import EDITS, Assemble, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.core.finding import counted
 from ckptfix.core.parts import Part, inverse, shape_of
 from ckptfix.errors import PlanError
 
@@ -27,7 +29,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """What will be done to a checkpoint, step by step."""
 
     steps: tuple[Step, ...] = ()
@@ -39,6 +41,10 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.steps)
+
+    def __repr__(self) -> str:
+        rules = ", ".join(step.rule for step in self.steps)
+        return f"<Plan: {counted(len(self.edits), 'edit')}{f' of {rules}' if rules else ''}>"
 
     def then(self, step: Step) -> Plan:
         """The plan with one more step."""

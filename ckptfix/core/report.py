@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.finding import Finding, Fix, Level, Placeholder, Remedy
+from ckptfix.core.display import Displayed
+from ckptfix.core.finding import Finding, Fix, Level, Placeholder, Remedy, counted
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -20,7 +21,7 @@ REPORT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Displayed):
     """The account of one file.
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
@@ -47,6 +48,11 @@ class Report:
     remarks: tuple[str, ...] = ()
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        left = sum(finding.level > Level.NOTE for finding in self.remaining)
+        written = "" if self.output is None else f", written to {self.output}"
+        return f"<Report of {self.source}: {counted(left, 'defect')}, {counted(len(self.edits), 'edit')}{written}>"
 
     @property
     def remaining(self) -> tuple[Finding, ...]:

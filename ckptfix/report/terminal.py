@@ -157,7 +157,9 @@ def _proof(report: Report) -> str:
     """How the written file was proved."""
     if report.smoke is not None and report.smoke.passed:
         return "loads strictly, forward test passed"
-    return f"fits {report.target}" if report.target is not None else "read back and compared"
+    if report.target is not None:
+        return f"fits {report.target}"
+    return "in memory" if report.output is None else "read back and compared"
 
 
 def _what_it_is(report: Report) -> str:

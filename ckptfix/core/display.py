@@ -1,0 +1,51 @@
+"""How a result shows itself: one line at the prompt, the words of the terminal when printed, a table in a notebook.
+
+The words are made in rooms that this one does not know, so they are registered here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Row = tuple[str, ...]
+
+_MOST_ROWS = 30
+
+
+@dataclass(frozen=True)
+class Form:
+    """``lines`` are what ``print`` shows of an object, ``rows`` those of its table; None: the lines."""
+
+    lines: Callable[[Any], Iterable[str]]
+    rows: Callable[[Any], Iterable[Row]] | None = None
+
+
+_FORMS: dict[type, Form] = {}
+
+
+def show_as(kind: type, form: Form) -> None:
+    """Let the objects of a class show themselves so."""
+    _FORMS[kind] = form
+
+
+class Displayed:
+    """A result that shows itself; ``repr`` of a child is one line."""
+
+    def __str__(self) -> str:
+        form = _FORMS.get(type(self))
+        return repr(self) if form is None else "\n".join(form.lines(self))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        title, *lines = str(self).splitlines() or [""]
+        form = _FORMS.get(type(self))
+        if form is not None and form.rows is not None:
+            rows = list(form.rows(self))
+        else:
+            rows = [tuple(line.split(": ", 1)) for line in lines if line and not line.startswith(" ")]
+        more = f"<tr><td>… and {len(rows) - _MOST_ROWS} more</td></tr>" if len(rows) > _MOST_ROWS else ""
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows[:_MOST_ROWS])
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><caption>{escape(title)}</caption>{table}{more}</table>"

@@ -1,0 +1,70 @@
+"""The words with which results show themselves at a prompt and in a notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.display import Form, Row, show_as
+from ckptfix.core.edits import Edit
+from ckptfix.core.plan import Plan
+from ckptfix.core.report import Report
+from ckptfix.report.style import Line, Paper
+
+# What makes the words is imported when somebody wants to see them.
+
+
+def text_lines(lines: Iterable[Line]) -> list[str]:
+    """Return lines as plain text."""
+    return Paper().write(lines).splitlines()
+
+
+def report_lines(report: Report) -> list[str]:
+    """Return what the terminal shows of a report."""
+    from ckptfix.report.telling import Mode, Telling
+    from ckptfix.report.terminal import full_lines
+
+    is_repair = bool(report.edits or report.output)
+    return text_lines(full_lines(report, Telling(Mode.REPAIR if is_repair else Mode.CHECK)))
+
+
+def report_rows(report: Report) -> Iterator[Row]:
+    """Yield a row for each finding."""
+    from ckptfix.report.telling import Mode, mark, message_with_count
+
+    for finding in report.findings:
+        done = mark(finding, report, Mode.REPAIR).strip("[]")
+        yield (finding.code, finding.level.name.lower(), message_with_count(finding), done)
+
+
+def log_edits(source: str, edits: Sequence[Edit]) -> None:
+    """Log what is renamed, filled and otherwise changed: without it, keys change in silence in a training that starts.
+
+    Nobody listens in a process that has not imported ``logging``, so it is not imported for this.
+    """
+    logging = sys.modules.get("logging")
+    if logging is None or not edits or not (logger := logging.getLogger("ckptfix")).isEnabledFor(logging.INFO):
+        return
+    from ckptfix.report.edits import edit_lines
+
+    for line in edit_lines(edits):
+        if not line.startswith(" "):
+            logger.info("%s: %s", source, line)
+
+
+def _checkpoint_lines(checkpoint: Checkpoint) -> list[str]:
+    from ckptfix.report.inspection import inspection_lines
+
+    return text_lines(inspection_lines(checkpoint))
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    from ckptfix.report.edits import edit_lines
+
+    return [repr(plan), *edit_lines(plan.edits)]
+
+
+show_as(Report, Form(report_lines, report_rows))
+show_as(Checkpoint, Form(_checkpoint_lines))
+show_as(Plan, Form(_plan_lines))
