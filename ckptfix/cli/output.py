@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report
+from ckptfix.core.shell import typed
 from ckptfix.report.telling import Telling
 
 if TYPE_CHECKING:
@@ -36,7 +38,11 @@ class ReportWriter:
     def report(self, report: Report, telling: Telling) -> None:
         """Write the report of one file."""
         if self.form == "json":
-            self._entries.append(report.to_json())
+            from ckptfix.report.advice import suggested
+
+            commands = [{"words": list(words), "text": typed(words)} for words in suggested(report, telling)]
+            digest = _sha256(report.source) if telling.choices.get("values", True) else None
+            self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
         elif self.form == "github":
             from ckptfix.report.github import github_lines
 
@@ -93,12 +99,30 @@ class ReportWriter:
             line = f"{counted(files, 'file')}: {', '.join(parts)}"
             self.console.write(["", line]) if self.form == "full" else self.console.note(line)
         if self.form == "json":
+            from ckptfix.cli.page import NOT_INSTALLED, environment
             from ckptfix.core.report import envelope
 
-            write_output(json.dumps(envelope(self._entries), indent=2, allow_nan=False) + "\n")
+            known = environment()
+            torch = None if known["torch"] == NOT_INSTALLED else known["torch"]
+            versions = {"ckptfix": known["ckptfix"], "torch": torch, "python": known["Python"]}
+            write_output(json.dumps(envelope(self._entries, versions), indent=2, allow_nan=False) + "\n")
         if self.page is not None:
             self.page.save()
             self.console.note(f"report: {self.page.file}")
+
+
+def _sha256(source: str) -> str | None:
+    """Return the SHA-256 of a file; None for a checkpoint in several files, and for one that is gone by now."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    try:
+        with Path(source).open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
 
 
 def page_writer(choices: Mapping[str, Any]) -> PageWriter | None:

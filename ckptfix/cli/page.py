@@ -77,6 +77,9 @@ def _lines(spool: IO[str]) -> Iterator[dict[str, Any]]:
     return map(json.loads, spool)
 
 
+NOT_INSTALLED = "not installed"
+
+
 def facts_of_run() -> dict[str, str]:
     """Return how, when and with what the page was made."""
     return {
@@ -96,7 +99,7 @@ def environment() -> dict[str, str]:
     try:
         torch = version("torch")
     except PackageNotFoundError:
-        torch = "not installed"
+        torch = NOT_INSTALLED
     return {
         "ckptfix": __version__,
         "torch": torch,

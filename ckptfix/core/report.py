@@ -99,9 +99,11 @@ class Report(Displayed):
         }
 
 
-def envelope(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the command line prints: the reports of all paths, each from ``report_to_json`` or ``error_to_json``."""
-    return {"version": REPORT_VERSION, "reports": list(reports)}
+def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return what the command line prints: the reports of all paths, each from ``to_json`` or ``error_to_json``.
+
+    ``docs/schemas/report.schema.json`` describes it."""
+    return {"version": REPORT_VERSION, "versions": dict(versions), "reports": list(reports)}
 
 
 def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, Any]:

@@ -36,21 +36,26 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     for finding in remaining:
         if text := _text(finding):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
-    if command := next_command(report, telling):
-        yield ("  run: ", Span(command, "command"))
-        yield from (("   or: ", Span(other, "command")) for other in _other_commands(report, telling))
+    if commands := [typed(words) for words in suggested(report, telling)]:
+        yield ("  run: ", Span(commands[0], "command"))
+        yield from (("   or: ", Span(other, "command")) for other in commands[1:])
         if price := price_text(report, recommended(report)):
             yield ("       ", Span(price, "warning"))
 
 
 def next_command(report: Report, telling: Telling) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
+    return typed(next(suggested(report, telling), ()))
+
+
+def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
+    """Yield the commands that cure what remains word by word: the recommended one, then those with another choice."""
     remedies = recommended(report)
     # The same command again would do the same again, except that a check has not done it yet.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
     if is_new or (telling.mode is Mode.CHECK and any(finding.is_fixable for finding in _remaining(report))):
-        return typed(command_for(report.source, telling.choices, remedies))
-    return ""
+        yield command_for(report.source, telling.choices, remedies)
+        yield from _with_other_choices(report, telling, remedies)
 
 
 def recommended(report: Report) -> list[Remedy]:
@@ -89,16 +94,15 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
     )
 
 
-def _other_commands(report: Report, telling: Telling) -> Iterator[str]:
+def _with_other_choices(report: Report, telling: Telling, remedies: list[Remedy]) -> Iterator[tuple[str, ...]]:
     """Yield the same command for each other value of the option that a finding lets the user choose."""
-    remedies = recommended(report)
     for finding in _remaining(report):
         first, *others = remedies_of(finding) or (Remedy(),)
         if first in remedies:
             for other in others:
                 if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
                     chosen = [other if remedy is first else remedy for remedy in remedies]
-                    yield typed(command_for(report.source, telling.choices, chosen))
+                    yield command_for(report.source, telling.choices, chosen)
 
 
 def _may_destroy(remedy: Remedy) -> bool:

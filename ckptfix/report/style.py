@@ -71,7 +71,7 @@ class Paper:
     def _rows(self, line: Line) -> Iterator[tuple[str | Span, ...]]:
         """Yield the rows of a line: it is broken at spaces, and goes on two columns further in."""
         pieces = (line,) if isinstance(line, str) else line
-        texts = [piece if isinstance(piece, str) else piece.text for piece in pieces]
+        texts = list(map(_text, pieces))
         is_command = any(isinstance(piece, Span) and piece.role == "command" for piece in pieces)
         if not self.width or is_command or sum(map(len, texts)) <= self.width:
             yield pieces
@@ -83,7 +83,8 @@ class Paper:
         for piece, text in zip(pieces, texts, strict=True):
             for word in re.findall(r" *[^ ]+| +", text):
                 bare = word.lstrip(" ")
-                if used and bare and used + len(word) > self.width and used > len(indent):
+                is_new = word != bare or not row or _text(row[-1]).endswith(" ")  # and not the end of a word
+                if is_new and bare and used + len(word) > self.width and used > len(indent):
                     yield tuple(row)
                     row, used, word = [indent], len(indent), bare
                 row.append(word if isinstance(piece, str) else Span(word, piece.role))
@@ -100,6 +101,10 @@ class Paper:
         if self.encoding.lower().replace("_", "-").startswith(("utf-8", "utf8", "utf-16", "utf-32")):
             return text
         return text.translate(_ASCII).encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+def _text(piece: str | Span) -> str:
+    return piece if isinstance(piece, str) else piece.text
 
 
 def printable(text: str) -> str:

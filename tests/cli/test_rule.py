@@ -1,5 +1,7 @@
 import pytest
 
+from ckptfix.cli.rule import _rendered
+from ckptfix.report.style import Paper
 from ckptfix.rules import RULES
 from tests.cli.programs import run_here
 
@@ -15,6 +17,18 @@ def test_the_manual_of_a_rule(tmp_path, word):
 def test_all_rules_have_a_line(tmp_path):
     lines = run_here("rule", "--all", cwd=tmp_path).stdout.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{rule.code} {rule.name}" for rule in RULES]
+
+
+def test_a_family_has_a_line_for_each_rule(tmp_path):
+    lines = run_here("rule", "buf", cwd=tmp_path).stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [rule.code for rule in RULES if rule.code.startswith("BUF")]
+
+
+def test_a_terminal_gets_headings_and_paragraphs():
+    manual = "KEY1 a: first.\n\n## Why\nOne `two`\nthree.\n\n    x = 1\n\n- a\n  b\n- c"
+    assert Paper(color=True).write(_rendered(manual)) == (
+        "  KEY1 a: first.\n\n\x1b[36mWhy\x1b[0m\n  One \x1b[1mtwo\x1b[0m three.\n\n      x = 1\n\n  - a b\n  - c\n\n"
+    )
 
 
 @pytest.mark.parametrize(

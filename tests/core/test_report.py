@@ -93,7 +93,7 @@ def test_lone_surrogates_survive():
 
 
 def test_envelope_takes_errors_beside_reports():
-    data = strict(envelope([report().to_json(), error_to_json("bad.pth", "bad.pth: damaged")]))
+    data = strict(envelope([report().to_json(), error_to_json("bad.pth", "bad.pth: damaged")], {"ckptfix": "1"}))
     assert data["version"] == 1
     assert [entry["exit_code"] for entry in data["reports"]] == [0, 2]
     assert data["reports"][1]["error"] == "bad.pth: damaged"

@@ -1,0 +1,79 @@
+"""What programs read is as its JSON Schema under ``docs/schemas`` says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator, ValidationError
+from referencing import Registry, Resource
+
+from tests.cli.programs import ROOT, parse, run_here
+
+SCHEMAS = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs" / "schemas").glob("*.json")}
+REGISTRY = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in SCHEMAS.items())
+
+
+def assert_valid(data, name):
+    Draft202012Validator(SCHEMAS[f"{name}.schema.json"], registry=REGISTRY).validate(data)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_a_schema_is_one(name):
+    Draft202012Validator.check_schema(SCHEMAS[name])
+    assert SCHEMAS[name]["$id"] == name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["check", "good.pth"], id="no defect"),
+        pytest.param(["check", "wrapped.pth", "torn.pth", "good.pth"], id="a defect and an unreadable file"),
+        pytest.param(["check", "good.pth", "--no-values"], id="values unread"),
+        pytest.param(["check", "nan.pth", "--model", "zoo:tiny"], id="values and a target"),
+        pytest.param(["check", "good.pth", "--model", "zoo:tiny", "--model-args", '{"width": 5}'], id="shapes"),
+        pytest.param(["repair", "wrapped.pth", "--model", "zoo:tiny", "--device", "cpu"], id="a forward test"),
+        pytest.param(["repair", "wrapped.pth", "--dry-run"], id="a dry run"),
+    ],
+)
+def test_a_report_is_as_its_schema_says(words, folder):
+    torch.save({"weight": torch.full((2, 3), float("nan")), "bias": torch.zeros(2)}, folder / "nan.pth")
+    data = json.loads(run_here(*words, "--output-format", "json", cwd=folder).stdout)
+    assert_valid(data, "report")
+    for report in data["reports"]:
+        for command in report.get("commands", ()):
+            assert shlex.split(command["text"]) == command["words"]
+            parse(command["text"])
+
+
+def test_a_report_names_the_file_by_its_digest(folder):
+    (report,) = json.loads(run_here("check", "wrapped.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
+    assert report["sha256"] == hashlib.sha256((folder / "wrapped.pth").read_bytes()).hexdigest()
+    assert report["commands"] == [{"words": ["ckptfix", "repair", "wrapped.pth"], "text": "ckptfix repair wrapped.pth"}]
+
+
+def test_a_plan_is_as_its_schema_says(folder):
+    run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
+    assert_valid(json.loads((folder / "plan.json").read_text()), "plan")
+
+
+def test_a_manifest_is_as_its_schema_says(folder):
+    (folder / "old").mkdir()
+    for name in ("good.pth", "wrapped.pth", "torn.pth", "zoo.py"):
+        (folder / name).rename(folder / "old" / name)
+    torch.save({"weight": torch.full((2, 3), float("nan"))}, folder / "old" / "nan.pth")
+    run_here("migrate", "old", "new", "--jobs", "1", cwd=folder)
+    lines = (folder / "new" / "manifest.jsonl").read_text().splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert_valid(json.loads(line), "manifest")
+
+
+def test_a_schema_refuses_what_it_does_not_describe():
+    with pytest.raises(ValidationError):
+        assert_valid({"version": 1, "versions": {}, "reports": [{}]}, "report")
+    with pytest.raises(ValidationError):
+        assert_valid({"ckptfix-plan": 2, "steps": []}, "plan")
