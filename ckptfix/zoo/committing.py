@@ -23,10 +23,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ckptfix.errors import WriteError
+from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.journal import Journal
 from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.work.copying import flush, forget, put_in_place
+from ckptfix.zoo.work.copying import forget, put_in_place
 from ckptfix.zoo.work.job import Done, Workplace
 
 _MOST = 512
@@ -130,7 +131,7 @@ class Committer:
     def _flush(self, files: Sequence[Path]) -> None:
         if files and self._root is not None and not flush_file_system(self._root):
             for file in files:
-                flush(file)
+                flush_file(file)
 
     def _placed(self, done: Done, root: Path) -> Done:
         """Put the outputs of a job in place; if that fails, the job has."""

@@ -83,9 +83,7 @@ class Record:
 
     def brief(self) -> Record:
         """The record without what is long, and of no use to a later run."""
-        return replace(
-            self, findings=(), edits=(), coverage=None, smoke=None, remarks=(), error=None, decisions=(), command=None
-        )
+        return replace(self, **_BRIEF)
 
     def line(self) -> bytes:
         """Return the line of the manifest."""
@@ -117,6 +115,8 @@ class Record:
 
 
 _FIELDS = tuple(field.name for field in fields(Record))
+_LONG = "findings edits coverage smoke remarks error command decisions versions finished".split()
+_BRIEF: Mapping[str, Any] = {field.name: field.default for field in fields(Record) if field.name in _LONG}
 _LISTS = ("output_parts", "findings", "edits", "remarks", "decisions")
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("source", "stamp", "settings"), (str,)),

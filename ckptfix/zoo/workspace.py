@@ -20,10 +20,10 @@ from filecmp import cmp
 from pathlib import Path
 
 from ckptfix.errors import UsageError, WriteError
+from ckptfix.writing.atomic import flush_file, remove_leftovers
 from ckptfix.zoo.journal import Journal
 from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS
 from ckptfix.zoo.places import Place, walk_if_there
-from ckptfix.zoo.work.copying import flush
 
 SCRATCH = ".ckptfix-tmp"
 """The folder for temporary files in a local destination. The next run removes what a killed run left in it."""
@@ -92,15 +92,14 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
             stack.enter_context(_held(folder))
             _check_kind(destination)
             shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-            for left in (left for name in OWN_NAMES for left in folder.glob(f".{name}.*{SCRATCH}")):
-                left.unlink(missing_ok=True)  # of a release before 0.2 that was killed while it tidied
+            remove_leftovers(folder)  # of a release that put a journal in order there, and was killed
         scratch = folder / SCRATCH / str(os.getpid())
         _make(scratch)
         stack.callback(shutil.rmtree, folder / SCRATCH, ignore_errors=True)
         manifest = stack.enter_context(Journal(folder / MANIFEST))
         weights = stack.enter_context(Journal(folder / WEIGHTS))
         if not is_away:
-            flush(folder)
+            flush_file(folder)
         workspace = Workspace(destination, manifest, weights, scratch, is_away and not dry_run)
         workspace.publish(at_once=True)
         yield workspace
@@ -163,5 +162,5 @@ def _write(text: str, path: Path, scratch: Path) -> None:
     new = scratch / path.name
     new.write_text(text, encoding="utf-8")
     if not (path.exists() and cmp(new, path, shallow=False)):
-        flush(new)
+        flush_file(new)
         new.replace(path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import WriteError
+from ckptfix.writing import atomic
 from ckptfix.zoo import committing
 from ckptfix.zoo.committing import Committer
 from ckptfix.zoo.journal import Journal, line_of
@@ -69,7 +70,7 @@ def test_the_order_is_flush_rename_flush_append(has_syncfs, books, tmp_path, mon
         return noted
 
     monkeypatch.setattr(committing, "flush_file_system", noting("flush all", None, has_syncfs or 0))
-    monkeypatch.setattr(committing, "flush", noting("flush", copying.flush))
+    monkeypatch.setattr(committing, "flush_file", noting("flush", atomic.flush_file))
     monkeypatch.setattr(committing, "put_in_place", noting("rename", copying.put_in_place))
     monkeypatch.setattr(Journal, "append", noting("append", Journal.append))
     commit(tmp_path, books, done(tmp_path, 1))

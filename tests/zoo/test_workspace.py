@@ -60,8 +60,8 @@ def test_what_a_killed_dry_run_left_is_removed_by_the_next(tmp_path, monkeypatch
 
 def test_what_an_older_release_left_when_it_was_killed_while_tidying_is_removed(tmp_path):
     goal = tmp_path / "new"
-    with opened(open_place(str(goal)), dry_run=False):
-        pass
+    goal.mkdir()
+    (goal / "manifest.jsonl").touch()
     left, mine = goal / f".manifest.jsonl.0123456789abcdef{SCRATCH}", goal / ".manifest.jsonl.mine"
     for file in (left, mine):
         file.write_bytes(b"half")

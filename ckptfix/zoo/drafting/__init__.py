@@ -2,7 +2,7 @@
 
 survey        each checkpoint is opened; no tensor is read and none of its code runs
 gathering     files of equal layout are one group, with the patterns that match exactly them
-recognition   each group by its exact structure, by telling names, or by the words of its files
+recognition   each group by its exact structure, by a class, by telling keys, or by the names of its files
 writing       the table, with the evidence, and with what is open
 """
 
@@ -23,7 +23,12 @@ def draft_table(place: Place, items: Sequence[Item], room: float | None = None) 
     sights = survey(place, items, room)
     others = [item.name for item in items if item.kind is Kind.OTHER]
     found = [
-        (group, recognise(group.layout.shapes, [hint for sight in group.sights for hint in sight.hints], group.names))
+        (
+            group,
+            recognise(
+                group.layout.shapes, [sight.whole_model for sight in group.sights if sight.whole_model], group.names
+            ),
+        )
         for group in gather(sights, others)
     ]
     named = {group.layout.digest: each for group, each in reversed(found) if each.model is not None}

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
-from ckptfix.zoo.drafting.survey import CLASS, Hint, Shapes, is_counter, plain_word
+from ckptfix.zoo.drafting.survey import Shapes, is_counter
 
 PATH = Path(__file__).with_name("known_structures.txt")
 _FAMILIES = Path(__file__).with_name("families.toml")
@@ -34,7 +34,7 @@ class Confidence(Enum):
     LIKELY = "likely"
     """The same, except for a head that only the model has."""
     GUESS = "guess"
-    """Only words or names say so."""
+    """Only a class, a telling key or the names of the files say so."""
     UNKNOWN = "unknown"
 
 
@@ -62,14 +62,13 @@ class Known:
     classes: int | None
 
 
-def recognise(shapes: Shapes, hints: Sequence[Hint], names: Iterable[str]) -> Architecture:
-    """Return the architecture of a layout, from the words in its files and the files' names."""
-    stems = [plain_word(name.rpartition("/")[2]) for name in names]
-    if (known := find_known(shapes)) is not None:
-        found = _exact(known, {hint.plain for hint in hints}, stems)
-    else:
-        found = _by_class(hints) or _by_family(shapes) or _by_words(hints, stems)
-    return replace(found, evidence=(*found.evidence, *_words(found, hints, stems)))
+def recognise(shapes: Shapes, classes: Iterable[str], names: Iterable[str]) -> Architecture:
+    """Return the architecture of a layout. ``classes`` are those of models that were saved whole, ``names`` the names
+    of the files: they choose among equal structures, and are evidence for or against."""
+    stems = [re.sub(r"[^a-z0-9]+", "_", name.rpartition("/")[2].lower()).strip("_") for name in names]
+    known = find_known(shapes)
+    found = _exact(known, stems) if known is not None else _by_class(classes) or _by_family(shapes) or _by_name(stems)
+    return replace(found, evidence=(*found.evidence, *_named(found, stems)))
 
 
 def find_known(shapes: Shapes) -> Known | None:
@@ -132,12 +131,12 @@ def name_in(stem: str) -> str | None:
     return max((name for name in named_models() if f"_{name}_" in text), key=len, default=None)
 
 
-def _exact(known: Known, words: set[str], stems: Sequence[str]) -> Architecture:
+def _exact(known: Known, stems: Sequence[str]) -> Architecture:
     """One of the models that are built exactly so: the one whose name the files say, or torchvision's."""
 
     def rank(model: tuple[str, str]) -> tuple[bool, bool, bool, int]:
         library, name = model
-        is_said = name in words or any(name in stem for stem in stems)
+        is_said = any(name in stem for stem in stems)
         # Of names for one structure the shortest is the plainest: resnet18 and not resnetblur18.
         return (known.classes is None and library != "timm", not is_said, library != "torchvision", len(name))
 
@@ -164,14 +163,12 @@ def _of_library(found: Architecture, library: str, arguments: Mapping[str, Any])
     return replace(found, model=f"torchvision.models:{found.title}", arguments=arguments, needs=library)
 
 
-def _by_class(hints: Sequence[Hint]) -> Architecture | None:
+def _by_class(classes: Iterable[str]) -> Architecture | None:
     """The class of a whole model."""
-    classes = Counter(hint.word for hint in hints if hint.place == CLASS and "." in hint.word)
-    if not classes:
-        return None
-    module, _, own = classes.most_common(1)[0][0].rpartition(".")
+    word, _ = next(iter(Counter(each for each in classes if "." in each).most_common(1)), ("", 0))
+    module, _, own = word.rpartition(".")
     model = f"{'your_script' if module == '__main__' else module}:{own}"
-    return Architecture(own, Confidence.GUESS, (f"saved as a whole model of the class {own}",), model)
+    return Architecture(own, Confidence.GUESS, (f"saved whole, as a {word}",), model) if word else None
 
 
 def _by_family(shapes: Shapes) -> Architecture | None:
@@ -184,36 +181,22 @@ def _by_family(shapes: Shapes) -> Architecture | None:
     return None
 
 
-def _by_words(hints: Sequence[Hint], stems: Sequence[str]) -> Architecture:
-    """What only the words say: an entry, or a name in the files' names."""
-    said = [hint for hint, _ in Counter(hint.plain for hint in hints).most_common()]
-    library_names = named_models()
-    candidates = (*said, *(name for stem in stems if (name := name_in(stem)) is not None))
-    if (name := next((each for each in candidates if each in library_names), None)) is not None:
-        library = library_names[name]
-        line = f"the words say {name}, but names and shapes are not those of {library}'s {name}"
-        return _of_library(Architecture(name, Confidence.GUESS, (line,)), library, {})
-    if said:
-        return Architecture(said[0], Confidence.GUESS, ("names and shapes match no known architecture",))
-    return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
+def _by_name(stems: Sequence[str]) -> Architecture:
+    """What only the names of the files say."""
+    name = next((name for stem in stems if (name := name_in(stem)) is not None), None)
+    if name is None:
+        return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
+    library = named_models()[name]
+    line = f"the names of the files say {name}, but names and shapes are not those of {library}'s {name}"
+    return _of_library(Architecture(name, Confidence.GUESS, (line,)), library, {})
 
 
-def _words(found: Architecture, hints: Sequence[Hint], stems: Sequence[str]) -> list[str]:
-    """What the files say of the architecture themselves, for and against."""
-    plain = plain_word(found.title)
-    is_sure = found.confidence in (Confidence.EXACT, Confidence.LIKELY)
-    counts = sorted(Counter(hints).items(), key=lambda entry: (-entry[1], entry[0]))[:_SHOWN]
-    said = [(f"{hint.place} says {hint.word}", hint.plain, count) for hint, count in counts if hint.place != CLASS]
+def _named(found: Architecture, stems: Sequence[str]) -> list[str]:
+    """What the names of the files say of an architecture that is sure, for and against."""
+    if found.confidence not in (Confidence.EXACT, Confidence.LIKELY):
+        return []
     named = Counter(name for stem in stems if (name := name_in(stem)) is not None)
-    said += [(f"the name says {name}", name, count) for name, count in named.most_common(_SHOWN)]
-    lines = []
-    for text, word, count in said:
-        is_against = is_sure and word in named_models() and not _agree(word, plain)
-        lines.append(f"{'BUT ' if is_against else ''}{text} ({counted(count, 'file')})")
-    return lines
-
-
-def _agree(word: str, name: str) -> bool:
-    """Whether two names mean one architecture: ``resnet_50``, ``resnet50``, ``ResNet``."""
-    one, other = word.replace("_", ""), name.replace("_", "")
-    return bool(one) and bool(other) and (one in other or other in one)
+    return [
+        f"{'' if name in found.title or found.title in name else 'BUT '}the name says {name} ({counted(count, 'file')})"
+        for name, count in named.most_common(_SHOWN)
+    ]

@@ -1,23 +1,20 @@
-"""What can be seen of a checkpoint without its weights: the layout of its keys, and the words around them."""
+"""What can be seen of a checkpoint without its weights: the layout of its keys, and the class of a whole model."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind as FactKind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import is_module, module_parts
@@ -41,37 +38,10 @@ HOLDERS = frozenset(
 )
 """Attributes under which trainers hold the model: if all keys begin with one, the model is what follows."""
 
-ENTRIES = frozenset(
-    "arch architecture architectures model model_name model_type model_class model_arch backbone backbone_name encoder"
-    " encoder_name net network net_name net_type netG_name _name _target_ _class_name class_name arch_name".split()
-)
-"""Names under which trainers note what they train."""
-
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
 """Classes that say nothing of the model in them."""
 
-CLASS = "class"
-"""The place of a hint that is the class of a whole model."""
-
-CONFIGURATION = "config.json"
-"""What libraries write beside the weights."""
-
-_LOOKS, _DEPTH, _LONGEST, _LARGEST = 4_000, 5, 80, 256 << 10
-_WORD = re.compile(r"[A-Za-z_][\w.:/+-]*")
 _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
-
-
-@dataclass(frozen=True, order=True)
-class Hint:
-    """A word for the architecture, and where it is."""
-
-    place: str
-    word: str
-
-    @property
-    def plain(self) -> str:
-        """The word in the form that names of models have: ``ResNet-50`` is ``resnet_50``."""
-        return plain_word(self.word.rpartition("/")[2])
 
 
 @dataclass(frozen=True)
@@ -109,7 +79,8 @@ class Sight:
     """The state_dict that is taken by default."""
     candidates: tuple[str, ...] = ()
     """All state_dicts that could be meant, if there are several."""
-    hints: tuple[Hint, ...] = ()
+    whole_model: str = ""
+    """The class of a model that was saved whole."""
     is_damaged: bool = False
     counters: bool = True
     """Whether each running mean has its count: files from before torch 0.4.1 do not."""
@@ -124,7 +95,6 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
 
     ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
     layouts: dict[str, Layout] = {}
-    beside: dict[str, tuple[Hint, ...]] = {}
     items = [item for item in items if item.kind is not Kind.OTHER]
     sights = []
     task = Task(f"looking at {place.name}", sum(item.size for item in items))
@@ -133,20 +103,14 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
         found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)
         for item in items:
             if item.fault is None:
-                sights.append(_seen(item, next(found), place, beside, layouts))
+                sights.append(_seen(item, next(found), layouts))
             else:
                 sights.append(Sight(item.name, fault=item.fault))
             task.advance(item.size)
     return sights
 
 
-def _seen(
-    item: Item,
-    path: Path | CkptfixError,
-    place: Place,
-    beside: dict[str, tuple[Hint, ...]],
-    layouts: dict[str, Layout],
-) -> Sight:
+def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> Sight:
     if isinstance(path, CkptfixError):  # it could not be fetched
         return Sight(item.name, fault=str(path))
     try:
@@ -162,9 +126,6 @@ def _seen(
     layout = layout_of(shapes)
     layout = layouts.setdefault(layout.digest, layout)
     dtypes = Counter(spec.dtype for spec in checkpoint.specs.values() if spec.numel > 1)
-    folder = item.name if item.kind is Kind.FOLDER and not item.name.endswith(".json") else item.name.rpartition("/")[0]
-    if folder not in beside:
-        beside[folder] = tuple(_configured(place, f"{folder}/{CONFIGURATION}" if folder else CONFIGURATION))
     means = [key.removesuffix("running_mean") for key in checkpoint.specs if key.endswith("running_mean")]
     return Sight(
         item.name,
@@ -173,7 +134,7 @@ def _seen(
         tuple(name for name, _ in dtypes.most_common()),
         next((each.name for each in checkpoint.candidates if each.path == checkpoint.container), "."),
         tuple(each.name for each in checkpoint.candidates) if len(checkpoint.candidates) > 1 else (),
-        (*dict.fromkeys((*_entries(checkpoint.root), *_class(checkpoint))), *beside[folder]),
+        _class(checkpoint),
         bool(checkpoint.damage),
         all(f"{mean}num_batches_tracked" in checkpoint.specs for mean in means),
     )
@@ -220,11 +181,6 @@ def modern_name(name: str) -> str:
     return name
 
 
-def plain_word(text: str) -> str:
-    """Return a name in lower case, with one underscore between its parts."""
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
-
-
 def is_counter(key: str) -> bool:
     """Whether a key says nothing of the architecture."""
     return key.rpartition(".")[2] in COUNTERS
@@ -239,37 +195,8 @@ def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def _entries(root: object) -> Iterator[Hint]:
-    """Texts under the names that trainers use, anywhere around the weights."""
-    pending: list[tuple[str, object, int]] = [("", root, 0)]
-    seen: set[int] = set()
-    while pending and len(seen) < _LOOKS:
-        place, value, depth = pending.pop(0)
-        if id(value) in seen or depth > _DEPTH or is_module(value):
-            continue
-        seen.add(id(value))
-        members: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
-        if isinstance(value, Opaque):
-            members = {**value.attributes, **value.pairs}
-        if any(isinstance(member, TensorSpec) for member in members.values()):
-            continue  # a state_dict
-        for name, child in members.items():
-            if not isinstance(name, str) or len(name) > _LONGEST:
-                continue
-            where = f"{place}.{name}" if place else name
-            if name in ENTRIES:
-                words = child if isinstance(child, list | tuple) else [child]
-                yield from (Hint(where, word) for word in words[:4] if isinstance(word, str) and _is_word(word))
-            if isinstance(child, Mapping | Opaque | list | tuple):
-                pending.append((where, child, depth + 1))
-
-
-def _is_word(text: str) -> bool:
-    return len(text) <= _LONGEST and _WORD.fullmatch(text) is not None
-
-
-def _class(checkpoint: Checkpoint) -> Iterator[Hint]:
-    """The class of a whole model."""
+def _class(checkpoint: Checkpoint) -> str:
+    """The class of a model that was saved whole; empty if none was."""
     value = checkpoint.root
     for step in checkpoint.container:
         if isinstance(value, Opaque) and not is_module(value):
@@ -281,24 +208,9 @@ def _class(checkpoint: Checkpoint) -> Iterator[Hint]:
     for _ in range(4):
         parts = module_parts(value)
         if parts is None or not isinstance(value, Opaque):
-            return
+            break
         if not str(value.cls).startswith(WRAPPERS):
-            yield Hint(CLASS, str(value.cls).removeprefix("__torch__."))
-            return
+            return str(value.cls).removeprefix("__torch__.")
         children = list(parts["_modules"].values())
         value = children[0] if len(children) == 1 else None
-
-
-def _configured(place: Place, name: str) -> Iterator[Hint]:
-    """The hints of a ``config.json``."""
-    entry = place.entry(name)
-    if entry is None or entry.fault is not None or not 0 < entry.size <= _LARGEST:
-        return
-    try:
-        data = json.loads(place.head(name, entry.size))
-    except (ValueError, RecursionError):
-        return  # a file of that name that is not JSON says nothing
-    for key, value in data.items() if isinstance(data, dict) else ():
-        words = value if isinstance(value, list) else [value]
-        if key in ENTRIES:
-            yield from (Hint(f"{CONFIGURATION} {key}", word) for word in words if isinstance(word, str) and word)
+    return ""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.bytes.copying import CHUNK
 from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, WriteError
+from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.places import Place
 
 
@@ -75,13 +76,13 @@ def deliver_staged(staged: Iterable[Staged], destination: Place) -> None:
     folders: set[Path] = set()
     for each in staged:
         if not each.is_flushed:
-            flush(Path(each.path))
+            flush_file(Path(each.path))
     for each in staged:
         folder = (destination.root / each.name).parent
         folders.update(made.parent for made in make_folder(folder, destination.root))
         folders.add(put_in_place(each, destination.root).parent)
     for folder in folders:
-        flush(folder)
+        flush_file(folder)
 
 
 def put_in_place(staged: Staged, root: Path) -> Path:
@@ -109,24 +110,9 @@ def make_folder(folder: Path, root: Path) -> list[Path]:
     return missing
 
 
-def flush(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    with _opened(path) as descriptor:
-        os.fsync(descriptor)
-
-
 def forget(path: Path) -> None:
     """Give up the cached pages of a file that is on the disk: a zoo is not read again at once, and it would displace
     what is. The next file takes these pages, at a third of the cost of new ones."""
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), _opened(path) as descriptor:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -16,11 +16,12 @@ from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError
 from ckptfix.repairing import check, repair
 from ckptfix.report.weights import weights_to_json
+from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.items.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.journal import line_of
 from ckptfix.zoo.manifest import Outcome, free_name
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.work.copying import Staged, copy_file, flush, sha256_of_file, sha256_of_files
+from ckptfix.zoo.work.copying import Staged, copy_file, sha256_of_file, sha256_of_files
 from ckptfix.zoo.work.deciding import (
     accepted,
     decisions_for,
@@ -151,7 +152,7 @@ def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[St
         size = copy_file(source, goal)
         is_flushed = not (job.is_grouped and size <= SMALL) and not job.fetches
         if is_flushed:
-            flush(goal)
+            flush_file(goal)
         staged.append(Staged(str(goal), name, is_flushed))
     return tuple(staged)
 

@@ -93,7 +93,6 @@ def test_what_it_tells(zoo):
         "pip install torchvision\n",
         "# exact: every name and shape is that of torchvision's resnet18 with 1000 classes\n",
         "so are those of timm's resnet18",
-        "# - arch says resnet18 (1 file)\n",
         "# - the keys begin with module., which is removed: imagenet/ep1.pth.tar\n",
         'match = "imagenet/"\n',
         'match = "ours/"\n',

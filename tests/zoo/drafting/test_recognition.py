@@ -12,14 +12,13 @@ from ckptfix.zoo.drafting.recognition import (
     recognise,
     structure_digest,
 )
-from ckptfix.zoo.drafting.survey import CLASS, Hint
 from tests.zoo.drafting.structures import STRUCTURES
 
 SMALL = {"trunk.0.weight": (32, 16), "trunk.0.bias": (32,), "head.weight": (10, 32), "head.bias": (10,)}
 
 
-def architecture(shapes, hints=(), names=("x.pth",)):
-    return recognise(shapes, hints, names)
+def architecture(shapes, classes=(), names=("x.pth",)):
+    return recognise(shapes, classes, names)
 
 
 def with_classes(name, classes, head):
@@ -73,38 +72,26 @@ def test_a_head_that_only_torchvision_would_add_is_no_exact_match():
 def test_of_models_that_are_built_alike_the_one_that_the_files_name():
     shapes = STRUCTURES["timm.vit_small_patch16_224"]
     name = "deit_small_patch16_224"
-    assert architecture(shapes, [Hint("args.model", name)]).title == name
     assert architecture(shapes, names=[f"runs/{name}-best.pth"]).title == name
 
 
-def test_words_for_and_against():
-    found = architecture(
-        STRUCTURES["tv.resnet50"],
-        [Hint("arch", "resnet50"), Hint("arch", "resnet50"), Hint("args.arch", "resnet101"), Hint("net", "ours")],
-        ["resnet18_best.pth"],
-    )
+def test_names_of_files_are_for_or_against():
+    found = architecture(STRUCTURES["tv.resnet50"], names=["resnet50_a.pth", "resnet50_b.pth", "resnet18_best.pth"])
     assert found.title == "resnet50"
-    assert found.evidence[-4:] == (
-        "arch says resnet50 (2 files)",
-        "BUT args.arch says resnet101 (1 file)",
-        "net says ours (1 file)",
-        "BUT the name says resnet18 (1 file)",
-    )
+    assert found.evidence[-2:] == ("the name says resnet50 (2 files)", "BUT the name says resnet18 (1 file)")
 
 
-def test_words_alone_are_a_guess():
-    found = architecture(SMALL, [Hint("arch", "ResNet18")])
-    assert (found.confidence, found.model) == (Confidence.GUESS, "torchvision.models:resnet18")
-    assert "names and shapes are not those of torchvision's resnet18" in found.evidence[0]
-    found = architecture(SMALL, [], ["swin_tiny_patch4_window7_224_ep3.pth"])
+def test_only_the_name_of_a_file_is_a_guess():
+    found = architecture(SMALL, names=["swin_tiny_patch4_window7_224_ep3.pth"])
+    assert (found.confidence, found.model) == (Confidence.GUESS, "timm:create_model")
     assert found.arguments == {"model_name": "swin_tiny_patch4_window7_224"}
-    assert found.confidence is Confidence.GUESS
+    assert "names and shapes are not those of timm's" in found.evidence[0]
 
 
 def test_the_class_of_a_whole_model_is_its_factory():
-    found = architecture(SMALL, [Hint(CLASS, "lab.nets.Net")])
+    found = architecture(SMALL, ["lab.nets.Net"])
     assert (found.confidence, found.model) == (Confidence.GUESS, "lab.nets:Net")
-    assert architecture(SMALL, [Hint(CLASS, "__main__.Net")]).model == "your_script:Net"
+    assert architecture(SMALL, ["__main__.Net"]).model == "your_script:Net"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-import json
 import pickle
 
 import pytest
 import torch
 
-from ckptfix.zoo.drafting.survey import CLASS, Hint, Layout, layout_of, plain_names, survey
+from ckptfix.zoo.drafting.survey import Layout, layout_of, plain_names, survey
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import open_place
 
@@ -26,13 +25,8 @@ def test_one_file(tmp_path):
     sight = seen(tmp_path)["a.pth"]
     assert shapes_of(sight.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
     assert (sight.prefix, sight.dtypes, sight.weights, sight.candidates) == ("", ("float32",), ".", ())
-    assert (sight.hints, sight.is_damaged, sight.counters, sight.fault, sight.is_hostile) == (
-        (),
-        False,
-        True,
-        "",
-        False,
-    )
+    assert (sight.whole_model, sight.is_damaged, sight.counters) == ("", False, True)
+    assert (sight.fault, sight.is_hostile) == ("", False)
 
 
 @pytest.mark.parametrize(
@@ -85,36 +79,9 @@ def test_several_state_dicts(tmp_path):
     assert (sight.weights, sight.candidates) == ("model", ("model", "ema"))
 
 
-def test_words_around_the_weights(tmp_path):
-    torch.save(
-        {
-            "arch": "resnet50",
-            "args": {"model": {"backbone": "swin"}, "arch": "not a name, but a sentence", "lr": 0.1},
-            "state_dict": STATE,
-        },
-        tmp_path / "a.pth",
-    )
-    assert seen(tmp_path)["a.pth"].hints == (Hint("arch", "resnet50"), Hint("args.model.backbone", "swin"))
-
-
 def test_the_class_of_a_whole_model(tmp_path):
     torch.save(torch.nn.DataParallel(torch.nn.LSTM(2, 3)), tmp_path / "a.pth")
-    assert seen(tmp_path)["a.pth"].hints == (Hint(CLASS, "torch.nn.modules.rnn.LSTM"),)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (json.dumps({"architectures": ["BertModel"], "model_type": "bert", "n": 3}), {"BertModel", "bert"}),
-        ("{", set()),
-        ("[1]", set()),
-        ("", set()),
-    ],
-)
-def test_the_configuration_beside_a_file(tmp_path, text, expected):
-    torch.save(STATE, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").write_text(text)
-    assert {hint.word for hint in seen(tmp_path)["pytorch_model.bin"].hints} == expected
+    assert seen(tmp_path)["a.pth"].whole_model == "torch.nn.modules.rnn.LSTM"
 
 
 class Payload:
@@ -150,8 +117,5 @@ def test_a_place_far_away(tmp_path, memory):
     torch.save(STATE, tmp_path / "a.pth")
     place = open_place(memory)
     place.put(tmp_path / "a.pth", "x/a.pth")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    place.put(tmp_path / "config.json", "x/config.json")
     (sight,) = survey(place, list_zoo(place))
     assert shapes_of(sight.layout) == {"conv.weight": (2, 3), "bn.running_mean": (2,)}
-    assert sight.hints == (Hint("config.json model_type", "bert"),)

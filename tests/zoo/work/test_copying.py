@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import WriteError
+from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.work.copying import (
     Staged,
     copy_file,
     deliver_staged,
-    flush,
     forget,
     make_folder,
     put_in_place,
@@ -117,7 +117,7 @@ def pages_in_memory(path) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing says what is in memory")
 def test_a_file_that_is_forgotten_is_on_the_disk_alone(tmp_path):
     (tmp_path / "file").write_bytes(b"weights" * 100_000)
-    flush(tmp_path / "file")
+    flush_file(tmp_path / "file")
     before = pages_in_memory(tmp_path / "file")
     forget(tmp_path / "file")
     if not is_in_memory(tmp_path):
