@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,8 +132,11 @@ class Console:
             self._shows_progress = False
 
     @contextmanager
-    def surviving(self, source: str = "") -> Iterator[None]:
-        """Tell an error about ``source`` and go on. A signal ends the program with one line, a closed pipe without."""
+    def surviving(self, source: str = "", *others: str) -> Iterator[None]:
+        """Show an error about ``source`` and go on. A signal ends the program with one line, a closed pipe without.
+
+        ``others`` are files that are read beside it: an error about one of them names it and not the source."""
+        names = (source, *others)
         try:
             try:
                 yield
@@ -147,29 +150,29 @@ class Console:
         except UsageError as error:
             self._fail(_worded(error))
             # What is not about this file would be said of all others too.
-            self.is_hopeless = source not in str(error)
+            self.is_hopeless = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
-            self._fail(_naming(source, _worded(error)))
+            self._fail(_naming(names, _worded(error)))
         except BrokenPipeError:
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
-            self._fail(_naming(source, f"{place}{error.strerror or error}"))
+            self._fail(_naming(names, f"{place}{error.strerror or error}"))
         except (click.exceptions.Exit, click.ClickException):
             raise
         except KeyboardInterrupt as stop:
             raise click.exceptions.Exit(self.tell_stop(stop, source)) from None
         except MemoryError:
-            self._fail(_naming(source, "the machine has too little memory for this file"))
+            self._fail(_naming(names, "the machine has too little memory for this file"))
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
             if self.verbose:
                 _write_error_text(traceback.format_exc())
-            self._fail(_naming(source, _too_little(error) or _bug(error)))
+            self._fail(_naming(names, _too_little(error) or _bug(error)))
 
     @contextmanager
     def guarding(self, source: str = "") -> Iterator[None]:
-        """Tell an error about ``source`` and end the program with exit code 2."""
+        """Show an error about ``source`` and end the program with exit code 2."""
         told = len(self.failures)
         with self.surviving(source):
             yield
@@ -182,7 +185,7 @@ class Console:
         from ckptfix.writing.atomic import placed  # nobody else needs it
 
         state = "; ".join(f"{path} is complete and in place" for path in placed(self._begun)) or "no source was changed"
-        self._fail(_naming(source, f"stopped ({name}): no unfinished file is left, and {state}"))
+        self._fail(_naming([source], f"stopped ({name}): no unfinished file is left, and {state}"))
         return _BY_SIGNAL + int(number)
 
     def usage(self, error: click.ClickException) -> None:
@@ -231,14 +234,19 @@ def _close_quietly(stream: TextIO) -> None:
 
 
 def _worded(error: CkptfixError) -> str:
-    """The message with its options as flags."""
+    """Return the message with its options as flags."""
     from ckptfix.core.options import flag_text
 
     return error.worded(flag_text)
 
 
-def _naming(source: str, message: str) -> str:
-    return message if source in message else f"{source}: {message}"
+def _naming(names: Sequence[str], message: str) -> str:
+    """Return the message with the first of the names before it, unless it begins with one of them."""
+    return f"{names[0]}: {message}" if names and names[0] and not _begins_with(names, message) else message
+
+
+def _begins_with(names: Iterable[str], message: str) -> bool:
+    return any(message.startswith((f"{name}: ", f"{name}{os.sep}")) for name in names if name)
 
 
 _OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory")

@@ -58,7 +58,10 @@ class ReportWriter:
     def account(self, source: str, telling: Telling, make: Callable[[], Report]) -> None:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
         told = len(self.console.failures)
-        with self.console.surviving(source):
+        beside = [
+            str(telling.choices[name]) for name in ("like", "fill", "compare", "apply") if name in telling.choices
+        ]
+        with self.console.surviving(source, *beside):
             begun = time.monotonic()
             with self.console.watching():
                 report = make()

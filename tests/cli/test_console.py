@@ -46,6 +46,18 @@ def test_nothing_happens_without_an_error(capsys):
         ),
         pytest.param(FileNotFoundError(2, "No such file", "b.pth"), "a.pth: b.pth: No such file", id="of the system"),
         pytest.param(OSError("odd"), "a.pth: odd", id="of the system without a number"),
+        pytest.param(MemoryError(), "a.pth: the machine has too little memory for this file", id="memory"),
+        pytest.param(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"),
+            "a.pth: the machine has too little memory ([enforce fail] DefaultCPUAllocator: not enough memory: you tried"
+            " to allocate 4 bytes)",
+            id="memory of torch",
+        ),
+        pytest.param(
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            "a.pth: this needs torch, which cannot be imported (No module named 'torch')",
+            id="no torch",
+        ),
     ],
 )
 def test_an_error_is_one_line(error, line, capsys):
@@ -66,6 +78,19 @@ def test_an_error_is_one_line(error, line, capsys):
 def test_what_concerns_every_file(error, hopeless, capsys):
     console, _ = told(error, capsys)
     assert console.is_hopeless is hopeless
+
+
+def test_a_short_name_is_not_found_in_the_words(capsys):
+    console, err = told(UsageError("every rule is ignored"), capsys, source="e")
+    assert console.is_hopeless
+    _, err = told(UnreadableError("the file is empty"), capsys, source="e")
+    assert err == "ckptfix: error: e: the file is empty\n"
+
+
+def test_an_error_about_another_file_names_that_file(capsys):
+    with Console().surviving("a.pth", "like.pth"):
+        throw(UnreadableError("like.pth: cut short"))
+    assert capsys.readouterr().err == "ckptfix: error: like.pth: cut short\n"
 
 
 def test_a_user_sees_the_own_traceback_and_then_one_line(capsys):

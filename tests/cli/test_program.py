@@ -109,6 +109,80 @@ def test_a_full_disk_behind_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
     assert (done.returncode, done.stderr.decode()) == (2, told)
 
 
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+@pytest.mark.parametrize(("words", "code"), [(["good.pth"], 0), (["wrapped.pth"], 1), (["absent.pth"], 2), (["-x"], 2)])
+def test_a_full_disk_behind_stderr_changes_no_exit_code(words, code, folder):
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            command("check", "--no-values", "-v", *words),
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=full,
+        )
+    assert done.returncode == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not heed the limit")
+def test_too_little_memory_is_no_finding(folder):
+    words = " ".join(map(str, command("check", "good.pth")))
+    for kilobytes in (90_000, 110_000, 130_000, 150_000, 200_000):
+        done = subprocess.run(
+            ["sh", "-c", f"ulimit -v {kilobytes}; {words}"], cwd=folder, env=environment(), capture_output=True
+        )
+        assert done.returncode != 1, kilobytes
+        assert b"bug of ckptfix" not in done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "torchvision"), None))
+from ckptfix.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        pytest.param(["--version", "-v"], 0, id="version"),
+        pytest.param(["check", "wrapped.pth"], 1, id="check"),
+        pytest.param(["check", "wrapped.pth", "--like", "good.pth"], 1, id="a reference"),
+        pytest.param(["check", "good.pth", "--output-format", "json"], 0, id="json"),
+        pytest.param(["repair", "wrapped.pth", "-o", "new.safetensors"], 0, id="repair"),
+        pytest.param(["repair", "good.pth", "--fill", "good.pth", "--like", "good.pth"], 0, id="a donor"),
+        pytest.param(["inspect", "good.pth"], 0, id="inspect"),
+        pytest.param(["diff", "good.pth", "good.pth"], 0, id="diff"),
+        pytest.param(["rule", "--all"], 0, id="rule"),
+        pytest.param(["explain", "RuntimeError: size mismatch for fc.weight"], None, id="explain"),
+        pytest.param(["check", "wrapped.pth", "--report", "page.html"], 1, id="a page"),
+        pytest.param(["migrate", ".", "new", "--dry-run", "--jobs", "1"], None, id="migrate"),
+    ],
+)
+def test_what_needs_no_torch_works_without_it(words, code, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert "torch, which cannot be imported" not in done.stderr
+    assert "bug of ckptfix" not in done.stderr + done.stdout
+    if code is not None:
+        assert done.returncode == code
+
+
+@pytest.mark.parametrize("words", [["--model", "zoo:tiny"], ["--dtype", "float16"]], ids=" ".join)
+def test_what_needs_torch_says_so(words, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "repair", "good.pth", *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "this needs torch, which cannot be imported" in done.stderr
+    assert "bug" not in done.stderr
+
+
 def checking(body: str) -> list[str]:
     """The words of a program whose check of ``a.pth`` does this and then waits; it does not wait for torch first."""
     program = "import os, sys, time, ckptfix\nfrom ckptfix.cli import main\n\n"
