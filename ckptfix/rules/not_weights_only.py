@@ -25,7 +25,8 @@ that never ran, which hold nothing. From a file with torchao's weights nothing i
 after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
 that is left says so.
 
-Keys of the state_dict that are numbers or tuples are a note: torch.load reads them.
+Keys of the state_dict that are numbers or tuples are a note: torch.load reads them. So are nested tensors, which
+ckptfix cannot write: it leaves the file alone.
 
 Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
 
@@ -130,6 +131,24 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
+_NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
+"""What nested tensors pickle as, strided and jagged; ``weights_only`` knows both."""
+
+
+def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
+    """Name the nested tensors, which torch.load reads as they are and ckptfix cannot write."""
+    nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
+    if nested:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and a written file would "
+            "hold the tensors that they are made of in their place",
+            keys=nested,
+            remedies=advise("keep this file"),
+            blocks=Blocks.WRITING,
+        )
+
+
 @rule("FIL102", "not-weights-only")
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
@@ -143,6 +162,8 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             "reads them, no module has them, and in a file that ckptfix writes they are text",
         )
     conversions = list(plain_root(checkpoint)[1])
+    yield from _left_alone(rule, conversions)
+    conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
         if remark.kind in _BEFORE:
             before, after = _BEFORE[remark.kind]

@@ -276,3 +276,22 @@ def test_a_function_that_nobody_knows_makes_no_tensor(tmp_path):
     finding, *_ = ckptfix.check(file, select=("FIL102",)).findings
     assert (finding.level, finding.keys) == (Level.ERROR, ("weight",))
     assert "rebuild_oddly" in finding.message
+
+
+RAGGED = [torch.ones(2, 3), torch.ones(1, 3)]
+NESTED = {
+    "strided": {"w": torch.nested.nested_tensor(RAGGED), "v": torch.ones(2)},
+    "jagged": {"w": torch.nested.nested_tensor(RAGGED, layout=torch.jagged), "v": torch.ones(2)},
+    "beside the weights": {"state_dict": {"w": torch.ones(2)}, "lengths": torch.nested.nested_tensor(RAGGED)},
+}
+
+
+@pytest.mark.parametrize("value", NESTED.values(), ids=NESTED)
+def test_a_nested_tensor_is_left_alone(value, tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save(value, path)
+    torch.load(path, weights_only=True)
+    report = ckptfix.check(path)
+    assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()

@@ -41,6 +41,11 @@ _CONSUMERS = frozenset(
 )
 """Calls that go through what they are handed."""
 
+_PLAIN_TENSORS = frozenset(
+    "torch.Tensor torch.nn.parameter.Parameter torch.nested._internal.nested_tensor.NestedTensor".split()
+)
+"""Classes of tensors that ``weights_only`` knows."""
+
 _NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
 
 
@@ -184,7 +189,7 @@ class InertTable:
         """``_rebuild_from_type_v2``: a tensor of a subclass or with attributes; the tensor is what counts."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             return NotImplemented
-        if isinstance(cls, Global) and str(cls) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        if isinstance(cls, Global) and str(cls) not in _PLAIN_TENSORS:
             self.foreign[str(cls)] = None
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
             return local_part(cls, args[2], state)

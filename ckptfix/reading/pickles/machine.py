@@ -267,7 +267,7 @@ class PickleMachine(PickleStream):
                 if handler is None:
                     raise NoOpcodeError(
                         f"{self.path}: byte {bytes([code])!r} at offset {self.position - 1} is not a pickle opcode;"
-                        " this is not a pickle, or a damaged one",
+                        " this is not a pickle, or a damaged one; fetch it again",
                         self.position - 1,
                     )
                 handler(self)

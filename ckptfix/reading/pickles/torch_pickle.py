@@ -131,10 +131,12 @@ class StoragePickle:
         key, device, numel, *view = rest
         if not isinstance(key, (str, int)) or not isinstance(device, (str, Global, Opaque)):
             raise MalformedError("a storage that is named by neither text nor number")
+        if type(numel) is not int or numel < 0:
+            raise MalformedError(f"a storage of {shown(numel)} elements")
         dtype = self._classes.get(cls) if type(cls) is Global else None
         if dtype is None:
             dtype = self._storage_class(cls)
-        nbytes = int(numel) * DTYPES[dtype].itemsize
+        nbytes = numel * DTYPES[dtype].itemsize
         key = str(key)
         storage = self.storages.get(key)
         if storage is None:

@@ -49,6 +49,8 @@ def open_document(
 
 def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     found = dict(_search(document))
+    if _holds_figures(document.root, found):
+        found = {}
     candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
     ranked = sorted(candidates, key=rank)
     if weights is not None:
@@ -100,6 +102,17 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         reader=LazyTensors(),
     )
     return checkpoint if prefix is None else with_pick(checkpoint, prefix)
+
+
+def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
+    """Whether an object that is not a module holds only arrays, under names that no layer has: the running mean of a
+    ``VecNormalize`` and its random state are not weights.
+    """
+    if not isinstance(root, Opaque) or is_module(root):
+        return False
+    keys = [key for mapping in found.values() for key, value in mapping.items() if isinstance(value, NumpyArray)]
+    is_arrays_only = not any(isinstance(value, TensorSpec) for mapping in found.values() for value in mapping.values())
+    return is_arrays_only and not any(isinstance(key, str) and ("." in key or _is_of_layer(key)) for key in keys)
 
 
 def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[str, Any]] | None:
@@ -180,12 +193,16 @@ def _holds_more(value: Any) -> bool:
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
-    """Whether tensors of torch make up at least half of a mapping, and none of its members is the state_dict itself
-    (`{"state_dict": …, "mean": …, "std": …}`). Arrays may be figures beside the weights.
+    """Whether tensors of torch make up at least half of a mapping, and more of them than it holds further down
+    (``{"state_dict": …, "mean": …}``, ``{"models": {"g": …, "d": …}, "step": …}``). Arrays may be figures beside the
+    weights.
     """
-    if any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
+    direct = sum(isinstance(value, TensorSpec) for value in mapping.values())
+    if 2 * direct < len(mapping) or any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
         return False
-    return 2 * sum(isinstance(value, TensorSpec) for value in mapping.values()) >= len(mapping)
+    rest = [value for value in mapping.values() if not isinstance(value, TensorSpec)]
+    below = sum(1 for value in rest if not (_is_tensor(value) or _packs_several(value)) for _ in tensors_in(value))
+    return below < direct or (below == direct and any("." in str(key) for key in mapping))
 
 
 def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:

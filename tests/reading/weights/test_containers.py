@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,3 +116,41 @@ def test_a_state_dict_inside_of_an_unknown_object_is_found(tmp_path):
     written = ckptfix.repair(path, output=tmp_path / "out.pth").report.output
     assert written is not None
     assert list(torch.load(written, weights_only=True)["weights"]) == ["w"]
+
+
+FURTHER_DOWN = {
+    "a list of state_dicts beside a figure": ({"state_dict": [NET], "acc": torch.tensor(0.5)}, ("state_dict", 0)),
+    "two networks beside a step": ({"models": {"g": NET, "d": NET}, "step": torch.tensor(3)}, ("models", "g")),
+    "a dict in a dict": ({"ckpt": {"model": NET}, "iter": torch.tensor(3)}, ("ckpt", "model")),
+    "several figures": ({"net_g": NET, "mean": torch.ones(3), "std": torch.ones(3)}, ("net_g",)),
+}
+
+
+@pytest.mark.parametrize(("value", "path"), FURTHER_DOWN.values(), ids=FURTHER_DOWN)
+def test_figures_around_the_weights_are_not_the_weights(value, path, tmp_path):
+    assert opened(saved(value, tmp_path)).container == path
+
+
+def test_an_extra_state_does_not_hide_its_state_dict(tmp_path):
+    value = {"a.weight": torch.ones(2), "a._extra_state": {"scale": torch.ones(1)}}
+    assert opened(saved(value, tmp_path)).container == ()
+
+
+class VecNormalize:
+    """What stable-baselines3 pickles beside its models."""
+
+
+def test_running_statistics_and_a_random_state_are_no_weights(tmp_path):
+    value = VecNormalize()
+    value.__dict__["obs_rms"] = {"mean": np.zeros(3), "var": np.ones(3), "count": np.float64(3)}
+    value.__dict__["np_random"] = np.random.RandomState(0)
+    path = tmp_path / "vecnormalize.pkl"
+    path.write_bytes(pickle.dumps(value))
+    with pytest.raises(UnreadableError, match="no weights found"):
+        opened(path)
+
+
+def test_a_plain_dict_of_arrays_is_weights(tmp_path):
+    path = tmp_path / "params.pkl"
+    path.write_bytes(pickle.dumps({"mean": np.zeros(3), "var": np.ones(3)}))
+    assert opened(path).keys() == ["mean", "var"]
