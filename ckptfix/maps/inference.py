@@ -49,10 +49,6 @@ class Inference:
         used = {part.source for match in self.matches.values() for part in match.parts}
         return [key for key in self.source if key not in used]
 
-    def labelled(self, least: Label) -> dict[str, tuple[Part, ...]]:
-        """Return the parts of the keys whose label is at least ``least``."""
-        return {key: match.parts for key, match in self.matches.items() if match.label >= least}
-
 
 def infer(source: Specs, target: Specs) -> Inference:
     """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model."""

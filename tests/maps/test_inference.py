@@ -65,7 +65,8 @@ VIT_HF = {
 
 def sources(source: Specs, target: Specs) -> dict[str, list[str]]:
     inference = infer(source, target)
-    check_bijection(inference.labelled(Label.AMBIGUOUS), inference.source, inference.target)
+    parts = {key: match.parts for key, match in inference.matches.items()}
+    check_bijection(parts, inference.source, inference.target)
     return {key: [part.source for part in match.parts] for key, match in inference.matches.items()}
 
 
