@@ -41,6 +41,7 @@ def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fi
     counts: Counter[tuple[str, bool]] = Counter()
     origins: Counter[str] = Counter()
     seen: set[str] = set()
+    is_hooked = is_loaded_by_hooks(result, target)
     for key, slot in target.slots.items():
         if key in seen:
             continue
@@ -48,7 +49,7 @@ def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fi
         seen.update(group)
         fits = [name for name in group if name in result.specs and target.accepts(name, result.specs[name].shape)]
         numel = result.specs[fits[0]].numel if fits else slot.numel
-        from_file = any(name not in filled for name in fits)
+        from_file = any(name not in filled for name in fits) or (is_hooked and key not in filled)
         counts[slot.kind, from_file] += numel
         if fits and not from_file and slot.kind == PARAMETER:
             origins[filled[fits[0]].origin] += numel
@@ -58,10 +59,20 @@ def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fi
     return Coverage(*parameters, *buffers, dict(origins))
 
 
+def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:
+    """Return whether the model loads a checkpoint strictly although names or shapes are others."""
+    return target.loads is not None and bool(_misfits(checkpoint, target)) and target.loads(checkpoint)
+
+
 def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
     """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another shape.
 
-    ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet."""
+    ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet. None for what the model's own
+    hooks load."""
+    return [] if is_loaded_by_hooks(result, target) else _misfits(result, target, is_uncounted)
+
+
+def _misfits(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
     wanted = [*target.slots, *sorted(target.entries)]
     known = set(wanted)
     missing = [

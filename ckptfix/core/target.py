@@ -43,7 +43,8 @@ class Target:
     parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
     initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
-    ``remarks`` are lines worth saying about how the target was had.
+    ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
+    copy of the model: only hooks of its own can make one work whose names or shapes are others. None without such.
     """
 
     label: str
@@ -54,6 +55,7 @@ class Target:
     modules: Mapping[str, str] | None = None
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
     remarks: tuple[str, ...] = ()
+    loads: Callable[[Checkpoint], bool] | None = None
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -90,7 +92,72 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         ties=_groups({key: _identity(tensor) for key, tensor in tensors.items()}),
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
+        loads=_Trial(module) if _has_hooks(module) else None,
     )
+
+
+_TORCH = "torch.nn.modules."
+"""Where torch's own layers are. Their hooks supply counters and shapes of lazy layers, which the rules know of."""
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module, or one inside of it, loads in a way of its own."""
+    from torch.nn import Module
+
+    if type(module).load_state_dict is not Module.load_state_dict:
+        return True
+    for child in module.modules():
+        if type(child)._load_from_state_dict is not Module._load_from_state_dict:
+            owner = next(base for base in type(child).__mro__ if "_load_from_state_dict" in vars(base))
+            if not owner.__module__.startswith(_TORCH):
+                return True
+        hooks = (*child._load_state_dict_pre_hooks.values(), *child._load_state_dict_post_hooks.values())
+        if any(not getattr(getattr(hook, "hook", hook), "__module__", "").startswith(_TORCH) for hook in hooks):
+            return True
+    return False
+
+
+class _Trial:
+    """Tries strict loads on copies of a module, each checkpoint once."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._known: dict[int, tuple[Checkpoint, bool]] = {}
+
+    def __call__(self, checkpoint: Checkpoint) -> bool:
+        if id(checkpoint) not in self._known:
+            # The checkpoint is kept beside what is known of it, or its id could be that of another one.
+            self._known[id(checkpoint)] = checkpoint, _loads(self._module, checkpoint)
+        return self._known[id(checkpoint)][1]
+
+
+def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> bool:
+    """Return whether a strict load works on a copy of the module. The copy is on the meta device, where values cost
+    nothing; if the hooks need real ones, on a real copy.
+    """
+    import copy
+    import warnings
+
+    import torch
+
+    tensors = (*module.parameters(), *module.buffers())
+    on_meta = {
+        id(tensor): torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else tensor.detach().to("meta")
+        for tensor in tensors
+    }
+    for memo in (on_meta, {}):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a load into a meta tensor warns that it does nothing
+                copy.deepcopy(module, dict(memo)).load_state_dict(checkpoint.state_dict(mmap=True), strict=True)
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            if "Error(s) in loading state_dict" in str(error):
+                return False
+        else:
+            return True
+    return False
 
 
 def target_from_checkpoint(checkpoint: Checkpoint) -> Target:

@@ -16,7 +16,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import InternalError, Opt
 from ckptfix.reading.opening import open_file
-from ckptfix.rules import FOR_NAMES, RULES, Listed, Needs
+from ckptfix.rules import FITTING, FOR_NAMES, RULES, Listed, Needs
 from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
@@ -157,6 +157,11 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
     """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
     safe: what is missing under its name may be there under another.
     """
+    if rule.family in FITTING and context.target is not None and context.target.loads is not None:
+        from ckptfix.core.coverage import is_loaded_by_hooks
+
+        if is_loaded_by_hooks(context.checkpoint, context.target):
+            return  # what the model's own hooks load is not a defect, and names made to fit would load less
     for finding in rule.propose(context):
         fix = finding.fix
         if fix is not None and _is_doubtful(fix, context.checkpoint):

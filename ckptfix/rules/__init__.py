@@ -53,6 +53,11 @@ class Listed:
         return rule
 
     @property
+    def family(self) -> str:
+        """The first letters of the code, which its kind of defect has."""
+        return self.code[:3]
+
+    @property
     def manual(self) -> str:
         """The manual of the rule."""
         return self.rule.manual
@@ -111,6 +116,9 @@ RULES: tuple[Listed, ...] = (
     Listed("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
 """Every rule, once. What names say comes before what shapes say, and both before what values say."""
+
+FITTING = ("KEY", "BUF", "FIT")
+"""The families of rules that make the keys of a checkpoint those of a target."""
 
 FOR_NAMES = ("KEY", "FIL102")
 """Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has."""

@@ -1,0 +1,89 @@
+"""What the model's own hooks load is not a defect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.target import target_from_module
+
+
+class Renaming(nn.Module):
+    """Reads the names of its first release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}old.{name}" in state_dict:
+                state_dict[f"{prefix}proj.{name}"] = state_dict.pop(f"{prefix}old.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Observer(nn.Module):
+    """Keeps what was observed in buffers that take the size of the file's, as observers of torch.ao do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor([]))
+        self.fc = nn.Linear(4, 4)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.get_buffer("low").resize_(state_dict[f"{prefix}low"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def state(old: str) -> dict[str, torch.Tensor]:
+    return {f"{old}.weight": torch.randn(4, 4), f"{old}.bias": torch.randn(4)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LazyLinear(3), nn.MultiheadAttention(4, 2)],
+    ids=lambda model: type(model).__name__,
+)
+def test_noop_torchs_own_layers_have_no_trial(model):
+    assert target_from_module(model).loads is None
+
+
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [
+        pytest.param(Renaming(), state("old"), id="a name of its first release"),
+        pytest.param(Observer(), {"low": torch.ones(7), **state("fc")}, id="a buffer of any size"),
+        pytest.param(nn.Sequential(Renaming()), {f"0.{k}": v for k, v in state("old").items()}, id="a part"),
+    ],
+)
+@pytest.mark.parametrize("unsafe_fixes", [False, True])
+def test_what_hooks_load_is_left_alone(model, file, unsafe_fixes):
+    repaired, report = ckptfix.repair_state_dict(file, model, unsafe_fixes=unsafe_fixes)
+    assert (report.findings, report.obstacles, report.exit_code) == ((), (), 0)
+    assert list(repaired) == list(file)
+    assert report.coverage is not None
+    assert report.coverage.share == 1.0
+
+
+def test_only_the_wrapper_is_taken_off_for_hooks():
+    file = {f"module.{key}": value for key, value in {"low": torch.ones(7), **state("fc")}.items()}
+    repaired, report = ckptfix.repair_state_dict(file, Observer(), unsafe_fixes=True, drop_mismatched=True)
+    assert list(repaired) == ["low", "fc.weight", "fc.bias"]
+    assert len(repaired["low"]) == 7
+    assert report.exit_code == 0
+
+
+def test_hooks_that_do_not_load_it_change_nothing():
+    _, report = ckptfix.repair_state_dict(state("other"), Renaming())
+    assert report.obstacles
+
+
+def test_the_model_itself_is_not_touched():
+    model = Renaming()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    ckptfix.check(state("old"), model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
