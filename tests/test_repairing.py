@@ -469,6 +469,14 @@ def test_a_passed_forward_test(file, factories, tmp_path):
     assert report.exit_code == 0
 
 
+def test_a_type_checker_knows_the_settings(file):
+    """Mypy reports a comment that ignores nothing, so each of these is an error for it."""
+    with pytest.raises(ckptfix.UsageError, match="did you mean 'fill'"):
+        ckptfix.check(file, filll="target")  # type: ignore[call-arg]
+    with pytest.raises(ckptfix.UsageError, match="give a string"):
+        ckptfix.repair(file, select=5)  # type: ignore[arg-type]
+
+
 def test_the_package_names_its_api():
     assert all(hasattr(ckptfix, name) for name in ckptfix.__all__)
     with pytest.raises(AttributeError, match="no attribute 'repare'"):

@@ -1,9 +1,10 @@
-"""Numbers and tensors as people read them."""
+"""Numbers, tensors and the figures behind a finding as people read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 
 def quantity(number: int) -> str:
@@ -49,3 +50,25 @@ def percent(part: int, whole: int) -> str:
 def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:
     """A tensor's dtype and shape: ``float32[64, 3, 7, 7]``, ``int64[]``; ``float32[?]`` for a shape not known yet."""
     return f"{dtype}[{'?' if shape is None else ', '.join(map(str, shape))}]"
+
+
+def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> Iterator[str]:
+    """``prefix module``, ``share 1``, … from plain data; each cut to ``length`` characters."""
+    for name, value in evidence.items():
+        text = f"{name} {_figure(value)}"
+        yield text if length is None else cut(text, length)
+
+
+def cut(text: str, length: int) -> str:
+    """The text, its end replaced by an ellipsis where it is longer."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} {_figure(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_figure, value))}]"
+    return str(value)

@@ -11,8 +11,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report, plain
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.evidence import cut, evidence_items
-from ckptfix.report.figures import elements, percent, quantity
+from ckptfix.report.figures import cut, elements, evidence_items, percent, quantity
 from ckptfix.report.folding import fold_keys
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, mark, message_with_count

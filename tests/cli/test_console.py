@@ -175,6 +175,15 @@ def test_progress_is_for_terminals(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_progress_is_one_row(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    Console().progress("scanning values of a-file-with-a-very-long-name.safetensors: 62 %, 1.2 GB of 2.0 GB")
+    assert len(screen.getvalue()) == 59
+    assert screen.getvalue().endswith(" …")
+
+
 def test_progress_goes_away_before_anything_else(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

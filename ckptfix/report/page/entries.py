@@ -16,7 +16,7 @@ from ckptfix.errors import PlanError
 from ckptfix.report.advice import next_command
 from ckptfix.report.commands import remedies_text
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.evidence import cut, evidence_items
+from ckptfix.report.figures import cut, evidence_items
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.page.data import Budget, digest, script_json
 from ckptfix.report.telling import Mode, Telling
