@@ -16,7 +16,8 @@ from ckptfix.report.commands import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import tensors_of, unpacked
 
-NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4")
+OLD = ("fsdp1_sharded_w2_torch24", "fsdp2_w2_torch24")
+NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4", *OLD)
 
 
 def saved(tmp_path: Path, name: str = "fsdp2_w4") -> tuple[Path, Any]:
