@@ -92,7 +92,7 @@ def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:
     for leaf in leaves:
         inner = leaf.shape[1:]
         wanted = runs.get(leaf.rows, {}).get(inner) if inner and here[leaf.shape] != there[leaf.shape] else None
-        if wanted and wanted & bag(leaf.path).keys():
+        if wanted and wanted & bag(parent(leaf.path)[-1:]).keys():
             at = -2 if leaf.path[-1] in ("weight", "bias") else -1
             paths = [(*leaf.path[:at], str(number), *leaf.path[at:]) for number in range(leaf.rows)]
             result += leaf.split([1] * leaf.rows, paths)

@@ -112,6 +112,11 @@ def test_experts_are_stacked():
     assert found["layers.0.mlp.experts.down_proj"] == [f"layers.0.moe.experts.{at}.w2.weight" for at in range(3)]
 
 
+def test_a_layer_with_as_many_rows_as_there_are_blocks_is_not_a_stack_of_them():
+    found = sources(stack("blocks", [timm_block()] * 24), stack("layer", [hf_block()] * 24))
+    assert found["layer.7.attention.attention.key.weight"] == ["blocks.7.attn.qkv.weight"]
+
+
 def test_twin_towers_are_told_apart_by_their_names():
     source = {
         **stack("transformer.blocks", [timm_block()] * 3),
