@@ -31,7 +31,7 @@ from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
 from ckptfix.zoo.summary import Summary
-from ckptfix.zoo.table import Table, check_models
+from ckptfix.zoo.table import Table
 from ckptfix.zoo.work.job import Done, Others
 from ckptfix.zoo.workspace import Workspace, opened
 
@@ -100,7 +100,9 @@ def migrate(
     items = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
     _check_chosen(source, items, patterns, listed, decided)
     if engine is None:  # the nodes of a cluster may have packages that this machine has not
-        check_models((table, *((decided,) if decided is not None else ())))
+        from ckptfix.zoo.engines.local import check_models
+
+        check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
     with opened(new, dry_run) as workspace:
         runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)

@@ -37,7 +37,7 @@ from ckptfix.core.options import (
     without_model,
 )
 from ckptfix.core.settings import Settings
-from ckptfix.errors import CkptfixError, Opt, UsageError
+from ckptfix.errors import Opt, UsageError
 from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
 
@@ -139,6 +139,11 @@ class Table:
     def _excluded(self) -> re.Pattern[str]:
         return compile_patterns(self.exclude)
 
+    def models(self) -> dict[str, str]:
+        """Return each model that a treatment names, with the first table that does."""
+        named = {each.model: each.place for each in (self.rest, *reversed(self.treatments)) if each.model is not None}
+        return dict(sorted(named.items(), key=lambda pair: pair[1]))
+
     def treatment_of(self, name: str) -> Treatment:
         """Return what to do with the file of this name, relative to the zoo's root: the first match wins."""
         return next((each for each, expression in self._expressions if expression.fullmatch(name)), self.rest)
@@ -155,40 +160,6 @@ class Table:
             for treatment in self.treatments
             if id(treatment) not in used
         ]
-
-
-def check_models(tables: Iterable[Table]) -> None:
-    """Raise ``UsageError`` if a model line names nothing: once for all of them, before the first file.
-
-    This imports the user's code, in a process of its own: the driver stays small, and survives it."""
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
-    treatments = [treatment for table in tables for treatment in (*table.treatments, table.rest)]
-    places = {treatment.model: treatment.place for treatment in reversed(treatments) if treatment.model is not None}
-    if not places:
-        return
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            faults = list(pool.map(_fault_of_model, places))
-        except BrokenProcessPool as error:
-            raise UsageError(f"importing {', '.join(places)} ended the process; import them by hand") from error
-    found = [
-        f"{place}: {fault}" if place else fault for place, fault in zip(places.values(), faults, strict=True) if fault
-    ]
-    if found:
-        raise UsageError("; ".join(found))
-
-
-def _fault_of_model(model: str) -> str | None:
-    from ckptfix.modules.factory import resolve
-
-    try:
-        resolve(model, 0)
-    except CkptfixError as error:
-        return error.worded(key_text)
-    return None
 
 
 def plain_table(given: Mapping[str, Any] | None = None) -> Table:

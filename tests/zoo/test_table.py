@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.errors import UsageError
 from ckptfix.report.commands import command_for
-from ckptfix.zoo.table import Table, Treatment, check_models, plain_table, read_table
+from ckptfix.zoo.table import Table, Treatment, plain_table, read_table
 
 
 def table_of(folder: Path, text: str, **given) -> Table:
@@ -251,23 +251,6 @@ def test_a_treatment_goes_to_another_process(tmp_path):
     assert (other, other.digest("1")) == (treatment, digest)
 
 
-def test_noop_models_that_are_there_are_left_alone(tmp_path):
-    check_models([plain_table(), table_of(tmp_path, '[[files]]\nmatch = "a"\nmodel = "tests.zoo.factories:linear"\n')])
-
-
-def test_model_lines_that_name_nothing_are_one_error(tmp_path):
-    lines = ("tests.zoo.factories:linera", "tests.zoo.factories:linear", "no_such_module_here:f")
-    text = "".join(
-        f'[[files]]\nmatch = "{name}"\nmodel = "{model}"\n' for name, model in zip("abc", lines, strict=True)
-    )
-    with pytest.raises(UsageError) as caught:
-        check_models([table_of(tmp_path, text)])
-    assert "[[files]] 1 (a)" in str(caught.value)
-    assert "did you mean linear?" in str(caught.value)
-    assert "[[files]] 3 (c)" in str(caught.value)
-    assert "[[files]] 2" not in str(caught.value)
-
-
 def test_noop_options_of_a_model_go_to_the_tables_that_have_one(tmp_path):
     text = '[[files]]\nmatch = "a"\nmodel = "m:f"\n'
     assert table_of(tmp_path, text, timeout=7).treatment_of("a").settings == {"timeout": 7}
@@ -278,3 +261,9 @@ def test_options_of_a_model_without_any_model_are_refused(tmp_path):
     for table in (lambda given: plain_table(given), lambda given: table_of(tmp_path, "", **given)):
         with pytest.raises(UsageError, match="model_args= has no meaning without a model"):
             table({"model_args": "[1]"})
+
+
+def test_the_models_of_a_table_come_with_the_first_place_that_names_them(tmp_path):
+    text = '[[files]]\nmatch = "a"\nmodel = "m:f"\n[[files]]\nmatch = "b"\nmodel = "m:f"\n[[files]]\nmatch = "c"\n'
+    assert table_of(tmp_path, text).models() == {"m:f": "[[files]] 1 (a)"}
+    assert plain_table().models() == {}

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
+from ckptfix.errors import UsageError
 from ckptfix.zoo.engines import TICK, patience
 from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
 from ckptfix.zoo.work.job import Done, Job, Workplace, failed
+from ckptfix.zoo.workspace import temporary_folder
 
 _AHEAD = 64
 """Jobs that are considered if the next does not fit beside those that run."""
@@ -101,6 +103,27 @@ class Worker:
         lines = self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip().splitlines()
         last = f" ({lines[-1]})" if lines else ""
         return f"the process that worked on it ended by itself with exit status {code}{last}"
+
+
+def check_models(places: Mapping[str, str]) -> None:
+    """Raise ``UsageError`` if models name nothing: once for all of them, before the first file. ``places`` says for
+    each which table it is from. This imports the user's code, in a worker: the driver stays small, and survives it."""
+    if not places:
+        return
+    with temporary_folder() as scratch:
+        worker = Worker(scratch, 0)
+        worker.answers.send((list(places), str(scratch)))
+        try:
+            faults = [worker.answers.recv() for _ in places]
+        except (EOFError, OSError) as error:
+            raise UsageError(f"{', '.join(places)}: {worker.cause_of_death()}") from error
+        finally:
+            worker.end()
+    found = [
+        f"{place}: {fault}" if place else fault for place, fault in zip(places.values(), faults, strict=True) if fault
+    ]
+    if found:
+        raise UsageError("; ".join(found))
 
 
 @dataclass

@@ -42,10 +42,26 @@ def main() -> None:
         except (EOFError, ConnectionError):
             return
         for job in jobs:
+            if isinstance(job, str):
+                pipe.send(_fault_of_model(job))
+                continue
             done = perform(job, Path(scratch))
             pipe.send(done)
             if done.is_exhausted:
                 return
+
+
+def _fault_of_model(model: str) -> str | None:
+    """Why a model line of a table names nothing; None if it names something."""
+    from ckptfix.core.options import key_text
+    from ckptfix.errors import CkptfixError
+    from ckptfix.modules.factory import resolve
+
+    try:
+        resolve(model, 0)
+    except CkptfixError as error:
+        return error.worded(key_text)
+    return None
 
 
 def _die_with(driver: int) -> None:

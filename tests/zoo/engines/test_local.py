@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfix.errors import UsageError
 from ckptfix.zoo.engines import local
-from ckptfix.zoo.engines.local import Batch, LocalEngine, Worker
+from ckptfix.zoo.engines.local import Batch, LocalEngine, Worker, check_models
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
@@ -202,3 +203,25 @@ def test_jobs_larger_than_any_pipe_go_through(tmp_path):
     jobs = jobs_for(tmp_path, 40)
     long = [replace(job, again=("x" * 200_000,)) for job in jobs]
     assert {each.record.outcome for each in run(tmp_path, long, workers=1).values()} == {Outcome.FINE}
+
+
+def test_noop_models_that_are_there_are_left_alone():
+    check_models({})
+    check_models({"tests.zoo.factories:linear": "[[files]] 1 (a)"})
+
+
+def test_models_that_name_nothing_are_one_error():
+    places = {"tests.zoo.factories:linera": "[[files]] 1 (a)", "tests.zoo.factories:linear": "[[files]] 2 (b)"}
+    with pytest.raises(UsageError) as caught:
+        check_models({**places, "no_such_module_here:f": "[[files]] 3 (c)"})
+    assert "[[files]] 1 (a)" in str(caught.value)
+    assert "did you mean linear?" in str(caught.value)
+    assert "[[files]] 3 (c)" in str(caught.value)
+    assert "[[files]] 2" not in str(caught.value)
+
+
+def test_a_module_that_ends_the_process_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("import os; os._exit(4)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="leaving:f: the process that worked on it ended by itself with exit status 4"):
+        check_models({"leaving:f": ""})
