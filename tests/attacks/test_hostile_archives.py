@@ -238,7 +238,7 @@ CHILD = """
 import re, sys
 from pathlib import Path
 from ckptfix import open_checkpoint
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import CkptfixError
 def peak():  # ru_maxrss begins with what the program that started this one has
     return int(re.search(r"VmHWM:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1])
 start = peak()
