@@ -42,7 +42,7 @@ _LZMA_HEAD = 9
 
 
 def is_too_large(fault: str) -> bool:
-    """Whether what a decoder says is that its stream asks for more memory than ``DICTIONARY_LIMIT``."""
+    """Return whether what a decoder says is that its stream asks for more memory than ``DICTIONARY_LIMIT``."""
     return fault == "Memory usage limit exceeded"
 
 
@@ -55,7 +55,7 @@ class Stored:
         self.unused_data = self.unconsumed_tail = b""
 
     def decompress(self, packed: bytes, limit: int) -> bytes:
-        """The bytes themselves, up to the limit."""
+        """Return the bytes themselves, up to the limit."""
         block, self.unconsumed_tail = packed[:limit], packed[limit:]
         self._left -= len(block)
         self.eof = self._left <= 0
@@ -63,7 +63,7 @@ class Stored:
 
 
 def why_closed(flags: int, method: int) -> str:
-    """Why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing where it can."""
+    """Return why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing where it can."""
     if flags & _ENCRYPTED or method == _AES:
         return "is encrypted; unpack the archive with its password and name the file"
     if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):

@@ -35,7 +35,7 @@ class TornBytes:
     source: ByteSource | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``. Raises ``UnreadableError`` where they are gone."""
+        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` where they are gone."""
         if stop > self.whole or self.source is None:
             raise UnreadableError(
                 f"{self.path}: the bytes of a storage are gone; leave the tensor out with ", Opt("salvage", True)
@@ -44,7 +44,7 @@ class TornBytes:
 
 
 def whole_bytes(source: ByteSource) -> int:
-    """How many bytes from the start of a storage on are there."""
+    """Return how many bytes from the start of a storage on are there."""
     if isinstance(source, TornBytes):
         return source.whole
     if isinstance(source, LateBytes):
@@ -57,7 +57,7 @@ def whole_bytes(source: ByteSource) -> int:
 
 
 def is_torn(value: Any) -> bool:
-    """Whether a tensor lacks any byte that it views."""
+    """Return whether a tensor lacks any byte that it views."""
     if not isinstance(value, TensorSpec):
         return False
     for part in value.strided_parts():
@@ -75,7 +75,7 @@ def missing_bytes(root: Any) -> int:
 
 
 def zero_tail(content: Content) -> int:
-    """Where the zeros begin that reach to the end of the content; its size where its last byte is none."""
+    """Return where the zeros begin that reach to the end of the content; its size where its last byte is none."""
     end = len(content)
     step = 4096
     while end:
@@ -88,20 +88,20 @@ def zero_tail(content: Content) -> int:
 
 
 def filled_end(content: Content) -> int:
-    """Where the data of a content ends that is known to be cut: in front of its zeros if they are a sector or more."""
+    """Where the data of a content ends that is known to be cut: before its zeros if they are a sector or more."""
     zeros = zero_tail(content)
     return zeros if len(content) - zeros >= SECTOR else len(content)
 
 
 SAMPLE = 1 << 16
-"""Bytes in front of the zeros that are looked at."""
+"""Bytes before the zeros that are looked at."""
 
 DENSE = 0.01
 """The largest share of zeros among the numbers in front."""
 
 
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:
-    """Where the zeros begin that were never filled; None where the end of the file may be meant.
+    """Return where the zeros begin that were never filled; None where the end of the file may be meant.
 
     ``placed`` gives contiguous tensors and the byte of the content at which each begins."""
     zeros = zero_tail(content)
@@ -133,7 +133,7 @@ def _lies_inside(offset: int, row: int, itemsize: int) -> bool:
 
 
 def _is_dense(content: Content, start: int, zeros: int, spec: TensorSpec) -> bool:
-    """Whether hardly a number of the tensor in front of the zeros is zero itself, or so small that its last byte is.
+    """Return whether hardly a number of the tensor before the zeros is zero itself, or so small that its last byte is.
 
     A complex number is two."""
     itemsize = spec.itemsize

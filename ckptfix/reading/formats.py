@@ -75,10 +75,10 @@ def _read_or_undo(content: Content) -> Document:
             # In a plain pickle that is damaged, each tensor is a file of torch, which has no name for it.
             if undone is not None and (_tensors(undone) or not sniffing.is_pickle(content)):
                 return undone
-            from ckptfix.reading.foreign.files import name_stranger
+            from ckptfix.reading.foreign.files import name_foreign_file
 
-            if (stranger := name_stranger(content)) is not None:
-                raise UnreadableError(stranger) from error
+            if (foreign := name_foreign_file(content)) is not None:
+                raise UnreadableError(foreign) from error
             raise
         if not document.damage:
             return document
@@ -104,26 +104,26 @@ def _read(content: Content) -> Document:
 def _read_undone(content: Content) -> Document | None:
     """The document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
     from ckptfix.reading.foreign.pages import READ, as_text
-    from ckptfix.reading.salvage.recovery import mend
+    from ckptfix.reading.salvage.recovery import undo
 
-    mended = mend(content)
-    if mended is None:
+    undone = undo(content)
+    if undone is None:
         return None
-    mended.content.salvage = content.salvage
+    undone.content.salvage = content.salvage
     document = None
     try:
-        with refusing_payload(content.path, mended.content.bounds.names):
-            document = _read(mended.content)
+        with refusing_payload(content.path, undone.content.bounds.names):
+            document = _read(undone.content)
     except UnreadableError:
         pass
-    if mended.exact and (document is None or document.damage):
+    if undone.exact and (document is None or document.damage):
         if as_text(bytes(content.buffer[:READ])) is not None:
             return None  # the lines of a text end in CR LF by right
         raise UnreadableError(
-            f"{content.path}: {clause(mended.cause)} only where no byte is missing; transfer it again in binary mode"
+            f"{content.path}: {clause(undone.cause)} only where no byte is missing; transfer it again in binary mode"
         )
     if document is not None:
-        document.damage.insert(0, mended.cause)
+        document.damage.insert(0, undone.cause)
     return document
 
 

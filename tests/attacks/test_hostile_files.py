@@ -265,7 +265,7 @@ REFUSED_PICKLES: dict[str, Crafted] = {
     "a storage of no known class": lambda: state_dict(x=tensor(base=storage(cls="os.system"))),
     "a persistent id that is none": lambda: state_dict(x=b"K\x01Q"),
     "a persistent id of shared tuples": lambda: state_dict(x=pair(b"N", 60, 100) + b"\x85Q"),
-    "a view that lies between two elements": lambda: state_dict(
+    "a view that is between two elements": lambda: state_dict(
         x=tensor(
             base=b"("
             + text("storage")
@@ -280,7 +280,7 @@ REFUSED_PICKLES: dict[str, Crafted] = {
             + b"\x87tQ"
         )
     ),
-    "a tensor behind the end of its storage": lambda: state_dict(x=tensor(sizes(16), sizes(1), 1)),
+    "a tensor after the end of its storage": lambda: state_dict(x=tensor(sizes(16), sizes(1), 1)),
     "a tensor before its storage": lambda: state_dict(x=tensor(sizes(1), sizes(1), -1)),
     "negative strides": lambda: state_dict(x=tensor(sizes(4), sizes(-1), 4)),
     "a shape of 2^40 by 2^40 and strides of zero": lambda: state_dict(x=tensor(sizes(1 << 40, 1 << 40), sizes(0, 0))),
@@ -437,7 +437,7 @@ INERT_ZIPS: dict[str, Crafted] = {
 REFUSED_ZIPS: dict[str, Crafted] = {
     "two members data.pkl": _doubled,
     "a directory that is cut off": lambda: torch_zip(state_dict())[:-40],
-    "a directory that points behind the end": lambda: _patched(
+    "a directory that points after the end": lambda: _patched(
         struct.pack("<I", torch_zip(state_dict()).find(b"PK\x03\x04", 1)), b"\xff\xff\xff\x7f"
     ),
     "a local header that is none": lambda: _patched(b"PK\x03\x04", b"XXXX", which=1),
@@ -511,13 +511,13 @@ SAFETENSORS: dict[str, Crafted] = {
     "a shape of ten thousand dimensions": lambda: _with(shape=[1] * 10_000),
     "a shape that overflows": lambda: _with(shape=[1 << 40, 1 << 40]),
     "offsets that end before they begin": lambda: _with(data_offsets=[64, 0]),
-    "offsets behind the end": lambda: _with(shape=[32], data_offsets=[0, 128]),
+    "offsets after the end": lambda: _with(shape=[32], data_offsets=[0, 128]),
     "three offsets": lambda: _with(data_offsets=[0, 64, 64]),
     "offsets and shape that disagree": lambda: _with(shape=[15]),
     "half a byte": lambda: safetensors({"w": {"dtype": "F4", "shape": [127], "data_offsets": [0, 64]}}, STORAGE),
     "a hole": lambda: _with(shape=[15], data_offsets=[4, 64]),
     "an overlap": lambda: safetensors({**GOOD, "v": GOOD["w"]}, STORAGE),
-    "bytes behind the last tensor": lambda: safetensors(GOOD, STORAGE + b"x"),
+    "bytes after the last tensor": lambda: safetensors(GOOD, STORAGE + b"x"),
     "bytes and no tensor": lambda: safetensors({}, STORAGE),
     "no tensor": lambda: safetensors({}),
     "a list for a header": lambda: safetensors(b'[{"w":1}]'),
@@ -722,7 +722,7 @@ def test_an_object_in_the_place_of_hooks_is_said_and_not_written(place):
     assert ckptfix.check(place / "out.pth").findings == ()
 
 
-@pytest.mark.parametrize("hidden", ["behind its end", "under a name in capitals"])
+@pytest.mark.parametrize("hidden", ["after its end", "under a name in capitals"])
 def test_a_pickle_that_nobody_reads_is_noticed(hidden, place):
     behind = PROTO + SYSTEM + STOP
     path = place / "hidden.pth"

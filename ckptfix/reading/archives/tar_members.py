@@ -17,7 +17,7 @@ from ckptfix.reading.archives.unpacking import Blocks
 
 RECORD = 512
 MEMBER_LIMIT = 30_000
-"""Headers that are looked at; archives of data sets have more, and nobody looks for a checkpoint there."""
+"""Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there."""
 
 _HEAD = 512
 _NAME_LIMIT = 1 << 16
@@ -44,7 +44,7 @@ def _header(record: bytes) -> tarfile.TarInfo | None:
 
 
 def _broken_header(record: bytes) -> tarfile.TarInfo | None:
-    """What a header says that fails its checksum, where it still has the magic."""
+    """Return what a header says that fails its checksum, where it still has the magic."""
     if len(record) < RECORD or record[_MAGIC] != b"ustar":
         return None
     mended = bytearray(record)
@@ -63,7 +63,7 @@ class TarFiles:
     damage: list[Fact] = field(default_factory=list)
 
     def walk(self) -> Iterator[tuple[str, int, int]]:
-        """The name, offset and size of every file. Raises ``HostileError`` where there is no end of them."""
+        """Yield the name, offset and size of every file. Raises ``HostileError`` where there is no end of them."""
         content, long_name = self.content, None
         for count, (header, start) in enumerate(self._headers()):
             if count >= MEMBER_LIMIT:
@@ -111,14 +111,14 @@ class TarFiles:
             self.damage.append(fact)
 
     def _follows(self, position: int) -> bool:
-        """Whether a header lies here, or the end of the archive."""
+        """Return whether a header is here, or the end of the archive."""
         record = _record(self.content, position)
         if len(record) < RECORD:
             return position == len(self.content)
         return not record.strip(b"\0") or _header(record) is not None
 
     def _next_header(self, position: int) -> int:
-        """Where the next header with a magic and a right checksum lies; the end of the content where there is none."""
+        """Where the next header with a magic and a right checksum is; the end of the content where there is none."""
         while (found := self.content.buffer.find(b"ustar", position + _MAGIC.start)) >= 0:
             start = found - _MAGIC.start
             if start % RECORD == 0 and _header(_record(self.content, start)) is not None:
@@ -132,7 +132,7 @@ def _end(position: int, size: int) -> int:
 
 
 def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[Fact]]:
-    """The name, first bytes and blocks of every file, and what is wrong with the archive."""
+    """Return the name, first bytes and blocks of every file, and what is wrong with the archive."""
     files = TarFiles(content)
     found: list[tuple[str, bytes, Blocks]] = []
     for name, start, size in files.walk():
@@ -159,7 +159,7 @@ def _text(raw: bytes) -> str:
 
 
 def _pax_path(records: bytes) -> str | None:
-    """The ``path`` of an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
+    """Return the ``path`` of an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
     for record in records.split(b"\n"):
         _, _, pair = record.partition(b" ")
         if pair.startswith(b"path="):

@@ -89,7 +89,7 @@ class Expansion:
         return os.pread(self._file.fileno(), stop - start, start)
 
     def content(self, member: str) -> Content:
-        """What was gathered, as the file ``member``. Raises ``UnreadableError`` where it is empty."""
+        """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` where it is empty."""
         if not self.nbytes:
             raise UnreadableError(f"{self.path}: what is packed in it is empty (0 bytes); fetch it again")
         if self._file is None:
@@ -106,7 +106,7 @@ What is wrong with the file is added to the list; the blocks then end early."""
 
 
 def expand(path: str, member: str, blocks: Blocks) -> Content:
-    """The content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
+    """Return the content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
     expansion = Expansion(path)
     damage: list[Fact] = []
     for block, packed in blocks(damage):
@@ -127,7 +127,7 @@ _FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 1 << 20
 class Stream:
     """The packed bytes from ``position`` to ``stop`` of a content, and what makes a decoder for them.
 
-    Once its blocks are out, ``position`` is behind the stream where it ``ended`` as it should. Else it stopped at a
+    Once its blocks are out, ``position`` is after the stream where it ``ended`` as it should. Else it stopped at a
     ``fault``, or, where that is empty, its bytes came to an end before it did."""
 
     content: Content
@@ -139,7 +139,7 @@ class Stream:
     fault: str = ""
 
     def blocks(self, most: int = _EXPANDED, rescue: bool = True) -> Iterator[tuple[bytes, int]]:
-        """The expanded bytes in blocks, each with the count of packed bytes that were taken so far.
+        """Yield the expanded bytes in blocks, each with the count of packed bytes that were taken so far.
 
         Without ``rescue`` the last of them before a fault are left: to get at them takes long."""
         decoder, start = self.make_decoder(), self.position
@@ -168,7 +168,7 @@ class Stream:
         return bytes(self.content.buffer[start : min(start + size, self.stop)])
 
     def _rescued(self, start: int, faulty: int, step: int) -> Iterator[bytes]:
-        """What lies between the blocks that came out and the fault, which is in the packed bytes from ``faulty`` on."""
+        """What is between the blocks that came out and the fault, which is in the packed bytes from ``faulty`` on."""
         decoder, skip, position = self.make_decoder(), self.expanded, start
 
         def limit() -> int:
@@ -186,7 +186,7 @@ class Stream:
 
 
 def _decode(decoder: Any, packed: bytes, limit: Callable[[], int]) -> Iterator[bytes]:
-    """What a decoder makes of some bytes, in blocks of bounded size."""
+    """Yield what a decoder makes of some bytes, in blocks of bounded size."""
     while not decoder.eof:
         most = limit()
         block = decoder.decompress(packed, most)
@@ -202,7 +202,7 @@ _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
 """Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment."""
 
 _STREAMS, _STREAM = 10_000, 512
-"""Streams that may lie behind each other; more of them have to expand to so many bytes each. bgzip has 64 KB in one."""
+"""Streams that may follow each other; more of them have to expand to so many bytes each. bgzip has 64 KB in one."""
 
 _GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
 
@@ -224,9 +224,9 @@ class Compression:
         return path.stem if path.suffix.lower() in self.suffixes else path.name
 
     def blocks(self, content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
-        """The expanded bytes in blocks, each with the count of compressed bytes taken so far.
+        """Yield the expanded bytes in blocks, each with the count of compressed bytes taken so far.
 
-        Several streams behind each other are one file, and what is behind them is padding, as for gzip(1). Where a
+        Several streams one after the other are one file, and what is after them is padding, as for gzip(1). Where a
         stream is damaged or ends early, ``damage`` is told. Zeros at the end
         of the content are padding, or space that was never filled: a decoder would make something of them."""
         position, before, streams = 0, 0, 0
@@ -235,7 +235,7 @@ class Compression:
             streams += 1
             if streams > max(_STREAMS, before // _STREAM):
                 raise HostileError(
-                    f"{content.path}: {streams} {self.name} streams of next to nothing lie behind each other; do not "
+                    f"{content.path}: {streams} {self.name} streams of next to nothing follow each other; do not "
                     "use this file"
                 )
             start = _behind_gzip_header(content, position) if self is GZIP else position
@@ -278,14 +278,14 @@ def _behind_gzip_header(content: Content, start: int) -> int:
     flags, position = fixed[1][0], fixed.end()
     if flags & 4:
         position += 2 + int.from_bytes(head[position : position + 2], "little")
-    for _ in range(bool(flags & 8) + bool(flags & 16)):  # the name and the comment, each with a zero behind it
+    for _ in range(bool(flags & 8) + bool(flags & 16)):  # the name and the comment, each with a zero after it
         end = head.find(b"\0", position)
         position = end + 1 if end >= 0 else len(head)
     return min(start + position + (2 if flags & 2 else 0), len(content))
 
 
 def _trailer_fault(trailer: bytes, crc: int, expanded: int) -> str:
-    """What is wrong with the checksum and length behind a gzip stream; nothing where they are right or cut off."""
+    """What is wrong with the checksum and length after a gzip stream; nothing where they are right or cut off."""
     if len(trailer) < 8:
         return ""
     if int.from_bytes(trailer[:4], "little") != crc:
@@ -302,7 +302,7 @@ COMPRESSIONS = (
 
 
 def sniff(content: Content) -> Compression | None:
-    """The compression of the content by its first bytes, None where it has none."""
+    """Return the compression of the content by its first bytes, None where it has none."""
     head = bytes(content.buffer[:10])
     for compression in COMPRESSIONS:
         if head.startswith(compression.magic):
@@ -358,5 +358,5 @@ class PackedBytes:
     fault: str | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the unpacked member."""
+        """Return bytes ``start`` to ``stop`` of the unpacked member."""
         return self.members.read(self, start, stop)

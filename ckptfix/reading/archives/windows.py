@@ -1,4 +1,4 @@
-"""A whole file inside of a larger one, read where it lies."""
+"""A whole file inside of a larger one, read where it is."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class WindowBuffer(RangeBuffer):
         self._buffer, self._start = buffer, start
 
     def part(self, start: int, stop: int) -> bytes:
-        """The bytes of a range."""
+        """Return the bytes of a range."""
         return bytes(self._buffer[self._start + start : self._start + stop])
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        """The first place of some bytes, -1 where there is none."""
+        """Return the first place of some bytes, -1 if there is none."""
         start, stop, _ = slice(start, stop).indices(self._length)
         found = self._buffer.find(sub, self._start + start, self._start + stop)
         return found if found < 0 else found - self._start
@@ -33,5 +33,5 @@ class WindowContent(Content):
         self._outer, self._start = outer.source(start, stop - start), start
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        """A range of the window."""
+        """Return a range of the window."""
         return WindowBytes(self._outer, offset, nbytes)

@@ -19,7 +19,7 @@ from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
 from ckptfix.reading.sniffing import is_torch_tar
 
 DEPTH_LIMIT = 4
-"""How many wrappers may lie around a checkpoint: a ``.zip`` of a ``.tar.gz`` of a ``.pth.gz`` has four."""
+"""How many wrappers may be around a checkpoint: a ``.zip`` of a ``.tar.gz`` of a ``.pth.gz`` has four."""
 
 _PATH_LIMIT = 4096
 """Characters of a name that may tell what an archive is; no system makes a file of a longer path."""
@@ -85,7 +85,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
         else:
             content.damage = damage
             return content
-    raise HostileError(f"{outer}: archives lie inside each other more than {DEPTH_LIMIT} deep; do not use this file")
+    raise HostileError(f"{outer}: archives are nested more than {DEPTH_LIMIT} deep; do not use this file")
 
 
 def _foreign(content: Content) -> str | None:
@@ -114,7 +114,7 @@ def _replaced(old: Content, new: Content) -> Content:
 
 
 def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[Fact]) -> tuple[Member, str | None]:
-    """The member to read, and what is still wanted of the archives inside of it."""
+    """Return the member to read, and what is still wanted of the archives inside of it."""
     named = [member for member in archive if member.name == wanted] or [
         member for member in archive if wanted is not None and member.name.endswith(f"/{wanted}")
     ]
@@ -149,7 +149,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
 
 
 def looks_like_checkpoint(head: bytes) -> bool:
-    """Whether a file that begins so may be a checkpoint, or hold one."""
+    """Return whether a file that begins so may be a checkpoint, or hold one."""
     if _wraps(head) or _PICKLE.match(head):
         return True
     # safetensors: the length of a JSON header, and the header.
@@ -162,5 +162,5 @@ def _wraps(head: bytes) -> bool:
 
 
 def _printable(name: str) -> str:
-    """A name from an archive, safe to print on one line."""
+    """Return a name from an archive, safe to print on one line."""
     return "".join(sign if sign.isprintable() else "?" for sign in name)

@@ -15,20 +15,20 @@ from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError
 
 HEADER = struct.Struct("<4s5H3I2H")
-"""What stands in front of each member; its name and an extra field follow."""
+"""What is before each member; its name and an extra field follow."""
 
 _USUAL = 128
 """Bytes of a header that are looked at in one go: few names are longer."""
 
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
-"""Checksum and both sizes behind a member, of 4 or (zip64) 8 bytes, with and without a signature."""
+"""Checksum and both sizes after a member, of 4 or (zip64) 8 bytes, with and without a signature."""
 
 
 @dataclass(slots=True)
 class Member:
     """What the directory of an archive says of a member, under the names that ``zipfile.ZipInfo`` gives it.
 
-    ``orig_filename`` is the name as it is written, and ``filename`` ends in front of the first zero in it."""
+    ``orig_filename`` is the name as it is written, and ``filename`` ends before the first zero in it."""
 
     filename: str
     orig_filename: str
@@ -43,7 +43,7 @@ class Member:
 
 
 class Header(NamedTuple):
-    """What stands in front of a member; ``start`` is where its data begins."""
+    """What is before a member; ``start`` is where its data begins."""
 
     is_signed: bool
     flags: int
@@ -56,7 +56,7 @@ class Header(NamedTuple):
 
 
 def read_header(content: Content, place: int) -> Header | None:
-    """The header at a place; None where the archive ends before it does."""
+    """Return the header at a place; None where the archive ends before it does."""
     raw = bytes(content.buffer[place : place + _USUAL]) if place >= 0 else b""
     if len(raw) < HEADER.size:
         return None
@@ -68,10 +68,10 @@ def read_header(content: Content, place: int) -> Header | None:
 
 
 def plain_starts(content: Content, members: Iterable[Member]) -> Iterator[int | None]:
-    """Where the data of each member begins; None where its header is to be looked at more closely.
+    """Yield where the data of each member begins; None where its header is to be looked at more closely.
 
-    That is where it does not say just what the directory says, or what stands behind the data does not where torch did
-    not know it before. One look takes what is behind a member together with the header of the next."""
+    That is where it does not say just what the directory says, or what is after the data does not where torch did
+    not know it before. One look takes what is after a member together with the header of the next."""
     buffer, window, begin = content.buffer, b"", 0
     for member in members:
         place = member.header_offset
@@ -102,7 +102,7 @@ def plain_starts(content: Content, members: Iterable[Member]) -> Iterator[int | 
 
 
 def header_name(info: Member, header: Header) -> str | None:
-    """The name in a header, read as that in the directory; None where it is none."""
+    """Return the name in a header, read as that in the directory; None where it is none."""
     try:
         # ASCII is the same in both, and decoding it as UTF-8 takes no time.
         return plain_name(header.name.decode("utf-8" if info.flag_bits & 0x800 or header.name.isascii() else "cp437"))
@@ -116,7 +116,7 @@ def plain_name(name: str) -> str:
 
 
 def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
-    """What may be meant by the bytes behind a member, the form of torch first."""
+    """Return what may be meant by the bytes after a member, the form of torch first."""
     raw = bytes(content.buffer[place : place + 24])
     return (form.unpack_from(raw)[-3:] for form in DESCRIPTORS if len(raw) >= form.size)
 
@@ -125,13 +125,13 @@ END = struct.Struct("<4s4H2LH")
 """The record at the end of an archive."""
 
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
-"""The two records that zip64 has in front of it."""
+"""The two records that zip64 has before it."""
 
 ENTRY = struct.Struct("<4s6H3L5H2L")
 """An entry of the directory; its name, an extra field and a comment follow."""
 
 _TAIL = 65535 + END.size + LOCATOR.size
-"""The end record has a comment of at most 65535 bytes behind it."""
+"""The end record has a comment of at most 65535 bytes after it."""
 
 _FEW = 256
 """Bytes that are looked at first: few archives have a comment."""
@@ -159,16 +159,16 @@ class _Directory(NamedTuple):
 
 
 _known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
-"""The directories by archive: whoever looks what a file is asks for its names, and it may have a hundred thousand."""
+"""The directories by archive: each test of what a file is reads its names, and it may have a hundred thousand."""
 
 
 def member_names(content: Content) -> list[str]:
-    """The names of all members, none where there is no whole directory. They are read as latin-1."""
+    """Return the names of all members, none where there is no whole directory. They are read as latin-1."""
     return _directory(content).names
 
 
 def plain_members(content: Content, start: int, stop: int) -> list[Member] | None:
-    """The members in the directory between two places, where each entry is as torch writes it.
+    """Return the members in the directory between two places, where each entry is as torch writes it.
 
     None where any is not: then ``zipfile`` has to say what it means."""
     found = _directory(content)
@@ -193,7 +193,7 @@ def _found_directory(content: Content) -> _Directory:
     *_, size, _, _ = END.unpack_from(tail, at)
     end = start + at
     if at >= LOCATOR.size and tail[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\x06\x07":
-        # The end record of zip64 lies right before its locator, whose own word is off by any junk in front.
+        # The end record of zip64 is right before its locator, whose own word is off by any junk in front.
         end -= LOCATOR.size + END64.size
         record = bytes(content.buffer[max(end, 0) : max(end, 0) + END64.size])
         if len(record) == END64.size and record[:4] == b"PK\x06\x06":
@@ -206,9 +206,9 @@ def _found_directory(content: Content) -> _Directory:
 
 
 def member_limit(content: Content) -> int:
-    """How many members an archive may list: what is kept of each takes a thousand bytes of memory.
+    """Return how many members an archive may list: what is kept of each takes a thousand bytes of memory.
 
-    A file of torch has 300 bytes and more for each of its tensors. A directory alone can name one place a million
+    A file of torch has 300 bytes and more for each of its tensors. A directory can name one place a million
     times."""
     return max(1 << 16, len(content) // 200)
 
@@ -239,7 +239,7 @@ def _entries(directory: bytes) -> list[str]:
 
 
 def _plain_entries(directory: bytes) -> list[Member] | None:
-    """The members of a directory whose names are ASCII, and whose entries end with them."""
+    """Return the members of a directory whose names are ASCII, and whose entries end with them."""
     members, position, size = [], 0, len(directory)
     while position + ENTRY.size <= size:
         (
@@ -284,7 +284,7 @@ def has_end(content: Content) -> bool:
 
 
 def checksums_left(content: Content, start: int) -> dict[str, int]:
-    """The checksums by name in the entries that are left of a damaged directory, which lies behind ``start``."""
+    """Return the checksums by name in the entries that are left of a damaged directory, which is behind ``start``."""
     found: dict[str, int] = {}
     at = content.buffer.find(b"PK\x01\x02", start)
     directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
@@ -302,7 +302,7 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
 
 
 def is_torch_save(names: list[str]) -> bool:
-    """Whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
+    """Return whether the members are those of a file of torch.save or, since 1.3, torch.jit.save."""
     present, roots = set(names), set(_roots(names, "data.pkl"))
     if any(f"{root}version" in present for root in roots):
         return True
@@ -317,7 +317,7 @@ def is_torchscript(names: list[str]) -> bool:
 
 
 def is_torch_package(names: list[str]) -> bool:
-    """Whether the members are those of an archive of torch.package."""
+    """Return whether the members are those of an archive of torch.package."""
     return bool(names) and f"{names[0].partition('/')[0]}/{PACKAGE_MARK}" in names
 
 

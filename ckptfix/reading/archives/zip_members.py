@@ -16,7 +16,7 @@ from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Blocks, Stream
 from ckptfix.reading.archives.zip_directory import Member, is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.reading.archives.zip_recovery import Listing, first_names, list_members
+from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 
 OVERLAP_LIMIT = 4
 """How many times the archive its files may take: a damaged entry or two may claim any size."""
@@ -32,12 +32,12 @@ _OF_TORCH = re.compile(
 
 
 def sniff(content: Content) -> bool:
-    """Whether the content is a zip archive, and not itself a file of torch.
+    """Return whether the content is a zip archive, and not itself a file of torch.
 
-    One without a directory is told by the names in front of its members, as far as they can be followed."""
+    One without a directory is told by the names before its members, as far as they can be followed."""
     if bytes(content.buffer[:4]) not in (b"PK\x03\x04", b"PK\x05\x06"):
         return False
-    # A header that bytes were put into (CR in front of LF) seems to have a name of none.
+    # A header that bytes were put into (CR before LF) seems to have a name of none.
     names, first = member_names(content), [name for name in first_names(content) if name and not name.endswith("/")]
     if names:
         # A single bit of the directory may have changed the one name that tells whose file it is.
@@ -53,8 +53,8 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], lis
     packed = sum(min(info.compress_size, len(content)) for info in listing.infos)
     if packed > OVERLAP_LIMIT * len(content):
         raise HostileError(
-            f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they lie "
-            "over each other, to fill a disk; do not use this file"
+            f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they "
+            "overlap, to fill a disk; do not use this file"
         )
     damage = list(listing.damage)
     if listing.found is not None and not damage:
@@ -71,11 +71,11 @@ def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], lis
                 head, closed = _head(content, listing, info)
             found.append((info.filename, head, blocks, closed))
         if listing.found is not None and info.filename in listing.found.open_at:
-            break  # what seems to follow lies inside of it
+            break  # what seems to follow is inside of it
     return found, damage
 
 
-def _stream(content: Content, listing: Listing, info: Member) -> Stream | Fact:
+def _stream(content: Content, listing: ZipIndex, info: Member) -> Stream | Fact:
     """Return the packed bytes of a member, as far as they are there; where there are none, why."""
     start = listing.data_start(content, info)
     if start is None:
@@ -93,8 +93,8 @@ def _stream(content: Content, listing: Listing, info: Member) -> Stream | Fact:
     return Stream(content, start + skipped, stop, decoder)
 
 
-def _head(content: Content, listing: Listing, info: Member) -> tuple[bytes, str]:
-    """The first bytes of a member; where there are none that should be, why, as the end of a sentence."""
+def _head(content: Content, listing: ZipIndex, info: Member) -> tuple[bytes, str]:
+    """Return the first bytes of a member; where there are none that should be, why, as the end of a sentence."""
     stream = _stream(content, listing, info)
     if isinstance(stream, Fact):
         return b"", f"{clause(stream)}; fetch the archive again"
@@ -107,7 +107,7 @@ def _head(content: Content, listing: Listing, info: Member) -> tuple[bytes, str]
     return head, "" if head else why
 
 
-def _blocks(content: Content, listing: Listing, info: Member, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
+def _blocks(content: Content, listing: ZipIndex, info: Member, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
     closed = why_closed(info.flag_bits, info.compress_type)
     if closed:
         raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
@@ -129,5 +129,5 @@ def _blocks(content: Content, listing: Listing, info: Member, damage: list[Fact]
 
 
 def _is_whole(stream: Stream, info: Member) -> bool:
-    # The end of an LZMA stream is its size; a marker behind it is an option.
+    # The end of an LZMA stream is its size; a marker after it is an option.
     return stream.ended or (info.compress_type == zipfile.ZIP_LZMA and stream.expanded == info.file_size)

@@ -66,12 +66,12 @@ class FoundMembers:
     """Where the last member that is whole ends."""
 
     def left_of(self, name: str, nbytes: int) -> ByteSource:
-        """What is there of the storage of ``nbytes`` that an open member holds.
+        """Return what is there of the storage of ``nbytes`` that an open member holds.
 
-        A file that was reserved before it was fetched goes on in zeros behind the storage; then the zeros inside of it
+        A file that was reserved before it was fetched goes on in zeros after the storage; then the zeros inside of it
         are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
         end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
-        of the file is damaged in a way that nobody knows, and so is one with something else than its descriptor behind
+        of the file is damaged in a way that is not known, and so is one with something else than its descriptor behind
         it: bytes of it were lost, or overwritten."""
         start = self.open_at[name]
         if name != self.infos[-1].filename or self.infos[-1].compress_type != zipfile.ZIP_STORED:
@@ -85,7 +85,7 @@ class FoundMembers:
 
 
 def walk(content: Content) -> FoundMembers:
-    """The members of an archive without its directory. Raises ``HostileError`` where there is no end of them."""
+    """Return the members of an archive without its directory. Raises ``HostileError`` where there is no end of them."""
     found = FoundMembers(content, zeros=zero_tail(content))
     headers = {position: _data_start(content, position) for position in _signatures(content, b"PK\x03\x04")}
     descriptors = _descriptors(content, set(headers.values()))
@@ -113,7 +113,7 @@ def walk(content: Content) -> FoundMembers:
 
 
 def first_names(content: Content) -> list[str]:
-    """The names of the members from the front on, as long as each header says where the next one is."""
+    """Return the names of the members from the front on, as long as each header says where the next one is."""
     names: list[str] = []
     position = 0
     limit = member_limit(content)
@@ -179,7 +179,7 @@ _LOOK = 1 << 13
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody says of a member: where its data begins, and what of it."""
+    """What a record says of a member: where its data begins, and what of it."""
 
     start: int
     method: int
@@ -199,7 +199,7 @@ class Proof:
         """Bytes, packed and expanded, that may be gone through to tell who is right."""
 
     def holds(self, claim: Claim) -> bool:
-        """Whether the bytes have the checksum. A member without one, as torch can write it, is never proved."""
+        """Return whether the bytes have the checksum. A member without one, as torch can write it, is never proved."""
         if not claim.crc or claim.start < 0 or claim.start + claim.packed > len(self._content):
             return False
         if claim.method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -240,14 +240,14 @@ _PLACE_DIGITS = 10
 
 
 @dataclass
-class Listing:
+class ZipIndex:
     """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, where
     that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
     no directory to go by. ``damage`` says what is wrong; an archive that merely
     ends early has none here. ``doubts`` are those of it after which a member may be another than its name says.
-    ``displaced`` are the bytes by which the directory lies further on than it says, as behind another file, and
-    negative where bytes in front of it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
-    is what else torch refuses, ``directory`` is where that begins, and ``trailing`` are the bytes behind all of it."""
+    ``displaced`` are the bytes by which the directory is further on than it says, as behind another file, and
+    negative where bytes before it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
+    is what else torch refuses, ``directory`` is where that begins, and ``trailing`` are the bytes after all of it."""
 
     infos: list[Member]
     starts: dict[int, int] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class Listing:
     agreed: dict[int, int] = field(default_factory=dict)
 
     def data_start(self, content: Content, info: Member) -> int | None:
-        """Where the data of a member begins; None where nothing says so."""
+        """Return where the data of a member begins; None where nothing says so."""
         for known in (self.starts, self.agreed):
             if info.header_offset in known:
                 return known[info.header_offset]
@@ -269,10 +269,10 @@ class Listing:
         return header.start if header is not None and header.is_signed else None
 
 
-class Settling:
+class DirectoryRepair:
     """One comparison of a directory with the headers of its members."""
 
-    def __init__(self, content: Content, listing: Listing) -> None:
+    def __init__(self, content: Content, listing: ZipIndex) -> None:
         self.content, self.listing = content, listing
         infos = listing.infos
         self.names = Counter([info.orig_filename for info in infos])
@@ -291,7 +291,7 @@ class Settling:
                 self.odd.append(place)
 
     def _is_plain(self, info: Member) -> bool:
-        """Whether the header of a member says what the directory says."""
+        """Return whether the header of a member says what the directory says."""
         header = read_header(self.content, info.header_offset)
         if header is None:
             return False
@@ -306,17 +306,17 @@ class Settling:
         """Whether this is the directory of these members, and not that of another archive."""
         return 2 * self.in_place > len(self.listing.infos)
 
-    def settle(self) -> Listing:
-        """The members, each as it is proved to be where its two descriptions differ."""
+    def repair(self) -> ZipIndex:
+        """Return the members, each as it is proved to be where its two descriptions differ."""
         for place in self.odd:
-            self.listing.infos[place] = self._settled(self.listing.infos[place])
+            self.listing.infos[place] = self._repaired(self.listing.infos[place])
         more = len(self.faults) - NAMED_LIMIT
         self.listing.damage = self.faults[:NAMED_LIMIT]
         self.listing.damage += [Fact.of(Kind.ZIP_RECORDS, more=more)] if more > 0 else []
         self.listing.damage += self.listing.doubts
         return self.listing
 
-    def _settled(self, info: Member) -> Member:
+    def _repaired(self, info: Member) -> Member:
         if info.filename.endswith("/"):
             return info  # a folder, of which nothing is read
         header = read_header(self.content, info.header_offset)
@@ -347,7 +347,7 @@ class Settling:
         return self._named(info, header)
 
     def _start_by_descriptor(self, info: Member) -> int | None:
-        """Where the data of a member without a checksum begins, by the descriptor in front of the next member."""
+        """Return where the data of a member without a checksum begins, by the descriptor before the next member."""
         stop = self._stop(info)
         for form in DESCRIPTORS[:2]:
             said = bytes(self.content.buffer[max(stop - form.size, 0) : stop])
@@ -356,19 +356,19 @@ class Settling:
         return None
 
     def _stop(self, info: Member) -> int:
-        """Where the next member begins, or the directory."""
+        """Return where the next member begins, or the directory."""
         after = bisect_right(self.bounds, info.header_offset)
         return min((*self.bounds[after : after + 1], self.listing.directory))
 
     def _other_name(self, info: Member, header: Header | None) -> str:
-        """The name in the header of a member where that is the name of another member, or nothing."""
+        """Return the name in the header of a member where that is the name of another member, or nothing."""
         name = header_name(info, header) if header is not None and header.is_signed else None
         return name if name is not None and name != info.orig_filename and self.names[name] else ""
 
     def _is_misnamed(self, info: Member, header: Header, other: str) -> bool:
-        """Whether the header with the name of another member is that of this one all the same.
+        """Return whether the header with the name of another member is that of this one all the same.
 
-        Where the other member has a header of its own, this one's has a damaged name, which nobody reads. Where the
+        Where the other member has a header of its own, this one's has a damaged name, which no program reads. Where the
         two have each other's names, nothing says whether their headers or their entries of the directory are right, if
         no header is found that has the name and the checksum that this one should have."""
         if not self._agree(info, header) or self.places[info.header_offset] > 1:
@@ -380,7 +380,7 @@ class Settling:
         return True
 
     def _is_behind(self, info: Member, header: Header) -> bool:
-        """Whether the data is where the header ends: with another name it may have another length."""
+        """Return whether the data is where the header ends: with another name it may have another length."""
         if len(header.name) == len(info.orig_filename.encode("utf-8", "replace")) or not info.CRC:
             return True
         said = (info.compress_type, info.CRC, info.compress_size, info.file_size)
@@ -393,9 +393,9 @@ class Settling:
         return next((one for one in found if (one.CRC, one.compress_size, one.file_size) == said), None)
 
     def _last_resort(self, info: Member) -> Member:
-        """The member at the only header of this name that a walk finds, or one that is nowhere.
+        """Return the member at the only header of this name that a walk finds, or one that is nowhere.
 
-        Where bytes are lost, a header may have the data of another member behind it: the checksum of the directory
+        Where bytes are lost, a header may have the data of another member after it: the checksum of the directory
         tells, and where there is none nothing does."""
         found = [found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset]
         moved = copy.copy(info)
@@ -413,7 +413,7 @@ class Settling:
 
     @cached_property
     def _walked(self) -> dict[str, list[Member]]:
-        """The members that a walk finds whole, where bytes were lost or gained and all places behind them shift."""
+        """The members that a walk finds whole, where bytes were lost or gained and all places after them shift."""
         found = walk(self.content)
         walked: dict[str, list[Member]] = {}
         for info in found.infos:
@@ -423,7 +423,7 @@ class Settling:
         return walked
 
     def _agree(self, info: Member, header: Header) -> bool:
-        """Whether header and descriptor say of a member what the directory says."""
+        """Return whether header and descriptor say of a member what the directory says."""
         if not header.is_signed or header.method != info.compress_type or (header.flags ^ info.flag_bits) & 1:
             return False
         said = (info.CRC, info.compress_size, info.file_size)
@@ -435,7 +435,7 @@ class Settling:
         return said in descriptors(self.content, header.start + info.compress_size)
 
     def _claims(self, info: Member, header: Header) -> Iterator[Claim]:
-        """What a member can be, by its directory, by its header, and by the place of the next member."""
+        """Yield what a member can be, by its directory, by its header, and by the place of the next member."""
         says = (info.CRC, info.compress_size, info.file_size)
         is_called_locked = info.flag_bits & ~header.flags & 1
         yield Claim(header.start, info.compress_type, *says, ENTRY_RECORD if is_called_locked else "")
@@ -452,7 +452,7 @@ class Settling:
             yield Claim(header.start, header.method, crc, packed, size, ENTRY_RECORD)
 
     def _named(self, info: Member, header: Header) -> Member:
-        """The member under the name of its header, where only that is one of a torch file.
+        """Return the member under the name of its header, where only that is one of a torch file.
 
         A single bit turns a member's name into another, and its tensor would be taken for lost."""
         other = header_name(info, header)
@@ -479,28 +479,28 @@ def _shown(name: str) -> str:
 
 
 _RECORDS64 = END64.size + LOCATOR.size
-"""Bytes of what zip64 has in front of the end record."""
+"""Bytes of what zip64 has before the end record."""
 
 
-def list_members(content: Content) -> Listing:
-    """The members of an archive. Raises ``HostileError`` where there is no end of them."""
+def list_members(content: Content) -> ZipIndex:
+    """Return the members of an archive. Raises ``HostileError`` where there is no end of them."""
     listing, fault = _directory(content)
-    settling = Settling(content, listing)
-    if not fault and settling.is_in_place:
-        return settling.settle()
+    repair = DirectoryRepair(content, listing)
+    if not fault and repair.is_in_place:
+        return repair.repair()
     found = walk(content)
     if not has_end(content):
-        return Listing(found.infos, found=found)
+        return ZipIndex(found.infos, found=found)
     left = checksums_left(content, found.end)
     for info in found.infos:
-        # Where bytes are lost, a header may have the data of another member behind it.
+        # Where bytes are lost, a header may have the data of another member after it.
         info.CRC = left.get(info.filename) or info.CRC
     damage = [Fact.of(Kind.ZIP_DIRECTORY, fault=fault)]
-    return Listing(found.infos, found=found, damage=damage)
+    return ZipIndex(found.infos, found=found, damage=damage)
 
 
-def _directory(content: Content) -> tuple[Listing, str]:
-    """The members as the directory at the end lists them, and why it cannot be read."""
+def _directory(content: Content) -> tuple[ZipIndex, str]:
+    """Return the members as the directory at the end lists them, and why it cannot be read."""
     buffer = content.buffer
     stream = buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:])
     try:
@@ -509,8 +509,8 @@ def _directory(content: Content) -> tuple[Listing, str]:
             bounded_directory(content, max(0, end[9] - end[5] - _RECORDS64), end[9])
         infos, start = _members(content, stream, end)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
-        return Listing([]), str(error) or type(error).__name__
-    listing = Listing(infos, directory=start)
+        return ZipIndex([]), str(error) or type(error).__name__
+    listing = ZipIndex(infos, directory=start)
     if end:
         listing.displaced = start - end[6]
         listing.refusal = refusal(content, end, listing.infos)
@@ -522,7 +522,7 @@ def _directory(content: Content) -> tuple[Listing, str]:
 
 
 def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[list[Member], int]:
-    """The members, and where the directory of them begins."""
+    """Return the members, and where the directory of them begins."""
     if end:
         _, _, _, _, _, size, start, _, _, place, *_ = end
         stop = place - (_RECORDS64 if end[0] == b"PK\x06\x06" else 0)

@@ -21,7 +21,7 @@ _NAMES = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA", **METHODS}
 
 
 def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> str:
-    """Why torch refuses an archive, as a noun with what follows it; nothing where it does not.
+    """Return why torch refuses an archive, as a noun with what follows it; nothing where it does not.
 
     ``end`` is the record at the end as ``zipfile`` reads it, with the numbers of zip64 in their places."""
     _, disk, first_disk, here, count, size, place, _, _, at = end[:10]
@@ -39,7 +39,7 @@ def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> st
 
 
 def _refusal64(content: Content, end: int) -> str:
-    """The same of the two records that zip64 has in front of the end."""
+    """Return the same of the two records that zip64 has before the end."""
     raw = bytes(content.buffer[max(end - LOCATOR.size, 0) : end])
     if len(raw) < LOCATOR.size or raw[:4] != b"PK\x06\x07":
         return ""
@@ -58,7 +58,7 @@ def _refusal64(content: Content, end: int) -> str:
 
 
 def _is_plain(content: Content, info: Member) -> bool:
-    """Whether a member is like nearly all, for there may be a hundred thousand."""
+    """Return whether a member is like nearly all, for there may be a hundred thousand."""
     packed = info.compress_size
     return (
         not (info.compress_type or info.volume or info.flag_bits & _UNUSUAL or info.external_attr & _FOLDER)
@@ -82,7 +82,7 @@ def _what_is_wrong(content: Content, disk: int, info: Member) -> str:
     if info.flag_bits & _MASKED:
         return "with a masked header"
     if info.header_offset + HEADER.size + packed > len(content):
-        return "that is said to end behind the file"
+        return "that is said to end after the file"
     if info.filename.endswith("/"):
         return ""
     if info.flag_bits & (_LOCKED | _PATCHED):

@@ -31,13 +31,13 @@ class Box:
         return math.prod(self.shape)
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """Whether the box is a part of a tensor of this shape."""
+        """Return whether the box is a part of a tensor of this shape."""
         return len(self.offsets) == len(self.shape) == len(shape) and all(
             offset + size <= whole for offset, size, whole in zip(self.offsets, self.shape, shape, strict=True)
         )
 
     def overlaps(self, other: Box) -> bool:
-        """Whether two boxes have an element in common."""
+        """Return whether two boxes have an element in common."""
         return all(
             offset < theirs + their_size and theirs < offset + size
             for offset, size, theirs, their_size in zip(
@@ -49,14 +49,14 @@ class Box:
 def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...], name: str) -> None:
     """Raise ``UnreadableError`` unless the boxes fill a tensor of this shape, each element once."""
     if not all(box.lies_in(shape) for box in boxes):
-        raise UnreadableError(f"a chunk of {name} lies outside of its shape {list(shape)}")
+        raise UnreadableError(f"a chunk of {name} is outside of its shape {list(shape)}")
     covered = sum(box.numel for box in boxes)
     if covered != math.prod(shape) or _any_overlap(boxes, len(shape)):
         raise UnreadableError(f"the chunks of {name} have {covered} of the {math.prod(shape)} elements of its shape")
 
 
 def _any_overlap(boxes: Sequence[Box], dimensions: int) -> bool:
-    """Whether any two boxes share an element: a sweep along the dimension that parts them most."""
+    """Return whether any two boxes share an element: a sweep along the dimension that parts them most."""
     boxes = [box for box in boxes if box.numel]
     if dimensions == 0 or len(boxes) < 2:
         return len(boxes) > 1
@@ -83,7 +83,7 @@ class RowMajorBytes:
         return self.spec.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``; a tensor that is not contiguous is put in order as a whole."""
+        """Return bytes ``start`` to ``stop``; a tensor that is not contiguous is put in order as a whole."""
         storage = self.spec.storage
         if storage is None:
             raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
@@ -103,7 +103,7 @@ class ChunkedBytes:
         self._chunks = [_Placed(shape, itemsize, box, source) for box, source in chunks if box.numel]
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the whole tensor."""
+        """Return bytes ``start`` to ``stop`` of the whole tensor."""
         out = bytearray(stop - start)
         for chunk in self._chunks:
             for place, inner, count in chunk.runs(start, stop):
@@ -112,7 +112,7 @@ class ChunkedBytes:
 
 
 def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec], path: str) -> TensorSpec:
-    """The tensor ``spec`` with the bytes of its chunks, whose checksums speak for it."""
+    """Return the tensor ``spec`` with the bytes of its chunks, whose checksums speak for it."""
     sources = [(box, RowMajorBytes(part, path)) for box, part in parts.items()]
     storages = tuple(storage for part in parts.values() for storage in part.storages)
     storage = Storage(name, ChunkedBytes(spec.shape, spec.itemsize, sources), parts=storages)
@@ -120,7 +120,7 @@ def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec
 
 
 class _Placed:
-    """A chunk as runs of bytes that lie together both in it and in the whole tensor.
+    """A chunk as runs of bytes that are together both in it and in the whole tensor.
 
     From the innermost dimension outwards, dimensions that the chunk spans in full are one run; the next one outwards
     belongs to it too, as far as the chunk goes. The dimensions outside of it count the runs.
@@ -144,7 +144,7 @@ class _Placed:
             self._reach[dimension] = (self._counts[dimension] - 1) * self._steps[dimension] + self._reach[dimension + 1]
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The runs in a range of the whole: place in the whole, place in the chunk, number of bytes."""
+        """Yield the runs in a range of the whole: place in the whole, place in the chunk, number of bytes."""
         yield from self._below(0, self._first, 0, start, stop)
 
     def _below(self, dimension: int, place: int, inner: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -314,7 +314,7 @@ class _SpreadBytes:
         self.nbytes = spec.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``."""
+        """Return bytes ``start`` to ``stop``."""
         share = self._spread.share(self._spec.numel) * self._spec.itemsize
         begin = self._start * self._spec.itemsize
         out = bytearray(stop - start)

@@ -70,7 +70,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Something that is no tensor, pickled by torch.save."""
+    """Something that is not a tensor, pickled by torch.save."""
 
     location: Location | None
 
@@ -92,7 +92,7 @@ class StoredMetadata:
 
 
 def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
-    """The metadata that ranks wrote one by one (``use_collectives=False``), as one: each knows its own chunks.
+    """Return the metadata that ranks wrote one by one (``use_collectives=False``), as one: each knows its own chunks.
 
     What several ranks have saved whole, be it a tensor or another object, is that of the first; a tensor keeps the
     locations of all, so that they can be compared."""
@@ -111,7 +111,7 @@ def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
 
 
 def parse_metadata(content: Content) -> StoredMetadata:
-    """The parsed metadata. Raises ``UnreadableError`` where the file is no such pickle."""
+    """Return the parsed metadata. Raises ``UnreadableError`` where the file is not such a pickle."""
 
     def no_storage(key: str, nbytes: int, device: str) -> Storage:
         raise HostileError(f"{content.path}: tensor data in a file that describes tensors; do not use this checkpoint")
@@ -133,7 +133,7 @@ def parse_metadata(content: Content) -> StoredMetadata:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """The fields of a dataclass."""
+    """Return the fields of a dataclass."""
     if not isinstance(value, Opaque) or not isinstance(value.state, (dict, type(None))):
         raise TypeError(f"{type(value).__name__} in the place of a record")
     return value.attributes
@@ -148,7 +148,7 @@ def _name(value: Any) -> str:
 def _item(
     name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[int, ...]], Location]
 ) -> StoredTensor | StoredObject:
-    """A ``TensorStorageMetadata``, or a ``BytesStorageMetadata``, which has no fields."""
+    """Return a ``TensorStorageMetadata``, or a ``BytesStorageMetadata``, which has no fields."""
     if "chunks" not in fields:
         return StoredObject(where.get((name, ())))
     properties = fields["properties"]
@@ -167,11 +167,11 @@ def _index(key: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _location(value: Any) -> Location:
-    """A ``_StorageInfo``."""
+    """Return a ``_StorageInfo``."""
     fields = _fields(value)
     file, offset, nbytes = fields["relative_path"], fields["offset"], fields["length"]
     if not isinstance(file, str) or any(type(number) is not int or number < 0 for number in (offset, nbytes)):
-        raise ValueError(f"{shown(file)} at {shown(offset)} is no place in a file")
+        raise ValueError(f"{shown(file)} at {shown(offset)} is not a place in a file")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{file:.60} was packed by an extension, which is not read")
     return Location(file, offset, nbytes)
@@ -179,7 +179,7 @@ def _location(value: Any) -> Location:
 
 def _path(parts: Any) -> tuple[PathPart, ...]:
     if not isinstance(parts, (tuple, list)) or not parts or any(type(part) not in (str, int) for part in parts):
-        raise ValueError(f"{shown(parts)} is no path")
+        raise ValueError(f"{shown(parts)} is not a path")
     return tuple(parts)
 
 
@@ -191,12 +191,12 @@ _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 
 def looks_like(folder: Path) -> bool:
-    """Whether a folder holds what torch.distributed.checkpoint writes."""
+    """Return whether a folder holds what torch.distributed.checkpoint writes."""
     return bool(_metadata_files(folder)) or any(folder.glob(CHUNKS))
 
 
 def _metadata_files(folder: Path) -> list[Path]:
-    """The file that describes a folder, or those that its ranks wrote, by rank."""
+    """Return the file that describes a folder, or those that its ranks wrote, by rank."""
     if (folder / METADATA).is_file():
         return [folder / METADATA]
     ranks = {int(match[1]): path for path in folder.iterdir() if (match := _OF_RANK.fullmatch(path.name))}
@@ -204,7 +204,7 @@ def _metadata_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """The document of a folder: the container that was saved, nested as it was.
+    """Return the document of a folder: the container that was saved, nested as it was.
 
     Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` where none is whole.
     """
@@ -246,7 +246,7 @@ class _Reading:
             raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
 
     def document(self) -> Document:
-        """The document of the folder."""
+        """Return the document of the folder."""
         self.metadata = self._described(_metadata_files(self.folder))
         for name, item in self.metadata.items.items():
             self._read(name, item)
@@ -280,7 +280,7 @@ class _Reading:
         self.faults.setdefault(Fact.of(Kind.ITEM_DAMAGED, place, causes=tuple(causes)), []).append(name)
 
     def _tensor(self, name: str, item: StoredTensor) -> TensorSpec:
-        """The spec of a tensor: that of its only chunk, or one over all of its chunks."""
+        """Return the spec of a tensor: that of its only chunk, or one over all of its chunks."""
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
             places.setdefault(box, []).append(location)
@@ -289,7 +289,7 @@ class _Reading:
         return merge_parts(name, item.spec, copies, str(self.folder))
 
     def _copies(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> list[TensorSpec]:
-        """The copies of a chunk; that they have different values is noted."""
+        """Return the copies of a chunk; that they have different values is noted."""
         copies = [self._load(name, location) for location in locations]
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
@@ -299,9 +299,9 @@ class _Reading:
         return copies
 
     def _load(self, name: str, location: Location | None) -> Any:
-        """The root of the torch.save file at a location. What that has lost is noted, and torn."""
+        """Return the root of the torch.save file at a location. What that has lost is noted, and torn."""
         if location is None:
-            raise UnreadableError(f"{METADATA} does not say where it lies")
+            raise UnreadableError(f"{METADATA} does not say where it is")
         outer = self._content(location.file)
         stop = location.offset + location.nbytes
         is_cut = stop > len(outer)
@@ -333,7 +333,7 @@ class _Reading:
         return self.contents[name]
 
     def _strays(self) -> list[str]:
-        """The files of chunks in which no item lies: what an earlier save into the same folder has left."""
+        """Return the files of chunks in which no item is: what an earlier save into the same folder has left."""
         used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
         return sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
 
@@ -341,7 +341,7 @@ class _Reading:
         return self.metadata.paths.get(name, (name,))
 
     def _nested(self) -> Any:
-        """The container as it was saved: the planner flattened it and wrote down the path of every leaf."""
+        """Return the container as it was saved: the planner flattened it and wrote down the path of every leaf."""
         root = _Node()
         for name, leaf in self.leaves.items():
             *folders, last = self._path(name)
@@ -367,7 +367,7 @@ class _Node(dict[PathPart, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """The container of plain dicts and lists; a list is what the planner numbered from 0 on."""
+    """Return the container of plain dicts and lists; a list is what the planner numbered from 0 on."""
     if not isinstance(value, _Node):
         return value
     if all(isinstance(key, int) for key in value) and sorted(value) == list(range(len(value))):

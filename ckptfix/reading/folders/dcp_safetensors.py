@@ -34,7 +34,7 @@ _SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
 def looks_like(folder: Path) -> bool:
-    """Whether a folder holds the shards of such a save."""
+    """Return whether a folder holds the shards of such a save."""
     return any(_SHARD.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -72,11 +72,11 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
 
 def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, tuple[int, ...]]]:
-    """The document of a shard, and where its chunks begin."""
+    """Return the document of a shard, and where its chunks begin."""
     content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
     content.salvage = salvage
     if not is_safetensors(content):
-        raise UnreadableError(f"{name} is no safetensors file")
+        raise UnreadableError(f"{name} is not a safetensors file")
     document = safetensors.read(content)
     if not isinstance(document.root, dict) or not all(isinstance(spec, TensorSpec) for spec in document.root.values()):
         raise UnreadableError(f"{name} holds more than tensors")
@@ -92,7 +92,7 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
 
 
 def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[Fact]) -> Any:
-    """The tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
+    """Return the tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
     first = next(iter(parts.values()))
     if len(parts) == 1 and not any(next(iter(parts)).offsets):
         return first

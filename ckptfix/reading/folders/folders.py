@@ -47,19 +47,19 @@ _LISTED = 6
 def weights_file(path: str) -> str | None:
     """The one file of weights in a folder that a library wrote, beside its configuration and the state of a training.
 
-    None where there is none or several, and where the folder itself is a checkpoint."""
+    None if there is none or several, and where the folder itself is a checkpoint."""
     folder = Path(path)
     try:
         names = [child.name for child in folder.iterdir() if child.name in WEIGHTS and child.is_file()]
         if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
             return None
     except OSError:
-        return None  # whoever reads the folder says why
+        return None  # the reader of the folder says why
     return str(folder / names[0])
 
 
 def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
-    """The document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` where it is no checkpoint."""
+    """The document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` where it is not a checkpoint."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:
@@ -75,7 +75,7 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder holds, and what of it to name instead."""
+    """Return what a folder holds, and what of it to name instead."""
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)

@@ -35,7 +35,7 @@ FLAT_REMEDY = (
 
 @dataclass(frozen=True)
 class RankShard:
-    """What a file holds instead of weights, as a clause behind its name; what would consolidate it; the keys in
+    """What a file holds instead of weights, as a clause after its name; what would consolidate it; the keys in
     question.
     """
 
@@ -45,12 +45,12 @@ class RankShard:
 
 
 def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
-    """What part of a distributed checkpoint a file is; None for one that stands for itself.
+    """Return what part of a distributed checkpoint a file is; None for one that is whole by itself.
 
     ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty where none was found.
     """
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
-        what = "is the .metadata of torch.distributed.checkpoint, which says what lies in the .distcp files beside it"
+        what = "is the .metadata of torch.distributed.checkpoint, which says what is in the .distcp files beside it"
         return RankShard(what, "name its folder instead")
     ranks = _tensor_parallel(root)
     if ranks > 1:
@@ -87,7 +87,7 @@ def _tensor_parallel(root: Any) -> int:
 
 
 def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is the state of a ZeRO optimizer."""
+    """Return whether a mapping is the state of a ZeRO optimizer."""
     return any(name in mapping for name in SLICES) or ("zero_stage" in mapping and "partition_count" in mapping)
 
 
@@ -135,7 +135,7 @@ def _is_weight(key: str) -> bool:
 
 
 def _members(value: Any) -> Mapping[Any, Any]:
-    """The sharded tensors' mapping of a file: the first in it that has any."""
+    """Return the sharded tensors' mapping of a file: the first in it that has any."""
     return next((found for found in _mappings(value, _SEARCH_DEPTH) if any(map(is_sharded, found.values()))), {})
 
 

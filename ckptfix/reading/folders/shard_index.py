@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which key lies in which file of the folder.
+"""The index of a sharded checkpoint: which key is in which file of the folder.
 
 transformers writes it as ``{"metadata": {"total_size": …}, "weight_map": {key: file name}}`` beside the shards
 (https://huggingface.co/docs/transformers/big_models#sharded-checkpoint). A file name is a claim like any other: one
@@ -42,18 +42,18 @@ class Numbering:
 
     @classmethod
     def of(cls, name: str) -> Numbering | None:
-        """The numbering that a file name belongs to."""
+        """Return the numbering that a file name belongs to."""
         match = _NUMBERED.fullmatch(name)
         return cls(match[1], match[3], match[4]) if match else None
 
     def names(self) -> list[str]:
-        """The name of every shard of the set."""
+        """Return the name of every shard of the set."""
         return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which key lies in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
+    """Which key is in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
     in bytes.
     """
 
@@ -72,7 +72,7 @@ _FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|b
 
 
 def is_index(content: Content) -> bool:
-    """Whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
+    """Return whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
     head = bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf \t\r\n")
     if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
         return False
@@ -82,16 +82,16 @@ def is_index(content: Content) -> bool:
 
 
 def parse_index(content: Content) -> ShardIndex:
-    """The index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
+    """Return the index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
         raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
     try:
         parsed = content.bounds.parse_json(bytes(content.buffer[:]), _unique)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: the index is no valid JSON ({error}); fetch the file again") from error
+        raise UnreadableError(f"{path}: the index is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
-        raise UnreadableError(f"{path}: the index is no JSON object; fetch the file again")
+        raise UnreadableError(f"{path}: the index is not a JSON object; fetch the file again")
     is_flat = WEIGHT_MAP not in parsed and _FLAT.match(bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -107,19 +107,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
-        raise ValueError(f"the key {doubled!r:.60} stands twice in it")
+        raise ValueError(f"the key {doubled!r:.60} is twice in it")
     return found
 
 
 def name_unpacked(name: str) -> str:
-    """The name of a file before it was compressed."""
+    """Return the name of a file before it was compressed."""
     return next((name.removesuffix(suffix) for suffix in PACKED if name.endswith(suffix)), name)
 
 
 def file_inside(folder: Path, name: str, said_by: str) -> Path:
-    """The path of a file that ``said_by`` names, once it is known to stay in the folder.
+    """Return the path of a file that ``said_by`` names, once it is known to stay in the folder.
 
-    Links are followed: one may lead into the folder, or to where the naming file itself really lies, which is how the
+    Links are followed: one may lead into the folder, or to where the naming file itself really is, which is how the
     cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out.
     """
     names = (PurePosixPath(name), PureWindowsPath(name))

@@ -39,7 +39,7 @@ from ckptfix.reading.weights.document import Document
 
 
 def remarks_of(shard: Checkpoint) -> Iterator[Fact]:
-    """The remarks on a shard; what is said of all its tensors is said of each, as the others are not meant."""
+    """Yield the remarks on a shard; what is said of all its tensors is said of each, as the others are not meant."""
     for remark in shard.remarks:
         if remark.kind is Kind.DOUBTFUL_VALUES and remark.place == ".":
             yield from (replace(remark, place=key) for key in shard.specs)
@@ -48,9 +48,9 @@ def remarks_of(shard: Checkpoint) -> Iterator[Fact]:
 
 
 def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
-    """The shard that, had its floats a dtype of the others, would make the sum of all bytes the total.
+    """Return the shard that, had its floats a dtype of the others, would make the sum of all bytes the total.
 
-    None where there is none. That a shard has dtypes of its own tells nothing: a head may be kept in float32, and many
+    None if there is none. That a shard has dtypes of its own tells nothing: a head may be kept in float32, and many
     an index counts wrong."""
     whole = sum(spec.nbytes for shard in shards.values() for spec in shard.specs.values())
     floats = {
@@ -67,7 +67,7 @@ def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
 
 
 def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
-    """What a shard has around its state_dict, level by level, with None in the place of the next one.
+    """Return what a shard has around its state_dict, level by level, with None in the place of the next one.
 
     None where that is more than numbers and texts."""
     levels = []
@@ -84,7 +84,7 @@ def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
 
 
 def is_same(one: Any, other: Any, path: str) -> bool:
-    """Whether two entries are the same tensor, byte for byte."""
+    """Return whether two entries are the same tensor, byte for byte."""
     if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
@@ -104,12 +104,12 @@ PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def sniff(content: Content) -> bool:
-    """Whether the content is the index of a sharded checkpoint."""
+    """Return whether the content is the index of a sharded checkpoint."""
     return is_index(content)
 
 
 def read(content: Content, salvage: bool = False) -> Document:
-    """The document of an index and the shards beside it."""
+    """Return the document of an index and the shards beside it."""
     if content.file is None:
         raise UnreadableError(
             f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
@@ -118,7 +118,7 @@ def read(content: Content, salvage: bool = False) -> Document:
 
 
 def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
-    """The document of the shards that an index names; of the only set in the folder where it cannot be read."""
+    """Return the document of the shards that an index names; of the only set in the folder where it cannot be read."""
     try:
         content = Content.of_file(index)
         parsed = parse_index(content)
@@ -146,12 +146,12 @@ def _beside(folder: Path, index: ShardIndex) -> Numbering | None:
 
 
 def looks_like(folder: Path) -> bool:
-    """Whether a folder holds an index or numbered shards."""
+    """Return whether a folder holds an index or numbered shards."""
     return bool(_indexes(folder) or _sets(folder))
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """The document of a folder of shards. Raises ``UnreadableError`` where it holds several checkpoints."""
+    """Return the document of a folder of shards. Raises ``UnreadableError`` where it holds several checkpoints."""
     indexes = _indexes(folder)
     chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
     if chosen is None and len(indexes) > 1:
@@ -169,7 +169,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
 
 class _Merge:
-    """One merging of shards: which of them open, where every key lies, and what does not agree."""
+    """One merging of shards: which of them open, where every key is, and what does not agree."""
 
     def __init__(self, path: str, folder: Path, index: ShardIndex | None, salvage: bool) -> None:
         self.path, self.folder, self.index, self.salvage = path, folder, index, salvage
@@ -211,7 +211,7 @@ class _Merge:
         )
 
     def _files(self) -> list[str]:
-        """The shards that should be there: those of the index and their numbered siblings, or the whole set."""
+        """Return the shards that should be there: those of the index and their numbered siblings, or the whole set."""
         if self.index is None:
             (numbering,) = _sets(self.folder)
             return numbering.names()
@@ -269,7 +269,7 @@ class _Merge:
             self.remarks.append(Fact.of(Kind.INDEX_SIZE, place, total=total, held=min(sums)))
 
     def _root(self) -> Any:
-        """The merged state_dict, in the container that every shard has around its part, where it is the same.
+        """Return the merged state_dict, in the container that every shard has around its part, where it is the same.
 
         Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
         first, *others = self.opened.values()
@@ -328,7 +328,7 @@ class _Merge:
             return False
         if self.weight_map.get(key) not in names:
             raise UnreadableError(
-                f"{self.path}: {key} lies in {' and in '.join(names)} with different values, and no index says which is"
+                f"{self.path}: {key} is in {' and in '.join(names)} with different values, and no index says which is"
                 " meant; take the wrong one out, or save the checkpoint again"
             )
         return True

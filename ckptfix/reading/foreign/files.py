@@ -59,8 +59,8 @@ _EVEN = 7.9
 """Bits in a byte from which on bytes look random; weights in float32 have fewer than 7.5."""
 
 
-def name_stranger(content: Content) -> str | None:
-    """What the file is, with the remedy, where it is a known stranger; None otherwise."""
+def name_foreign_file(content: Content) -> str | None:
+    """Return what the file is, with the remedy, where it is a known stranger; None otherwise."""
     for namer in _NAMERS:
         if (said := namer(content)) is not None:
             return f"{content.path}: {said}"
@@ -158,7 +158,7 @@ def _signed(content: Content) -> str | None:
 
 
 def _joblib(content: Content) -> str | None:
-    """A file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed by zlib."""
+    """Return a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed by zlib."""
     head = bytes(content.buffer[:READ])
     if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
         return f"a file of joblib with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
@@ -202,7 +202,7 @@ def _zero_head(content: Content) -> str | None:
 
 
 def _by_name(content: Content) -> str | None:
-    """What the name and the neighbours say of bytes that say nothing themselves."""
+    """Return what the name and the neighbours say of bytes that say nothing themselves."""
     path = Path(content.member or content.path)
     suffix = path.suffix.lower()
     if suffix == ".aria2":

@@ -44,7 +44,7 @@ _PYTHON = re.compile(
 
 
 def as_text(data: bytes) -> str | None:
-    """The text that bytes are, with or without a byte order mark; None where they are none.
+    """Return the text that bytes are, with or without a byte order mark; None where they are none.
 
     The bytes may end in the middle of a letter."""
     mark, encoding = next((pair for pair in _BOMS if data.startswith(pair[0])), (b"", "utf-8"))
@@ -56,7 +56,7 @@ def as_text(data: bytes) -> str | None:
 
 
 def name_text(text: str, size: int) -> str:
-    """What the text of a file is; ``size`` is that of the file in bytes."""
+    """Return what the text of a file is; ``size`` is that of the file in bytes."""
     for namer in (_pointer, _headers, _json, _markup, _known):
         if (said := namer(text, size)) is not None:
             return said
@@ -66,7 +66,7 @@ def name_text(text: str, size: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The beginning of a text, as one line in quotes."""
+    """Return the beginning of a text, as one line in quotes."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= _QUOTED else f'"{line[: _QUOTED - 1]}…"'
 
@@ -118,7 +118,7 @@ _FEW = 8
 
 
 def _complaints(answer: dict[str, Any]) -> Iterator[str]:
-    """What an answer says went wrong: texts under the names that web services give them."""
+    """Yield what an answer says went wrong: texts under the names that web services give them."""
     faults = [answer[name] for name in _FAULTS if answer.get(name)]
     if faults or len(answer) <= _FEW:
         yield from _texts([*faults, *(answer[name] for name in _SAID if isinstance(answer.get(name), str))])
@@ -161,7 +161,7 @@ def _markup(text: str, size: int) -> str | None:
 
 
 def _title(page: str) -> str:
-    """What a page is called: its title, or else its first heading or text."""
+    """Return what a page is called: its title, or else its first heading or text."""
     for pattern in _TITLES:
         if (found := pattern.search(page[:_MARKUP])) is not None:
             text = " ".join(html.unescape(re.sub(r"<[^<>]*>", " ", found[1])).split())

@@ -29,7 +29,7 @@ def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
 
 
 def why_weightless(document: Document) -> str:
-    """The one line about a document without weights."""
+    """Return the one line about a document without weights."""
     root = document.root
     shard = rank_shard(root, {})
     if shard is not None:

@@ -1,4 +1,4 @@
-"""Damage that can be undone: something in front of the checkpoint, and a transfer in text mode."""
+"""Damage that can be undone: something before the checkpoint, and a transfer in text mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.foreign.files import is_chunked
 
 SEARCHED = 1 << 16
-"""Bytes at the start of a file in which a checkpoint may begin behind something else."""
+"""Bytes at the start of a file in which a checkpoint may begin after something else."""
 
 _ZIP = re.compile(
     rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl|data/\d|code/)", re.DOTALL
@@ -22,11 +22,11 @@ _SAFETENSORS = re.compile(rb"(?=(.{6}\0\0)\{\s*\")", re.DOTALL)
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _MANGLED_LINES = 4
-"""Line feeds, all of them behind a carriage return, that are no accident."""
+"""Line feeds, all of them after a carriage return, that are no accident."""
 
 
 @dataclass(frozen=True)
-class Mended:
+class Undone:
     """The content without the damage, and what the damage is.
 
     Where it is ``exact``, the undoing is right only if the file is whole then: there is no telling which tensors are.
@@ -37,13 +37,13 @@ class Mended:
     exact: bool = False
 
 
-def mend(content: Content) -> Mended | None:
-    """The content with its damage undone, where it is one of those that can be; None otherwise."""
+def undo(content: Content) -> Undone | None:
+    """Return the content with its damage undone, where it is one of those that can be; None otherwise."""
     if is_chunked(content):
         return None
     if _is_mangled(content):
         whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
-        return Mended(
+        return Undone(
             Content(content.path, whole, None, content.member),
             Fact(Kind.CRLF),
             exact=True,
@@ -55,14 +55,14 @@ def mend(content: Content) -> Mended | None:
     start = min(_starts(content), default=None)
     if start is None:
         return None
-    return Mended(
+    return Undone(
         WindowContent(content, start, len(content)),
         Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)])),
     )
 
 
 def _has_header(content: Content) -> bool:
-    """Whether the content begins with a header of safetensors that ends where it says."""
+    """Return whether the content begins with a header of safetensors that ends where it says."""
     end = 8 + int.from_bytes(content.buffer[:8], "little")
     return bytes(content.buffer[8:9]) == b"{" and end > 9 and bytes(content.buffer[end - 1 : end]) in (b"}", b" ")
 
@@ -77,7 +77,7 @@ def _is_mangled(content: Content) -> bool:
 
 
 def _starts(content: Content) -> Iterator[int]:
-    """Where a checkpoint of any format seems to begin, not at the start itself."""
+    """Yield where a checkpoint of any format seems to begin, not at the start itself."""
     head = bytes(content.buffer[: SEARCHED + 64])
     for pattern in (_ZIP, _LEGACY):
         yield from (match.start() for match in pattern.finditer(head) if match.start())

@@ -19,12 +19,12 @@ from ckptfix.reading.weights.document import Document
 def split_entries(
     document: Document, entries: Mapping[str, Any], salvage: bool
 ) -> tuple[dict[str, Any], dict[str, TensorSpec | None]]:
-    """The whole entries of a state_dict and the lost ones.
+    """Return the whole entries of a state_dict and the lost ones.
 
     Raises ``UnreadableError`` for a damaged file that is not to be salvaged, and where no tensor of it is whole."""
     torn = {key: entry for key, entry in entries.items() if _has_torn(entry)}
     whole = {key: entry for key, entry in entries.items() if key not in torn}
-    # Of packed parameters, which hold several tensors, the name alone is left.
+    # Of packed parameters, which hold several tensors, only the name is left.
     lost = {key: entry if isinstance(entry, TensorSpec) else None for key, entry in torn.items()}
     lost.update({key: spec for key, spec in document.lost.items() if key not in whole})
     if not document.damage and not lost:
@@ -55,7 +55,7 @@ def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) 
 
 
 def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[tuple[PathPart, ...]]]:
-    """The container with everything left out that stands beside the weights and holds a lost tensor, and its places.
+    """Return the container with everything left out that is beside the weights and holds a lost tensor, and its places.
 
     A dict loses the member, a list gets None in its place. The state_dict itself is not touched: its entries are the
     checkpoint's."""

@@ -23,7 +23,7 @@ from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
 from ckptfix.reading.archives.zip_directory import Member
-from ckptfix.reading.archives.zip_recovery import FoundMembers, Listing, list_members
+from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
 from ckptfix.reading.weights.document import Document
 
@@ -57,7 +57,7 @@ class Archive:
     content: Content
     root: str
     members: dict[str, Member]
-    listing: Listing
+    listing: ZipIndex
     gone: list[str] = field(default_factory=list)
     """Storages of which neither the header nor the bytes are where the directory says."""
     _unpacked: UnpackedMembers | None = None

@@ -61,7 +61,7 @@ def test_a_wrong_checksum_of_xz_keeps_no_byte_back(chunk: int, monkeypatch: pyte
     """A decoder that fails hands out nothing of that call, though all of it was made."""
     monkeypatch.setattr(unpacking, "_PACKED", chunk)
     packed = bytearray(lzma.compress(RAW))
-    packed[-30] ^= 1  # in the check behind the block
+    packed[-30] ^= 1  # in the check after the block
     stream, out = expanded(bytes(packed), decoders.xz)
     assert stream.fault
     assert out == RAW

@@ -47,7 +47,7 @@ def test_a_header_with_another_name_is_no_damage(file: Path, checksums: bool) ->
 
 
 PLACES: dict[str, Callable[[Zip], int]] = {
-    "behind the end": lambda archive: len(archive.data) + 5,
+    "after the end": lambda archive: len(archive.data) + 5,
     "near the end": lambda archive: len(archive.data) - 8,
     "the largest": lambda archive: 0xFFFFFFFE,
     "another member": lambda archive: archive.headers[SECOND],
@@ -110,7 +110,7 @@ def test_two_members_with_each_others_names_are_in_doubt(file: Path, where: str,
 
 
 def test_bytes_of_whole_members_that_are_gone_cost_these_members(file: Path) -> None:
-    """Each place in front of the gap is then that of another member."""
+    """Each place before the gap is then that of another member."""
     weights = {f"layer{n}.bias": torch.rand(9) + n for n in range(20)}
     archive = Zip(saved(weights))
     start, stop = archive.headers["archive/data/8"], archive.headers["archive/data/10"]

@@ -1,4 +1,4 @@
-"""Members of an archive that has lost its directory: what is behind the last one tells whether it is whole."""
+"""Members of an archive that has lost its directory: what is after the last one tells whether it is whole."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_chunks_that_are_strided_views(tmp_path: Path) -> None:
 
 
 def chunked(folder: Path) -> Metadata:
-    """A tensor in two files, and another that lies in the first alone."""
+    """A tensor in two files, and another that is in the first alone."""
     whole = torch.arange(12.0).reshape(4, 3)
     parts = [((0, 0), whole[:2].clone()), ((2, 0), whole[2:].clone())]
     return write_chunks(folder, {"a": (torch.ones(2), [((0,), torch.ones(2))]), "w": (whole, parts)})
@@ -177,7 +177,7 @@ def forget(folder: Path, metadata: Metadata) -> None:
         (zero, "holds no torch.save file"),
         (shrink, "have 9 of the 12 elements"),
         (retype, "is not what .metadata says"),
-        (forget, "does not say where it lies"),
+        (forget, "does not say where it is"),
     ],
 )
 def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, said: str) -> None:
@@ -194,7 +194,7 @@ def test_damage_costs_the_tensors_that_it_touches(tmp_path: Path, spoil: Any, sa
 
 
 def test_a_part_that_is_cut_short_costs_what_lies_behind_the_cut(saved: Path, tmp_path: Path) -> None:
-    """Of a file that torch wrote, at every place: all tensors in front of the cut, whole, and none behind it."""
+    """Of a file that torch wrote, at every place: all tensors before the cut, whole, and none after it."""
     (path,) = saved.glob("*.distcp")
     data = path.read_bytes()
     keys = ("conv.weight", "bn.running_var")  # the others are too small to be found by their bytes, or lie transposed

@@ -1,4 +1,4 @@
-"""One rank's part of a distributed checkpoint is told from a checkpoint that stands for itself."""
+"""One rank's part of a distributed checkpoint is told from a checkpoint that is whole by itself."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def test_a_total_that_is_no_size_is_none(total: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        pytest.param('{"weight_map": {"a": "1.bin"', "no valid JSON", id="cut-short"),
-        pytest.param('{"weight_map": {"a": "1.bin", "a": "2.bin"}}', "'a' stands twice", id="doubled-key"),
+        pytest.param('{"weight_map": {"a": "1.bin"', "not valid JSON", id="cut-short"),
+        pytest.param('{"weight_map": {"a": "1.bin", "a": "2.bin"}}', "'a' is twice", id="doubled-key"),
         pytest.param('{"weight_map": {"a": 1}}', "a file name for every key", id="number-for-a-file"),
         pytest.param('{"weight_map": ["a"]}', "a file name for every key", id="list-for-a-map"),
         pytest.param('{"weight_map": {}}', "names no tensor", id="empty"),
-        pytest.param("[]", "no JSON object", id="a-list"),
-        pytest.param('"weight_map"', "no JSON object", id="a-text"),
-        pytest.param('{"weight_map": ' + "[" * 100_000, "no valid JSON", id="nested-too-deep"),
+        pytest.param("[]", "not a JSON object", id="a-list"),
+        pytest.param('"weight_map"', "not a JSON object", id="a-text"),
+        pytest.param('{"weight_map": ' + "[" * 100_000, "not valid JSON", id="nested-too-deep"),
     ],
 )
 def test_malformed_index(text: str, cause: str) -> None:

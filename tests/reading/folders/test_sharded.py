@@ -179,7 +179,7 @@ def test_two_values_and_no_index_is_nobodys_choice(tmp_path: Path) -> None:
     doubled_key(tmp_path, write(tmp_path))
     next(tmp_path.glob("*.index.json")).unlink()
     for salvage in (False, True):
-        with pytest.raises(UnreadableError, match=r"head\.steps lies in .* no index says which is meant"):
+        with pytest.raises(UnreadableError, match=r"head\.steps is in .* no index says which is meant"):
             ckptfix.open_checkpoint(tmp_path, salvage=salvage)
 
 
@@ -415,7 +415,7 @@ def test_a_stale_index_beside_complete_shards_is_passed_over(tmp_path: Path, oth
     index = write(tmp_path)
     index["weight_map"] = {f"old.{key}": f"model-{n:05}-of-00003.safetensors" for n, key in enumerate(STATE, others)}
     write_index(tmp_path, index)
-    with pytest.raises(UnreadableError, match=r"stale index: model-.*take all 4 tensors with --salvage"):
+    with pytest.raises(UnreadableError, match=r"stale index: model-.*take all 4 tensors with salvage=True"):
         ckptfix.open_checkpoint(tmp_path)
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert checkpoint.lost == {}

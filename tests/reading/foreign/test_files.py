@@ -1,4 +1,4 @@
-"""What is no checkpoint is named for what it is; what may be one, and noise, are not."""
+"""What is not a checkpoint is named for what it is; what may be one, and noise, are not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.foreign.files import UNFINISHED, name_stranger
+from ckptfix.reading.foreign.files import UNFINISHED, name_foreign_file
 from ckptfix.reading.foreign.known import signatures
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
@@ -45,14 +45,14 @@ NOISE = random.Random(3).randbytes(1 << 16)
     ],
 )
 def test_what_may_be_a_checkpoint_is_no_stranger(content: bytes) -> None:
-    assert name_stranger(Content("f", content)) is None
+    assert name_foreign_file(Content("f", content)) is None
 
 
 def test_noise_is_never_given_a_name() -> None:
     numbers = random.Random(5)
     for _ in range(2000):
         size = numbers.choice([12, 40, 300, 2000])
-        assert name_stranger(Content("f", numbers.randbytes(size))) is None
+        assert name_foreign_file(Content("f", numbers.randbytes(size))) is None
 
 
 def test_signatures_lead_to_one_answer_each() -> None:
@@ -61,7 +61,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
     for known in plain:
         for magic in known.begins.pattern.split(b"|"):
             start = magic.decode().replace(r"\.", ".").replace(r"\*", "*").encode().decode("unicode_escape")
-            said = name_stranger(
+            said = name_foreign_file(
                 Content("f", bytes(range(1, 1 + known.at)) + start.encode("latin-1") + b"\x01\x9c" * 40)
             )
             assert said == f"f: {known.what}, not a PyTorch checkpoint; {known.remedy}"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.foreign.files import name_stranger
+from ckptfix.reading.foreign.files import name_foreign_file
 
 
 def field(number: int, value: bytes | int) -> bytes:
@@ -45,7 +45,7 @@ MODELS = {
 @pytest.mark.parametrize(("said", "data"), MODELS.items(), ids=MODELS)
 def test_a_model_is_named(said: str, data: bytes, cut: int) -> None:
     """A file that is cut short is still that of a model; only a table is told by its end."""
-    named = name_stranger(Content("f", data[: len(data) - cut])) or ""
+    named = name_foreign_file(Content("f", data[: len(data) - cut])) or ""
     assert named.startswith(f"f: {said}") != (cut > 0 and "index" in said)
 
 
@@ -64,11 +64,11 @@ def test_a_model_is_named(said: str, data: bytes, cut: int) -> None:
     ],
 )
 def test_other_bytes(data: bytes) -> None:
-    assert name_stranger(Content("f", data)) is None
+    assert name_foreign_file(Content("f", data)) is None
 
 
 def test_noise_after_a_good_start() -> None:
     numbers = random.Random(9)
     for _ in range(2000):
         start = numbers.choice([b"\x08\x01\x12", b"\x08\x08", b"\x0a\x10", b"\x81\xa1", b"\x0a", b"\x08\x05\x12"])
-        assert name_stranger(Content("f", start + numbers.randbytes(numbers.randrange(8, 300)))) is None
+        assert name_foreign_file(Content("f", start + numbers.randbytes(numbers.randrange(8, 300)))) is None

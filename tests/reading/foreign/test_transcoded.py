@@ -12,7 +12,7 @@ from safetensors.torch import save
 import ckptfix
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.foreign.files import name_mangled, name_stranger
+from ckptfix.reading.foreign.files import name_foreign_file, name_mangled
 from tests.reading.files import in_memory
 
 STATE = {"größe": torch.arange(-40.0, 40.0), "weight": torch.randn(16, 8, generator=torch.Generator().manual_seed(1))}
@@ -57,7 +57,7 @@ CHANGES = {
     ],
 )
 def test_what_was_not_changed(data: bytes) -> None:
-    said = name_stranger(Content("f", data)) or ""
+    said = name_foreign_file(Content("f", data)) or ""
     assert name_mangled(Content("f", data)) is None
     assert not any(word in said for word in ("base64", "saved as text", "web server"))
 

@@ -28,7 +28,7 @@ INNER = {
     "safetensors": save_safetensors(dict(TENSORS)),
     "numpy pickle": pickle.dumps({key: tensor.numpy() for key, tensor in TENSORS.items()}, 2),
 }
-LATER = {"b.txt": b"behind it"}
+LATER = {"b.txt": b"after it"}
 WRAPPERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "gzip": (gzip.compress, r"its gzip stream ends early, \d+ bytes of an unknown size were unpacked"),
     "xz": (lzma.compress, r"its xz stream ends early, \d+ bytes"),
@@ -128,7 +128,7 @@ SUMS = {
         lambda data: changed(tarred({"a.txt": b"x", "m.pth": data}), 124),
         "no sound header at offset 0",
     ),
-    "tar, cut behind it": (lambda data: tarred({"m.pth": data, **LATER}).rstrip(b"\0")[:-5], r"its file b\.txt ends"),
+    "tar, cut after it": (lambda data: tarred({"m.pth": data, **LATER}).rstrip(b"\0")[:-5], r"its file b\.txt ends"),
 }
 
 

@@ -24,7 +24,7 @@ Saved = Callable[[StateDict], bytes]
 
 
 def _tensors() -> StateDict:
-    """No tensor holds a zero byte, so that the end of every one can be told from zeros behind it."""
+    """No tensor holds a zero byte, so that the end of every one can be told from zeros after it."""
     generator = torch.Generator().manual_seed(1)
 
     def dense(*shape: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _places(data: bytes, state_dict: StateDict) -> dict[str, tuple[int, int]]:
 
 
 def _cuts(data: bytes, places: dict[str, tuple[int, int]]) -> list[int]:
-    """Every position from shortly before the first tensor to behind the last one, and some before and after."""
+    """Every position from shortly before the first tensor to after the last one, and some before and after."""
     first, last = min(start for start, _ in places.values()), max(end for _, end in places.values())
     end = min(last + 20, len(data))
     return [*range(1, first, 23), *range(max(1, first - 20), end), *range(end, len(data), 5)]
@@ -144,7 +144,7 @@ def test_reserved_space_that_was_never_filled_is_no_data(form: str, tmp_path: Pa
     state_dict = _tensors()
     data = FORMS[form](state_dict)
     places = _places(data, state_dict)
-    # Zeros inside of the last storage alone cannot be told from data where a format has nothing behind it.
+    # Zeros inside of the last storage alone cannot be told from data where a format has nothing after it.
     proved = {"legacy": sorted(start for start, _ in places.values())[-1] - 8}
     for filled in _cuts(data, places):
         if filled >= proved.get(form, len(data)):

@@ -43,7 +43,7 @@ def saved() -> tuple[bytes, dict[str, torch.Tensor]]:
 
 
 def as_json(state_dict: dict[str, torch.Tensor]) -> bytes:
-    """A module as torch 1.0 saved it: the tensors, and behind them the list of them."""
+    """A module as torch 1.0 saved it: the tensors, and after them the list of them."""
     names = {"torch.float32": "FLOAT", "torch.int64": "INT64"}
     records = [
         {"dims": [*map(str, tensor.shape)], "dataType": names[str(tensor.dtype)], "data": {"key": f"tensors/{number}"}}

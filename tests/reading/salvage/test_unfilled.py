@@ -76,7 +76,7 @@ def test_a_transfer_that_stopped_inside_of_a_row_is_damage(
 ) -> None:
     state_dict = {f"l{number}": dense(64, 64).to(dtype) for number in range(5)}
     size = sum(tensor.nbytes for tensor in state_dict.values())
-    # An odd number of bytes: it lies inside of a row whatever the file has around its tensors.
+    # An odd number of bytes: it is inside of a row whatever the file has around its tensors.
     path = unfilled(form(state_dict, tmp_path), int(size * (1 - share)) + 101)
     with pytest.raises(UnreadableError, match=rf"reserved and never filled.*{whole} of 5 tensors"):
         ckptfix.open_checkpoint(path)
@@ -94,7 +94,7 @@ def test_a_zip_has_its_directory_at_the_end(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(path)
 
 
-@pytest.mark.parametrize("size", [3000, 60_000, 90_000], ids=["cut again", "cut behind a tensor", "too large"])
+@pytest.mark.parametrize("size", [3000, 60_000, 90_000], ids=["cut again", "cut after a tensor", "too large"])
 def test_a_transfer_that_stopped_in_a_file_of_another_size(size: int, tmp_path: Path) -> None:
     """A file grows in steps while it is fetched, and a file system that crashed ends in a sector of zeros."""
     state_dict = {f"l{number}": dense(64, 64) for number in range(5)}
