@@ -26,6 +26,9 @@ _PATH_LIMIT = 4096
 
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
+_BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
+"""What stable-baselines3 puts beside the weights, which it calls ``policy.pth``."""
+
 _PICKLE = re.compile(
     rb"\x80[\0-\5]"  # protocol 2 and on
     rb"|\(dp?\d*\n|\(lp?\d*\n|c[A-Za-z_][\w.]*\n\w+\n|\(i[A-Za-z_][\w.]*\n\w+\n"  # protocol 0
@@ -122,6 +125,8 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         return named[0], None
     likely = [member for member in archive if not _IGNORED.search(member.name) and looks_like_checkpoint(member.head)]
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
+    if any(member.name.rpartition("/")[2] == "policy.pth" for member in likely):
+        likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
     whole = name_bundle(present, PARTS) if all(is_part(member.name) for member in likely) else None
     if wanted is None and whole is not None:

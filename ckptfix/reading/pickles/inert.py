@@ -268,6 +268,15 @@ class InertTable:
             self.called.add(str(function))
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), (imports,), state=body)
 
+    def persistent(self, meta: Any, *_: Any) -> Any:
+        """``torch_utils.persistence._reconstruct_persistent_obj`` of StyleGAN2-ADA and StyleGAN3: a module whose source
+        is in the file beside its state. The source stays text.
+        """
+        pairs = meta.pairs if isinstance(meta, Opaque) else meta if isinstance(meta, dict) else {}
+        if not isinstance(pairs.get("state"), dict) or not isinstance(pairs.get("class_name"), str):
+            return NotImplemented
+        return Opaque(Global("torch_utils.persistence", pairs["class_name"]), state=pairs["state"])
+
     def get_layout(self, name: Any) -> Any:
         """``torch.serialization._get_layout("torch.sparse_coo")``."""
         return Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
@@ -400,6 +409,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.storage._load_from_bytes": InertTable.from_bytes,
     "torch.serialization._get_layout": InertTable.get_layout,
     "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
+    "torch_utils.persistence._reconstruct_persistent_obj": InertTable.persistent,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
     "collections.OrderedDict": ordered_dict,

@@ -18,6 +18,9 @@ from ckptfix.errors import UsageError
 PLAIN = "plain"
 """What the set is called that stands under no prefix, beside one that does."""
 
+MANGLED = "ema"
+"""What the set is called whose keys mmcv's ``EMAHook`` writes beside the plain ones: ``ema_out_weight``."""
+
 ALIKE = 0.9
 """Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
 network."""
@@ -42,7 +45,14 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     """
     if name == PLAIN:
         copies = copied_under(keys)
-        return {key: key for key in keys if not key.startswith(copies)} if copies else {}
+        averaged = {} if copies else _mangled(keys, MANGLED)
+        return (
+            {key: key for key in keys if key not in averaged and not key.startswith(copies or ("\0",))}
+            if (copies or averaged)
+            else {}
+        )
+    if mangled := _mangled(keys, name.rstrip(".")):
+        return mangled
     prefix = f"{name.rstrip('.')}."
     if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
         return found
@@ -55,6 +65,24 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     ]
     whole = f"{wide[0]}{prefix}" if len(wide) == 1 else None
     return {key: key[len(whole) :] for key in keys if key.startswith(whole)} if whole else {}
+
+
+def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
+    """The keys of an average whose names lost their dots, each with the name that it had; none if there is no such set.
+
+    ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, mmcv's ``EMAHook``
+    ``ema_out_weight`` for ``out.weight``. Their counters are not weights."""
+    if name == MANGLED:
+        forms = [("", f"{name}_", "_")]
+    else:
+        forms = [(leader, f"{name}.", "") for leader in _leaders(f"{name}.")]
+    own = {key for key in keys if any(key.startswith(front) for _, front, _ in forms)}
+    for leader, front, sign in forms if len(own) > 1 else ():
+        names = [key[len(leader) :] for key in keys if key.startswith(leader) and key not in own]
+        found = {key: plain for plain in names if (key := front + plain.replace(".", sign)) in own}
+        if len(found) > 1 and len(found) >= ALIKE * max(len(names), len(own) - 2) and any("." in n for n in names):
+            return {key: found[key] for key in keys if key in found}
+    return {}
 
 
 def copied_under(keys: Collection[str]) -> tuple[str, ...]:
@@ -79,7 +107,12 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     same tensors, in modules of the same names; none where there are no such.
     """
     sizes = _sizes(specs)
+    if _mangled(specs, MANGLED):
+        return (PLAIN, MANGLED)
     for prefix, size in sizes.items():
+        if mangled := _mangled(specs, prefix[:-1]):
+            leader = next(key for key in _leaders(prefix) if key + next(iter(mangled.values())) in specs)
+            return (leader[:-1], prefix[:-1])
         if 5 * size < len(specs):
             continue  # of two sets of about one size that make up most of it, each has more
         for leader in _leaders(prefix):

@@ -257,3 +257,20 @@ def test_what_was_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the checkpoint is out/model\.pth in it; name an output"):
         ckptfix.repair(path, in_place=True)
     assert path.read_bytes() == before
+
+
+def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path) -> None:
+    def saved_bytes(value: Any) -> bytes:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue()
+
+    weights = {"mlp.0.weight": torch.ones(2, 2), "mlp.0.bias": torch.ones(2)}
+    path = tmp_path / "ppo.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", "{}")
+        archive.writestr("pytorch_variables.pth", saved_bytes(None))
+        archive.writestr("policy.pth", saved_bytes(weights))
+        archive.writestr("policy.optimizer.pth", saved_bytes({"state": {0: torch.ones(2)}, "param_groups": []}))
+    checkpoint = ckptfix.open_checkpoint(path)
+    assert (checkpoint.keys(), checkpoint.member) == (list(weights), "policy.pth")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pickle
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -111,3 +114,27 @@ def test_modules_that_never_end_are_refused():
         wide = module({"a": wide, "b": wide})
     with pytest.raises(HostileError, match="do not use this file"):
         module_state_dict(wide, "f")
+
+
+def test_a_module_of_stylegan_gives_its_weights_without_its_source(tmp_path, monkeypatch):
+    """Its pickle is a call with the source of the class and the instance dict; loading it executes the source."""
+
+    def _reconstruct_persistent_obj(meta):
+        raise NotImplementedError
+
+    class EasyDict(dict):
+        pass
+
+    class Generator(torch.nn.Linear):
+        def __reduce__(self):
+            meta = EasyDict(type="class", version=6, module_src="import os", class_name="Generator")
+            return _reconstruct_persistent_obj, (EasyDict(meta, state=self.__dict__),)
+
+    for name, value in (("torch_utils.persistence", _reconstruct_persistent_obj), ("dnnlib.util", EasyDict)):
+        value.__module__, value.__qualname__ = name, value.__name__
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], ModuleType(name.partition(".")[0]))
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        setattr(sys.modules[name], value.__name__, value)
+    (tmp_path / "network.pkl").write_bytes(pickle.dumps({"G_ema": Generator(3, 2)}))
+    checkpoint = opened(tmp_path / "network.pkl")
+    assert (checkpoint.container, checkpoint.keys()) == (("G_ema",), ["weight", "bias"])

@@ -140,3 +140,33 @@ def test_copies_are_what_most_keys_have_a_twin_in(keys):
         if 2 * len(twins) > max(len(inside), len(keys) - len(inside)):
             copies.add(prefix)
     assert set(copied_under(keys)) == copies
+
+
+NAMES = ("out.0.weight", "out.0.bias", "in.weight")
+MANGLED = {
+    "LitEma": (
+        {f"model.{name}": f"model_ema.{name.replace('.', '')}" for name in NAMES},
+        ["model_ema.decay", "model_ema.num_updates"],
+        ("model", "model_ema"),
+    ),
+    "mmcv": ({name: f"ema_{name.replace('.', '_')}" for name in NAMES}, [], ("plain", "ema")),
+}
+
+
+@pytest.mark.parametrize(("names", "counters", "sets"), MANGLED.values(), ids=MANGLED)
+def test_an_average_whose_names_lost_their_dots_is_found_and_taken(names, counters, sets):
+    state = {key: torch.full((2, index + 1), 1.0) for index, key in enumerate(names)}
+    state |= {names[key]: torch.full((2, index + 1), 2.0) for index, key in enumerate(names)}
+    state |= {key: torch.tensor(1) for key in counters}
+    checkpoint = open_state_dict(state)
+    assert sets_of(checkpoint.specs) == sets
+    for name, value in zip(sets, (1.0, 2.0), strict=True):
+        taken = narrowed(with_pick(checkpoint, name))
+        assert set(taken.keys()) == set(NAMES)
+        assert all((taken.read(key) == value).all() for key in NAMES)
+
+
+def test_names_that_only_begin_like_an_average_are_not_one():
+    assert (
+        sets_of(open_state_dict({"ema_rate": torch.ones(1), "ema_b": torch.ones(2), "a.b": torch.ones(2)}).specs) == ()
+    )
