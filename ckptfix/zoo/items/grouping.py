@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError
@@ -78,8 +79,13 @@ class Files:
         self.parts: set[str] = set()
         """The files that are part of a group."""
         self._folders: defaultdict[str, list[Entry]] = defaultdict(list)
+        self.shards: defaultdict[str, defaultdict[Numbering, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        """The numbered files by folder and set."""
         for name, entry in self.own.items():
-            self._folders[name.rpartition("/")[0]].append(entry)
+            folder = name.rpartition("/")[0]
+            self._folders[folder].append(entry)
+            if (numbering := Numbering.of(_last(name))) is not None:
+                self.shards[folder][numbering].append(entry)
         self._names = sorted(self.own)
 
     def folders(self) -> list[str]:
@@ -102,11 +108,6 @@ class Files:
         """The files of a folder and of all folders in it."""
         first, end = (f"{folder}/", f"{folder}0") if folder else ("", "\U0010ffff")  # "0" comes next after "/"
         return [self.own[name] for name in self._names[bisect_left(self._names, first) : bisect_left(self._names, end)]]
-
-    def shards(self, folder: str) -> list[tuple[Numbering, Entry]]:
-        """The numbered files of a folder."""
-        found = ((Numbering.of(_last(entry.name)), entry) for entry in self._folders[folder])
-        return [(numbering, entry) for numbering, entry in found if numbering is not None]
 
 
 def whole_folders(place: Place, files: Files) -> Iterator[Item]:
@@ -170,7 +171,7 @@ def indexed(place: Place, index: Entry, files: Files) -> Item | None:
     sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
     paths = (posixpath.normpath(posixpath.join(folder, name)) for name in named)  # one may lead out of the zoo
     parts = {index.name: index} | {path: files.own[path] for path in paths if path in files.own}
-    parts |= {entry.name: entry for numbering, entry in files.shards(folder) if numbering in sets}
+    parts |= {entry.name: entry for numbering in sets for entry in files.shards[folder].get(numbering, ())}
     return _group(index.name, parts.values())
 
 
@@ -180,15 +181,18 @@ def unread(index: Entry, files: Files, fault: str) -> Item:
     """
     folder, _, last = index.name.rpartition("/")
     whole = last.removesuffix(".index.json")
-    shards = [entry for numbering, entry in files.shards(folder) if numbering.stem + numbering.suffix == whole]
-    return replace(_group(index.name, [index, *shards]), fault=fault)
+    sets = [
+        entries for numbering, entries in files.shards[folder].items() if numbering.stem + numbering.suffix == whole
+    ]
+    return replace(_group(index.name, [index, *chain.from_iterable(sets)]), fault=fault)
 
 
 def numbered(files: Files) -> Iterator[Item]:
     """The folders with numbered shards and no index, if opening them would give nothing else of them."""
-    for folder in files.folders():
+    for folder, sets in sorted(files.shards.items()):
         # Data sets are numbered in the same way.
-        shards = [entry for _, entry in files.shards(folder) if files.looks.get(entry.name) is Looks.CHECKPOINT]
+        named = chain.from_iterable(sets.values())
+        shards = [entry for entry in named if files.looks.get(entry.name) is Looks.CHECKPOINT]
         if shards and not files.has_parts(folder):
             yield _group(folder or ROOT, shards)
 

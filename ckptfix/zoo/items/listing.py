@@ -109,7 +109,7 @@ def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
 
 def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
     """Read the first bytes of files whose names say nothing, if they are chosen, or may be part of what is chosen."""
-    shards = {entry.name for folder in files.folders() for _, entry in files.shards(folder)}
+    shards = {entry.name for sets in files.shards.values() for entries in sets.values() for entry in entries}
     unclear = [
         entry
         for name, entry in files.own.items()
