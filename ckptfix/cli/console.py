@@ -192,7 +192,7 @@ class Console:
         """Show what is wrong with the command line, and how to get its help."""
         context = error.ctx if isinstance(error, click.UsageError) else None
         _write_error_text(f"{context.get_usage()}\n" if context is not None else "")
-        hint = f"; see {context.command_path} --help" if context is not None else ""
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
         self._fail(f"{error.format_message().rstrip('.')}{hint}")
 
     def _fail(self, message: str) -> None:

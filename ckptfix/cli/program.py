@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,16 @@ class Program(click.Group):
         """Return the command of this name."""
         return _command(cmd_name) if cmd_name in COMMANDS else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the words name. Raises ``UsageError`` of click with a suggestion."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            ctx.fail(f"there is no command {args[0]}{hint}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, or print the version."""
         if ctx.params["version"]:
@@ -96,6 +107,15 @@ class Argument(click.Argument):
 
 class Command(click.Command):
     """A command whose help shows the arguments and the groups of options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words of the command. A second file is answered with the command for many."""
+        if self.name != "repair":
+            return super().parse_args(ctx, args)
+        ctx.allow_extra_args = True
+        if super().parse_args(ctx, args):
+            ctx.fail("repair takes one file; for many: ckptfix migrate SRC DST")
+        return []
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the arguments, then the options by group."""

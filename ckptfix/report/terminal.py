@@ -84,6 +84,8 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
         return (source, Span("written", "good"), f"{written}; {_proof(report)}")
     if not left:
         return (source, *_sound(report, telling))
+    if telling.mode is Mode.DRY_RUN:
+        return (source, Span(f"{len(report.fixed)} would be fixed", "warning"), "; left: ", *_defects(left))
     fixed = f"{len(report.fixed)} fixed{written}" if report.output is not None else "not repaired"
     return (source, Span(fixed, "warning" if report.output is not None else "error"), "; left: ", *_defects(left))
 
@@ -219,12 +221,16 @@ def _shape(shape: Any) -> str:
 
 
 def _figures_text(figures: Any) -> str:
-    return ", ".join(_words(figures)) if isinstance(figures, dict) else ""
+    return _joined(_words(figures)) if isinstance(figures, dict) else ""
 
 
 def _evidence_text(evidence: dict[str, Any]) -> str:
     """The plain figures of the evidence in words; what is nested is shown beside the keys, or with ``-v``."""
-    return ", ".join(_words({name: value for name, value in evidence.items() if not isinstance(value, dict)}))
+    return _joined(_words({name: value for name, value in evidence.items() if not isinstance(value, dict)}))
+
+
+def _joined(words: Iterator[str]) -> str:
+    return ", ".join(words).replace(", of ", " of ")  # `dead 3, of 64` is one figure
 
 
 def _words(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -294,6 +294,24 @@ def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
     assert f"plain,{suggested}" in run(cwd=tmp_path, **asked).stdout.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chek", "a.pth"], "there is no command chek; did you mean check? (see ckptfix --help)"),
+        (["repair", "a.pth", "b.pth"], "repair takes one file; for many: ckptfix migrate SRC DST"),
+        (["check", "a.pth", "--fil", "x"], "--fill"),
+        (["check", "a.pth", "--output-format", "xml"], "'xml' is not one of 'full', 'concise', 'json', 'github'"),
+        (["check", "a.pth", "--seed", "many"], "'many' is not a valid integer"),
+        (["check", "a.pth", "--model-args", "{}"], "--model-args has no meaning without a model"),
+    ],
+)
+def test_a_wrong_command_line_is_told_how_to_go_on(words, said, tmp_path):
+    done = run_here(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Value error" not in done.stderr
+
+
 def chosen(given, configured):
     return choose("repair", given, Configuration(configured))
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ckptfix.core.coverage import Coverage
@@ -154,6 +156,8 @@ def test_headline_of_a_repair_that_leaves_something():
     left = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6], output="b.pth")
     line = "resnet.pth: 1 fixed → b.pth; left: 1 defect: another shape (1 key)\n"
     assert Paper().write([headline(left, Telling(Mode.REPAIR))]) == line
+    line = "resnet.pth: 1 would be fixed; left: 1 defect: another shape (1 key)\n"
+    assert Paper().write([headline(replace(left, output=None), Telling(Mode.DRY_RUN))]) == line
     refused = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6])
     line = "resnet.pth: not repaired; left: 1 defect: another shape (1 key)\n"
     assert Paper().write([headline(refused, Telling(Mode.REPAIR))]) == line
