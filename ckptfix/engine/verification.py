@@ -23,7 +23,7 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.reading import safetensors
-from ckptfix.reading.contiguous import contiguous_blocks
+from ckptfix.reading.lazy_tensors import contiguous_blocks
 from ckptfix.writing.output import Written
 from ckptfix.writing.safetensors import lost_extras
 

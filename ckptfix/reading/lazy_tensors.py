@@ -1,11 +1,14 @@
-"""The tensors of a checkpoint, built by torch, which is not imported before the first of them is wanted."""
+"""The values of tensors, as torch's and as bytes in row-major order. torch is imported when the first one needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.bytes.sources import blocks_of, stream
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import WriteError
 
 if TYPE_CHECKING:
     import torch
@@ -25,3 +28,20 @@ class LazyTensors:
         from ckptfix.reading.tensors import build_state_dict
 
         return build_state_dict(checkpoint, mapped)
+
+
+def is_range(spec: TensorSpec) -> bool:
+    """Whether the values of a strided tensor are a range of its storage."""
+    return spec.is_contiguous and not spec.math_bits
+
+
+def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
+    """The bytes of a strided tensor in row-major order, in blocks."""
+    if spec.storage is None:
+        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
+    if is_range(spec):
+        yield from stream(spec.storage.source, *spec.extent)
+        return
+    from ckptfix.reading.tensors import row_major_bytes
+
+    yield from blocks_of(row_major_bytes(spec, path))
