@@ -529,19 +529,6 @@ def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[
         if start + size == stop and (plain := plain_members(content, start, stop)) is not None:
             return plain, start
     archive = zipfile.ZipFile(stream)
-    members = [
-        Member(
-            info.filename,
-            info.orig_filename,
-            info.flag_bits,
-            info.compress_type,
-            info.CRC,
-            info.compress_size,
-            info.file_size,
-            info.header_offset,
-            info.volume,
-            info.external_attr,
-        )
-        for info in archive.infolist()
-    ]
+    # The fields have the names that ZipInfo gives them.
+    members = [Member(*(getattr(info, name) for name in Member.__slots__)) for info in archive.infolist()]
     return members, archive.start_dir
