@@ -194,3 +194,8 @@ EDITS: Mapping[str, type[Edit]] = {
     )
 }
 """Every edit by its name in JSON."""
+
+
+def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:
+    """Return the edits for a map of keys; keys that stay have none."""
+    return tuple(Rename(key, name) for key, name in new.items() if key != name)

@@ -21,7 +21,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, Shape, read_mismatch
 from ckptfix.explain.records import Advice
 from ckptfix.explain.text import Message
-from ckptfix.rules.wrappers import MODULE, WRAPPER_SEGMENTS
+from ckptfix.rules.wrapper_segment import MODULE, WRAPPER_SEGMENTS
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
 """Keys under which trainers keep the weights, beside epoch and optimizer."""

@@ -36,12 +36,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Rewrite
+from ckptfix.core.edits import Fill, Rewrite
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
-from ckptfix.rules.donor import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -181,3 +180,15 @@ def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
     if None in checkpoint.lost.values() or not total:
         return said
     return f"{said}, {100 * sum(sizes) / total:.3g} % of the numbers"
+
+
+def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | None:
+    """The fill from ``--fill FILE`` under the same key; None where the file does not have it in the shape of ``spec``.
+
+    With a target the rule on missing keys fills, under the names that the target has."""
+    if context.donor is None or context.target is not None:
+        return None
+    stored = context.donor.specs.get(key)
+    if stored is None or not stored.has_data or (spec is not None and stored.shape != spec.shape):
+        return None
+    return Fill(key, stored.dtype, stored.shape, "donor", donor_key=key)

@@ -48,18 +48,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED
+from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.rules.corroboration import Witness
-from ckptfix.rules.light_decay import counted_matrices, light_decay
 from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.optimizer import strongest_decay
+from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
     Norm,
     is_head,
@@ -313,3 +314,182 @@ def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistic
     # The matrix may have shrunk since, or be another: such statistics are not of what it gives.
     is_its_own = variance.rms < LARGEST_INPUT * matrix.figures.rms**2 * math.prod(spec.shape[1:])
     return not fresh and variance.rms > EPS and is_its_own
+
+
+PARALLEL = 0.99
+"""Cosine from which on a momentum is parallel to its weight."""
+
+AGREES = (0.5, 2.0)
+"""Between these the logarithms of two shares are of one order."""
+
+
+@dataclass(frozen=True)
+class Corroboration:
+    """What is known of one matrix. None, or an empty text, is what the file does not say.
+
+    ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found.
+    """
+
+    observed: float
+    predicted: float | None = None
+    saw_no_gradient: bool | None = None
+    alignment: float | None = None
+    terms: str = ""
+    weight_decay: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether prediction and finding are of one order; None without a prediction."""
+        if self.predicted is None:
+            return None
+        if self.predicted <= 0 or self.observed <= 0:
+            return self.observed < 1e-6
+        ratio = math.log(self.predicted) / min(math.log(self.observed), -1e-9)
+        return AGREES[0] <= ratio <= AGREES[1]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the moments say that decay alone moved the matrix."""
+        return bool(self.saw_no_gradient) or (self.alignment is not None and self.alignment > PARALLEL)
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """The figures, without those that the file does not have."""
+        figures = {
+            "predicted_share": self.predicted,
+            "prediction_agrees": self.agrees,
+            "saw_no_gradient": self.saw_no_gradient,
+            "cosine_of_momentum": self.alignment,
+        }
+        return {name: figure for name, figure in figures.items() if figure is not None}
+
+    @property
+    def in_words(self) -> str:
+        """The rest of the message."""
+        if self.weight_decay is None:
+            return ""
+        if self.weight_decay == 0:
+            return ", though the optimizer in this file had no weight_decay"
+        parts = []
+        if self.saw_no_gradient is not None:
+            parts.append("no gradient arrived" if self.saw_no_gradient else "though gradients arrived")
+        if self.alignment is not None and self.alignment > PARALLEL:
+            parts.append("decay alone moved it, as its momentum is parallel to it")
+        if self.predicted is not None:
+            verdict = "which agrees" if self.agrees else "which does not agree"
+            parts.append(f"{self.terms} predicts {self.predicted:.1g} of the start, {verdict}")
+        else:
+            parts.append(f"the optimizer in this file had {self.terms}")
+        return "; " + "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Witness:
+    """The optimizer and the counters of a file."""
+
+    context: Context
+
+    @property
+    def knows_parameters(self) -> bool:
+        """Whether the file has an optimizer whose moments fit the parameters."""
+        return bool(self._trainings)
+
+    @cached_property
+    def _trainings(self) -> Mapping[str, Training]:
+        if strongest_decay(self.context.checkpoint.root) is None:
+            return {}  # no optimizer knows any parameter, and there may be very many
+        return trainings(self.context.checkpoint, self.context.target)
+
+    @cached_property
+    def _steps(self) -> int | None:
+        """The steps of the whole run: what the trainer counted, else the most batches that a norm saw."""
+        statistics = self.context.statistics
+        if statistics is None:
+            return counted_steps(self.context.checkpoint.root)
+        counters = [key for key in statistics if key.rpartition(".")[2] == NUM_BATCHES_TRACKED]
+        batches = max((int(statistics[key].maximum) for key in counters if statistics[key].numel == 1), default=0)
+        return counted_steps(self.context.checkpoint.root) or batches or None
+
+    def on(self, key: str, share: float) -> Corroboration:
+        """What the file says of a matrix of which this share of its start is left."""
+        training = self._trainings.get(key)
+        if training is None:
+            group = strongest_decay(self.context.checkpoint.root) or {}
+            decay = group.get("weight_decay")
+            return Corroboration(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
+        steps = training.steps or self._steps
+        momentum = training.momentum
+        cosine = None if momentum is None else alignment(self.context.checkpoint.specs[key], momentum)
+        terms = f"weight_decay {training.weight_decay:g} at lr {training.initial_lr or training.lr:g}"
+        terms += f" over {steps} steps" if steps else ""
+        return Corroboration(
+            share,
+            predicted=training.predicted_share(steps),
+            saw_no_gradient=training.saw_no_gradient,
+            alignment=cosine,
+            terms=terms,
+            weight_decay=training.weight_decay,
+        )
+
+
+LIGHT = 0.5
+"""Share of the start below which a matrix is worth a look at its optimizer."""
+
+PROVEN = 0.1
+"""Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little."""
+
+
+def light_decay(
+    rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: set[str], witness: Witness
+) -> Iterator[Finding]:
+    """Those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found`` are
+    the matrices that were reported already."""
+    proven: dict[str, Corroboration] = {}
+    light: dict[str, Corroboration] = {}
+    for key, figures in matrices.items() if witness.knows_parameters else ():
+        share = figures.rms / usual_rms(context.checkpoint.specs[key])
+        if key not in found and share < LIGHT and not figures.nonfinite:
+            corroboration = witness.on(key, share)
+            predicted = corroboration.predicted or 1.0
+            if corroboration.is_untouched and predicted < LIGHT:
+                is_proven = max(share, predicted) < PROVEN and corroboration.agrees
+                (proven if is_proven else light)[key] = corroboration
+    edits = {key: _replacement(rule, key, context) for key in proven}
+    for is_cured in (True, False):
+        some = {key: proven[key] for key in proven if bool(edits[key]) is is_cured}
+        cure = tuple(edit for key in some if (edit := edits[key]))
+        if some:
+            worst = min(some.values(), key=lambda corroboration: corroboration.observed)
+            yield rule.finding(
+                Level.WARNING,
+                f"{counted_matrices(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
+                keys=tuple(some),
+                evidence=_evidence(some, matrices),
+                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
+                remedies=() if cure else from_elsewhere(rule),
+            )
+    if light:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted_matrices(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
+            keys=tuple(light),
+            evidence=_evidence(light, matrices),
+        )
+
+
+def counted_matrices(found: Sized) -> str:
+    """The subject of a message, with its verb."""
+    return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
+
+
+def _replacement(rule: Rule, key: str, context: Context) -> Replace | None:
+    start = usual_rms(context.checkpoint.specs[key])
+    return Replacements(context).of(rule.code, key, partial(_is_larger, PROVEN * start))
+
+
+def _is_larger(least: float, figures: TensorStatistics) -> bool:
+    return not figures.nonfinite and figures.rms >= least
+
+
+def _evidence(some: Mapping[str, Corroboration], matrices: Mapping[str, TensorStatistics]) -> dict[str, object]:
+    return {"tensors": {key: {"rms": matrices[key].rms} | some[key].evidence for key in some}}

@@ -31,12 +31,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import renames
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.choosing import choice
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrappers import renames, two_sets
+from ckptfix.rules.several_state_dicts import choice
+from ckptfix.rules.wrapper_segment import two_sets
 
 MOST = 32
 """Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,

@@ -27,12 +27,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Fill
+from ckptfix.core.edits import Fill, renames
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, renames, two_sets
+from ckptfix.rules.wrapper_segment import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
 
 
 @rule("KEY103", "missing-wrapper-prefix")

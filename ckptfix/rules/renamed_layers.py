@@ -40,7 +40,7 @@ from ckptfix.core.target import Target
 from ckptfix.maps.inference import COUNTER, Inference, Match, infer
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrappers import two_sets
+from ckptfix.rules.wrapper_segment import two_sets
 
 COVERED = 0.75
 """The share of the target's tensors that a map has to fill: less may be a coincidence of shapes."""

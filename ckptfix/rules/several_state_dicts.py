@@ -27,17 +27,33 @@ Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from ckptfix.core.checkpoint import path_name
-from ckptfix.core.edits import Drop
+from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import NAME, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.reading.weights.prefixed_sets import sets_of
-from ckptfix.rules.choosing import choice
+from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrappers import renames
+
+MOST = 6
+"""Sets that are named."""
+
+
+def choice(names: Sequence[str]) -> tuple[Remedy, ...]:
+    """Return a remedy for each set, which takes only that set; those that follow another one last."""
+    ordered = sorted(names, key=is_follower)
+    named = tuple(Remedy((("weights", name),), "takes only this set") for name in ordered[:MOST])
+    rest = (Remedy((("weights", NAME),), "takes another one"),) if len(names) > MOST else ()
+    return (*named, *rest)
+
+
+def choice_of_copies(keys: Collection[str]) -> tuple[Remedy, ...]:
+    """Return the same for sets of which one has the plain names, and each of the others a prefix."""
+    copies = copied_under(keys)
+    names = [PLAIN, *(prefix[:-1] for prefix in copies)]
+    return choice(names) if copies else advise("remove one of the two sets of weights")
 
 
 @rule("FIL101", "several-state-dicts")

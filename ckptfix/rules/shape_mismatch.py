@@ -37,7 +37,7 @@ from ckptfix.core.edits import Drop, Reshape
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.other_layout import NAME_THE_MODEL, is_of_another_model, untrained
+from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 
 _TRANSPOSED = advise(

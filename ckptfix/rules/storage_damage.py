@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
-from ckptfix.rules.donor import donor_fill
+from ckptfix.rules.damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.integrity import soundness, storages_of
 

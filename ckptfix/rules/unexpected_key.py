@@ -35,9 +35,9 @@ from dataclasses import replace
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.reading.weights.prefixed_sets import copied_under
-from ckptfix.rules.choosing import choice_of_copies
-from ckptfix.rules.other_layout import NAME_THE_MODEL, other_layout
+from ckptfix.rules.missing_key import NAME_THE_MODEL, other_layout
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.several_state_dicts import choice_of_copies
 
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 """In the keys of low-rank adapters, beside or around the layers that they change."""

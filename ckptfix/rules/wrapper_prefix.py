@@ -28,19 +28,18 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Drop
+from ckptfix.core.edits import Drop, renames
 from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.weights.prefixed_sets import copied_under
-from ckptfix.rules.choosing import choice_of_copies
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrappers import (
+from ckptfix.rules.several_state_dicts import choice_of_copies
+from ckptfix.rules.wrapper_segment import (
     COUNTER,
     bare,
     colliding,
     is_counter,
     leading_modules,
-    renames,
     shared_modules,
     strip_segments,
     two_sets,

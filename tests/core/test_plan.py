@@ -38,7 +38,7 @@ from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import Supplies, apply_plan
 from ckptfix.errors import PlanError
 from ckptfix.reading.memory import open_state_dict
-from ckptfix.rules.wrappers import bare
+from ckptfix.rules.wrapper_segment import bare
 from tests.checks import assert_same
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -2,12 +2,13 @@ import pytest
 import torch
 from torch import nn
 
+import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.reading.opening import open_file
-from ckptfix.rules.decayed import decayed
+from ckptfix.rules.decayed import Corroboration, decayed
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import propose, without_values
+from tests.rules.value_findings import loud, propose, without_values
 
 
 class Net(nn.Module):
@@ -239,3 +240,104 @@ def test_the_weight_of_a_layer_with_one_output():
     state["4.weight"] *= 1e-9
     (finding,) = propose(decayed, state)
     assert (finding.level, finding.keys) == (Level.ERROR, ("4.weight",))
+
+
+@pytest.mark.parametrize(
+    ("observed", "predicted", "agrees"),
+    [
+        (1e-6, None, None),
+        (1e-6, 1e-6, True),
+        (1e-6, 1e-4, True),
+        (1e-6, 0.5, False),
+        (1e-9, 0.0, True),
+        (0.3, 0.0, False),
+    ],
+)
+def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees):
+    assert Corroboration(observed, predicted).agrees is agrees
+
+
+@pytest.mark.parametrize(
+    ("corroboration", "words"),
+    [
+        (Corroboration(1e-6), ""),
+        (Corroboration(1e-6, weight_decay=0.0), ", though the optimizer in this file had no weight_decay"),
+        (
+            Corroboration(1e-6, terms="weight_decay 0.1", weight_decay=0.1),
+            "; the optimizer in this file had weight_decay 0.1",
+        ),
+        (
+            Corroboration(1e-6, 2e-6, True, None, "weight_decay 0.1 at lr 0.1 over 9 steps", 0.1),
+            "; no gradient arrived; weight_decay 0.1 at lr 0.1 over 9 steps predicts 2e-06 of the start, which agrees",
+        ),
+        (
+            Corroboration(1e-6, 0.9, None, 0.999, "weight_decay 0.1", 0.1),
+            "; decay alone moved it, as its momentum is parallel to it; weight_decay 0.1 predicts 0.9 of the start, "
+            "which does not agree",
+        ),
+        (
+            Corroboration(1e-6, None, False, None, "weight_decay 0.1", 0.1),
+            "; though gradients arrived; the optimizer in this file had weight_decay 0.1",
+        ),
+    ],
+)
+def test_what_the_message_adds(corroboration, words):
+    assert corroboration.in_words == words
+
+
+def test_the_file_of_a_trainer_tells_how_the_layer_got_there(tmp_path):
+    net, optimizer = trained(1500)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1500}, tmp_path / "t.pth")
+    (finding,) = loud(propose(decayed, open_file(str(tmp_path / "t.pth"))))
+    assert "weight_decay 0.01 at lr 0.1 over 1500 steps predicts" in finding.message
+    assert finding.message.endswith("which agrees")
+    figures = finding.evidence["tensors"]["conv3.weight"]
+    assert figures["cosine_of_momentum"] == pytest.approx(1.0)
+    assert figures["prediction_agrees"] is True
+    assert 1 < figures["peak_to_rms"] < 6
+
+
+def save(path, *, steps, gradient=0.0, optimizer=True):
+    """What AdamW leaves of the unused layers, 5 % less at each step; their gradients are so large."""
+    net = Net()
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        for name, parameter in net.named_parameters():
+            size = gradient if name.startswith(UNUSED) else 1.0
+            parameter.grad = size * torch.randn_like(parameter)
+        adamw.step()
+    torch.save({"model": net.state_dict()} | ({"optimizer": adamw.state_dict()} if optimizer else {}), path)
+    return open_file(str(path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"steps": 5}, id="more-than-half-is-left"),
+        pytest.param({"steps": 40, "gradient": 1e-3}, id="gradients-arrived"),
+        pytest.param({"steps": 80, "optimizer": False}, id="no-optimizer-to-ask"),
+    ],
+)
+def test_noop(tmp_path, settings):
+    assert propose(decayed, save(tmp_path / "t.pth", **settings)) == []
+
+
+@pytest.mark.parametrize(("steps", "level"), [(40, "NOTE"), (80, "WARNING")])
+def test_what_got_no_gradient_is_told_by_what_is_left(tmp_path, steps, level):
+    (finding,) = propose(decayed, save(tmp_path / "t.pth", steps=steps))
+    assert (finding.level.name, set(finding.keys)) == (level, {"conv3.weight", "spare.weight"})
+    assert finding.evidence["tensors"]["spare.weight"]["prediction_agrees"] is True
+
+
+def test_light_decay_is_replaced_where_that_was_asked_for(tmp_path):
+    save(tmp_path / "t.pth", steps=80)
+    before = torch.load(tmp_path / "t.pth")["model"]
+    torch.save(Net().state_dict(), tmp_path / "donor.pth")
+    donor = str(tmp_path / "donor.pth")
+    repaired = ckptfix.repair(
+        tmp_path / "t.pth", output=tmp_path / "out.pth", replace="VAL201", fill=donor, select="VAL201"
+    )
+    assert {key for key, value in repaired.state_dict().items() if not value.equal(before[key])} == {
+        "conv3.weight",
+        "spare.weight",
+    }

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.core.finding import Level
+from ckptfix.core.finding import Level, Placeholder, advise
 from ckptfix.report.commands import remedies_text
+from ckptfix.rules.several_state_dicts import MOST, choice, choice_of_copies
 from tests.checks import assert_same, check_noop
 
 
@@ -158,3 +159,26 @@ def test_the_plan_of_a_pick_needs_no_flag(tmp_path):
 def test_a_set_that_is_not_there():
     with pytest.raises(ckptfix.UsageError, match="no weights under 'ema'"):
         ckptfix.check(Pair().state_dict(), weights="ema")
+
+
+def named(remedies):
+    return [dict(remedy.options).get("weights") for remedy in remedies]
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [(["encoder_k", "encoder_q"], "encoder_q"), (["b", "a"], "b"), (["ema"], "ema")],
+    ids=["a follower comes last", "else their order stays", "a single one"],
+)
+def test_the_likeliest_first(names, first):
+    assert named(choice(names))[0] == first
+
+
+def test_many_are_cut_short():
+    names = named(choice([f"n{at}" for at in range(MOST + 1)]))
+    assert names == [*(f"n{at}" for at in range(MOST)), Placeholder("NAME")]
+
+
+def test_copies_and_none():
+    assert named(choice_of_copies(["a.b", "a.c", "ema.a.b", "ema.a.c"])) == ["plain", "ema"]
+    assert choice_of_copies(["a.b", "module.a.c"]) == advise("remove one of the two sets of weights")

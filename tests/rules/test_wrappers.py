@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import ckptfix
-from ckptfix.rules.wrappers import (
+from ckptfix.rules.wrapper_segment import (
     bare,
     colliding,
     leading_modules,

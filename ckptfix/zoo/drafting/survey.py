@@ -18,7 +18,7 @@ from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import is_module, module_parts
-from ckptfix.rules.wrappers import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
+from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
 from ckptfix.zoo.items.grouping import Item, Kind
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
