@@ -1,7 +1,12 @@
+import itertools
+import shlex
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import ckptfix
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
@@ -112,3 +117,75 @@ def test_nothing_is_filled_or_dropped_while_the_weights_are_in_another_form():
 def test_the_price_of_a_fill():
     coverage = Coverage(20_520_000, 20_007_000, 0, 0)
     assert told(report(MISSING, coverage=coverage))[-1].strip() == "`fc` becomes untrained: 2.5 % of the model"
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+def adapted() -> dict[str, torch.Tensor]:
+    """A LoRA that was not merged: its layers have other names, and what was trained is beside them."""
+    state = {}
+    for key, value in layers(8, 8, 8).state_dict().items():
+        path, _, leaf = key.rpartition(".")
+        state[f"base_model.model.{path}.base_layer.{leaf}"] = value
+        state[f"base_model.model.{path}.lora_A.default.weight"] = torch.ones(2, 8)
+        state[f"base_model.model.{path}.lora_B.default.weight"] = torch.ones(8, 2)
+    return state
+
+
+def fused() -> nn.Module:
+    """One projection for query, key and value, where the file has three."""
+    model = nn.Module()
+    model.qkv, model.out = nn.Linear(8, 24), nn.Linear(8, 8)
+    return model
+
+
+def squares(*names: str) -> dict[str, torch.Tensor]:
+    return {key: value for name in names for key, value in named(name, nn.Linear(8, 8)).items()}
+
+
+def named(name: str, layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+
+
+def without_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: torch.empty(0) if value.dim() > 1 else value for key, value in model.state_dict().items()}
+
+
+def transposed(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.t() if value.dim() > 1 else value for key, value in model.state_dict().items()}
+
+
+CLASSES = [
+    pytest.param(adapted(), layers(8, 8, 8), id="an adapter that was not merged"),
+    pytest.param(squares("q", "k", "v", "out"), fused(), id="another layout"),
+    pytest.param(squares("alpha", "beta", "gamma"), layers(8, 8, 8, 8), id="other names"),
+    pytest.param(without_weights(layers(8, 8, 8)), layers(8, 8, 8), id="the empty weights of ZeRO 3"),
+    pytest.param(layers(8, 6, 6, 3).state_dict(), layers(8, 9, 9, 3), id="another variant"),
+    pytest.param(
+        transposed(layers(8, 8, 6, 9)),
+        layers(8, 8, 6, 9),
+        id="transposed matrices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "model"), CLASSES)
+def test_no_command_makes_untrained_what_the_file_has_in_another_form(file, model):
+    report = ckptfix.check(file, model)
+    words = shlex.split(next_command(report, Telling()))
+    assert not {"--fill", "--drop-mismatched"} & set(words)
+    if "--unsafe-fixes" in words:
+        repaired = ckptfix.repair(file, model, unsafe_fixes=True).report
+        assert repaired.obstacles or (repaired.coverage and repaired.coverage.share == 1.0)
+
+
+@pytest.mark.parametrize(("file", "model"), CLASSES)
+def test_asking_for_every_fill_writes_no_model_of_random_weights(file, model, tmp_path):
+    report = ckptfix.repair(
+        file, model, output=tmp_path / "out.pth", fill="target", drop_mismatched=True, unsafe_fixes=True
+    ).report
+    assert report.coverage is not None
+    assert report.exit_code == 1 or report.coverage.share == 1.0
+    assert report.output is None or report.coverage.share >= 0.5
