@@ -112,7 +112,6 @@ INERT: dict[str, Crafted] = {
     "BUILD that puts __class__ into an OrderedDict": lambda: around(
         x=name("collections.OrderedDict") + b")R" + b"}(" + text("__class__") + name("models.Net") + b"ub"
     ),
-    "FRAME that claims 2^60 bytes": lambda: PROTO + b"\x95" + struct.pack("<Q", 1 << 60) + state_dict()[2:],
     "a memo index of 2^32 - 1": lambda: around(x=b"N" + put((1 << 32) - 1) + b"0" + get((1 << 32) - 1)),
     "a memo index of a hundred digits": lambda: around(x=b"Np" + b"9" * 100 + b"\n"),
     "a list that holds itself": lambda: around(x=b"]" + put(9) + get(9) + b"a"),
@@ -161,6 +160,7 @@ INERT: dict[str, Crafted] = {
 
 # Built to exhaust the machine, or damaged: refused, in one line.
 REFUSED_PICKLES: dict[str, Crafted] = {
+    "FRAME that claims 2^60 bytes": lambda: PROTO + b"\x95" + struct.pack("<Q", 1 << 60) + state_dict()[2:],
     "ends before its STOP": lambda: state_dict()[:-1],
     "nothing but STOP": lambda: b"\x80\x02.",
     "protocol 255": lambda: b"\x80\xff}.",
