@@ -53,7 +53,6 @@ class Kind(Enum):
     ZEROS = "zeros"
     UNFILLED = "unfilled"
     STORAGE_COUNT = "storage-count"
-    STRIDES = "strides"
     ODD_STRIDES = "odd-strides"
     BYTES_LACKING = "bytes-lacking"
     PICKLE_CUT = "pickle-cut"

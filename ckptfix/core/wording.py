@@ -202,7 +202,6 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.STORAGE_COUNT: (
         "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}"
     ),
-    Kind.STRIDES: "has damaged strides of {place}, in which elements of a whole storage overlap",
     Kind.ODD_STRIDES: "their strides make elements overlap, as one flipped bit of the pickle would",
     Kind.BYTES_LACKING: "lacks {nbytes} bytes there",
     Kind.PICKLE_CUT: _pickle_cut,

@@ -79,7 +79,6 @@ def read(content: Content, nesting: int = 0) -> Document:
     if any(map(_has_odd_strides, tensors_in(root))):
         odd = {key: spec for key, spec in _named(root, content.path) if _has_odd_strides(spec)}
     remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=Fact(Kind.ODD_STRIDES)) for key in odd]
-    located.damage += [Fact(Kind.STRIDES, key) for key, spec in odd.items() if _is_whole(spec)]
     if located.position < len(content) and not located.damage:
         remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=len(content) - located.position))
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage

@@ -110,11 +110,11 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     if _mangled(specs, MANGLED):
         return (PLAIN, MANGLED)
     for prefix, size in sizes.items():
+        if 5 * size < len(specs):
+            continue  # of two sets of about one size that make up most of it, each has more
         if mangled := _mangled(specs, prefix[:-1]):
             leader = next(key for key in _leaders(prefix) if key + next(iter(mangled.values())) in specs)
             return (leader[:-1], prefix[:-1])
-        if 5 * size < len(specs):
-            continue  # of two sets of about one size that make up most of it, each has more
         for leader in _leaders(prefix):
             few, many = sorted((size, sizes.get(leader, 0)))
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
