@@ -29,7 +29,8 @@ class Report(Displayed):
     them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
     findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
-    each of these; they are no part of the JSON form.
+    each of these; ``place`` is the path of the state_dict in the container of the result, and
+    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``). They are no part of the JSON form.
     """
 
     source: str
@@ -48,6 +49,8 @@ class Report(Displayed):
     remarks: tuple[str, ...] = ()
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    place: tuple[str | int, ...] = ()
+    written_as: str = ""
 
     def __repr__(self) -> str:
         left = sum(finding.level > Level.NOTE for finding in self.remaining)

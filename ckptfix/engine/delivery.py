@@ -32,6 +32,9 @@ ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Findin
 LEAST_COVERAGE = 0.5
 """The share of the parameters that has to come from the file, unless ``allow_untrained`` is given."""
 
+SHARDS = "shards"
+"""The form of a report's output that is several files and their index."""
+
 
 def refusal(report: Report, settings: Settings) -> str:
     """Return why no file may be written, whatever was asked for; an empty text if one may."""
@@ -81,7 +84,7 @@ def deliver(
             return _delivered(report, None, smoke, findings)
         destination.refuse_replaced()
         deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
-    return _delivered(report, destination.output, smoke, findings)
+    return replace(_delivered(report, destination.output, smoke, findings), written_as=form)
 
 
 def _no_test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
@@ -152,4 +155,4 @@ def _deliver_in_shards(
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings, remarks)
         deliver_shards(index, names)
-    return _delivered(report, names.index, smoke, findings, remarks)
+    return replace(_delivered(report, names.index, smoke, findings, remarks), written_as=SHARDS)

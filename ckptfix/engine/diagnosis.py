@@ -130,6 +130,7 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
         source=checkpoint.path,
         format=checkpoint.format,
         container=path_name(checkpoint.container),
+        place=diagnosis.result.container,
         tensors=len(checkpoint.specs),
         numel=sum(spec.numel for spec in checkpoint.specs.values()),
         target=target.label if target is not None else None,

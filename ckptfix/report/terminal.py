@@ -54,6 +54,18 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield f"written: nothing{', as there is nothing to repair' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     yield from advice_lines(report, telling)
+    if report.output is not None and report.written_as:
+        yield ("load it with: ", Span(loading_code(report), "strong"))
+
+
+def loading_code(report: Report) -> str:
+    """Return the Python expression that gives the state_dict of the file that was written."""
+    if report.written_as == "pth":
+        steps = "".join(f"[{step!r}]" for step in report.place)
+        return f"torch.load({report.output!r}, weights_only=True){steps}"
+    if report.written_as == "safetensors":
+        return f"safetensors.torch.load_file({report.output!r})"
+    return f"ckptfix.open_checkpoint({report.output!r}).state_dict()"
 
 
 def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:

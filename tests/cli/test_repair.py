@@ -24,7 +24,8 @@ def test_repair_beside_the_source(folder):
     assert keys_of(folder / "wrapped.fixed.pth") == ["weight", "bias"]
     assert (folder / "wrapped.pth").read_bytes() == before
     assert "  rename 2 keys: module.{…} → {…}\n" in done.stdout
-    assert done.stdout.endswith("written: wrapped.fixed.pth\nleft: nothing\n")
+    code = "torch.load('wrapped.fixed.pth', weights_only=True)"
+    assert done.stdout.endswith(f"written: wrapped.fixed.pth\nleft: nothing\nload it with: {code}\n")
     assert done.stderr == ""
 
 

@@ -199,3 +199,17 @@ def test_a_hostile_name_stays_text(lines):
     text = Paper().write(lines(report(hostile, source="\x1b[31m.pth", target="\x1b"), Telling()))
     assert "\x1b" not in text
     assert "\r" not in text
+
+
+@pytest.mark.parametrize(
+    ("form", "place", "code"),
+    [
+        ("pth", (), "torch.load('a.out', weights_only=True)"),
+        ("pth", ("model", 0), "torch.load('a.out', weights_only=True)['model'][0]"),
+        ("safetensors", ("model",), "safetensors.torch.load_file('a.out')"),
+        ("shards", (), "ckptfix.open_checkpoint('a.out').state_dict()"),
+    ],
+)
+def test_the_last_line_says_how_to_load_the_result(form: str, place: tuple[str | int, ...], code: str):
+    report = replace(repaired(), output="a.out", written_as=form, place=place)
+    assert full(report, mode=Mode.REPAIR).endswith(f"\nload it with: {code}\n")
