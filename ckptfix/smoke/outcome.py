@@ -13,9 +13,6 @@ from ckptfix.core.smoke_result import Comparison
 AFTERTHOUGHTS = ("devices", "control", "compare")
 """Stages that come after the verdict, which stands whatever becomes of them."""
 
-STAGES = ("start", "device", "build", "read", "load", "move", "input", "forward", "training", *AFTERTHOUGHTS)
-"""What the child does, in order; the last stage that it named is where a crash or a time-out happened."""
-
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"
 """Whose fault a failure is."""
 
