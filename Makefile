@@ -61,7 +61,7 @@ test: lint types $(TEST_INSTALLED)
 	$(BIN)/pytest -n 2
 
 $(TEST_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,test-page,test-zoo]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,test-page,test-zoo,test-peers]'
 	@touch $@
 
 docs: $(DOCS_INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import zlib
 from pathlib import Path
@@ -20,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# torchvision beside the CPU build of torch: here, and in the programs that are started.
+PEERS = str(ROOT / "tests" / "peers")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PEERS, os.environ.get("PYTHONPATH"))))
+runpy.run_path(str(Path(PEERS, "sitecustomize.py")))
 
 # A run in the background, or under nohup, is deaf to signals. It stays so, and the programs that it starts are not.
 for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])):

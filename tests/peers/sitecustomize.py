@@ -1,0 +1,36 @@
+"""Let torchvision's models import beside the CPU build of torch, which has no torchvision operators.
+
+Python runs this file at start where this folder is in `PYTHONPATH`; `tests/conftest.py` puts it there, so that the
+programs that a test starts have it too. The schemas are defined when torchvision is first imported, and not before:
+importing torch takes a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _Operators:
+    """Define the schemas that torchvision registers kernels for, then leave the import to the other finders."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "torchvision":
+            sys.meta_path.remove(_Operators)
+            import torch
+
+            if torch.__version__.endswith("+cpu"):
+                global LIBRARY
+                LIBRARY = torch.library.Library("torchvision", "DEF")
+                for operator in ("nms", "qnms"):
+                    LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return None
+
+
+# The definitions end with the object that made them.
+LIBRARY: Any = None
+sys.meta_path.insert(0, _Operators)
