@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
@@ -20,9 +20,17 @@ if TYPE_CHECKING:
     from ckptfix.cli.page import PageWriter
 
 
+class _Document(Protocol):
+    """A form that is written when all files have been checked."""
+
+    def add(self, report: Report, telling: Telling) -> None: ...
+    def add_error(self, source: str, message: str) -> None: ...
+    def text(self) -> str: ...
+
+
 @dataclass
 class ReportWriter:
-    """Writes reports one after another; JSON comes as one document at the end, and a page too, where one is asked for.
+    """Writes reports one after another; documents come at the end, and a page too, where one is asked for.
 
     ``exit_code`` is the worst so far.
     """
@@ -31,18 +39,17 @@ class ReportWriter:
     form: str = "full"
     page: PageWriter | None = None
     exit_code: int = 0
-    _entries: list[Mapping[str, Any]] = field(default_factory=list)
+    _document: _Document | None = None
     _counts: Counter[str] = field(default_factory=Counter)
     _written: int = 0
 
+    def __post_init__(self) -> None:
+        self._document = _document(self.form)
+
     def report(self, report: Report, telling: Telling) -> None:
         """Write the report of one file."""
-        if self.form == "json":
-            from ckptfix.report.advice import suggested
-
-            commands = [{"words": list(words), "text": typed(words)} for words in suggested(report, telling)]
-            digest = _sha256(report.source) if telling.choices.get("values", True) else None
-            self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
+        if self._document is not None:
+            self._document.add(report, telling)
         elif self.form == "github":
             from ckptfix.report.github import github_lines
 
@@ -82,10 +89,8 @@ class ReportWriter:
 
     def error(self, source: str, message: str) -> None:
         """Write what programs should know of a file that could not be checked; people read the line on stderr."""
-        if self.form == "json":
-            from ckptfix.core.report import error_to_json
-
-            self._entries.append(error_to_json(source, message))
+        if self._document is not None:
+            self._document.add_error(source, message)
         elif self.form == "github":
             from ckptfix.report.github import github_error
 
@@ -101,17 +106,55 @@ class ReportWriter:
             parts += [f"{counts['failed']} could not be read"] if counts["failed"] else []
             line = f"{counted(files, 'file')}: {', '.join(parts)}"
             self.console.write(["", line]) if self.form == "full" else self.console.note(line)
-        if self.form == "json":
-            from ckptfix.cli.page import NOT_INSTALLED, environment
-            from ckptfix.core.report import envelope
-
-            known = environment()
-            torch = None if known["torch"] == NOT_INSTALLED else known["torch"]
-            versions = {"ckptfix": known["ckptfix"], "torch": torch, "python": known["Python"]}
-            write_output(json.dumps(envelope(self._entries, versions), indent=2, allow_nan=False) + "\n")
+        if self._document is not None:
+            write_output(self._document.text())
         if self.page is not None:
             self.page.save()
             self.console.note(f"report: {self.page.file}")
+
+
+def _document(form: str) -> _Document | None:
+    """Return the document of an output format; None for one that is written file by file."""
+    if form == "json":
+        return _JsonDocument()
+    if form == "sarif":
+        from ckptfix import __version__
+        from ckptfix.report.sarif import SarifLog
+
+        return SarifLog(__version__)
+    if form == "junit":
+        from ckptfix.report.junit import JUnitDocument
+
+        return JUnitDocument()
+    return None
+
+
+class _JsonDocument:
+    """The reports in ckptfix's own form, with what only the command line knows."""
+
+    def __init__(self) -> None:
+        self._entries: list[Mapping[str, Any]] = []
+
+    def add(self, report: Report, telling: Telling) -> None:
+        from ckptfix.report.advice import suggested
+
+        commands = [{"words": list(words), "text": typed(words)} for words in suggested(report, telling)]
+        digest = _sha256(report.source) if telling.choices.get("values", True) else None
+        self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
+
+    def add_error(self, source: str, message: str) -> None:
+        from ckptfix.core.report import error_to_json
+
+        self._entries.append(error_to_json(source, message))
+
+    def text(self) -> str:
+        from ckptfix.cli.page import NOT_INSTALLED, environment
+        from ckptfix.core.report import envelope
+
+        known = environment()
+        torch = None if known["torch"] == NOT_INSTALLED else known["torch"]
+        versions = {"ckptfix": known["ckptfix"], "torch": torch, "python": known["Python"]}
+        return json.dumps(envelope(self._entries, versions), indent=2, allow_nan=False) + "\n"
 
 
 def _sha256(source: str) -> str | None:

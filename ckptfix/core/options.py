@@ -236,7 +236,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     ),
     "Report": (
         Option("output_format", Kind.TEXT, (CHECK, REPAIR), default="full",
-            choices=("full", "concise", "json", "github"), scope=Scope.CONFIG, is_for_once=True,
+            choices=("full", "concise", "json", "github", "sarif", "junit"), scope=Scope.CONFIG, is_for_once=True,
             help="How the report is written."),
         Option("output_format", Kind.TEXT, (INSPECT, EXPLAIN), default="full", choices=("full", "concise", "json"),
             scope=Scope.CONFIG, is_for_once=True,

@@ -1,4 +1,5 @@
 import json
+from xml.etree.ElementTree import fromstring
 
 import pytest
 
@@ -56,12 +57,31 @@ def test_github(capsys):
     ]
 
 
+def test_sarif_is_one_document(capsys):
+    out, code = written("sarif", capsys)
+    (run,) = json.loads(out)["runs"]
+    assert [result["ruleId"] for result in run["results"]] == ["KEY102"]
+    assert len(run["invocations"][0]["toolExecutionNotifications"]) == 1
+    assert code == 2
+
+
+def test_junit_is_one_document(capsys):
+    out, code = written("junit", capsys)
+    root = fromstring(out)
+    assert [(suite.get("name"), suite.get("failures"), suite.get("errors")) for suite in root] == [
+        ("good.pth", "0", "0"),
+        ("torn.pth", "0", "1"),
+        ("resnet.pth", "1", "0"),
+    ]
+    assert code == 2
+
+
 def test_quiet_leaves_clean_files_out(capsys):
     out, _ = written("full", capsys, quiet=True)
     assert out.startswith("resnet.pth: 1 defect")
 
 
-@pytest.mark.parametrize("form", ["full", "concise", "github"])
+@pytest.mark.parametrize("form", ["full", "concise", "github", "sarif", "junit"])
 def test_a_clean_file_gives_zero(form, capsys):
     writer = ReportWriter(Console(), form)
     writer.account("good.pth", Telling(), report)
