@@ -11,9 +11,13 @@ from ckptfix.core.parts import Part
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a checkpoint, as data: it prints, goes to JSON and back, and never holds a callback."""
+    """One change of a checkpoint, as data: it prints, goes to JSON and back, and never holds a callback.
+
+    ``keeps_values`` is whether the elements of its ``key`` stay those that were trained, though perhaps in another
+    place: otherwise what an optimizer knows of that parameter is about other values."""
 
     kind: ClassVar[str]
+    keeps_values: ClassVar[bool] = False
 
     def to_json(self) -> dict[str, Any]:
         """The edit as a JSON object; ``edit`` names its kind."""
@@ -25,6 +29,7 @@ class Rename(Edit):
     """Give an entry another key. ``_metadata`` of its modules follows."""
 
     kind: ClassVar[str] = "rename"
+    keeps_values: ClassVar[bool] = True
     key: str
     to: str
 
@@ -34,6 +39,7 @@ class RenameModule(Edit):
     """Give a row of ``_metadata`` another module path, where the keys have the right names already."""
 
     kind: ClassVar[str] = "rename-module"
+    keeps_values: ClassVar[bool] = True
     module: str
     to: str
 
@@ -43,6 +49,7 @@ class Drop(Edit):
     """Take an entry out."""
 
     kind: ClassVar[str] = "drop"
+    keeps_values: ClassVar[bool] = True
     key: str
 
 
@@ -93,6 +100,7 @@ class Tie(Edit):
     """Supply a key from another one of the same checkpoint; the two share their storage."""
 
     kind: ClassVar[str] = "tie"
+    keeps_values: ClassVar[bool] = True
     key: str
     to: str
 
@@ -102,6 +110,7 @@ class Cast(Edit):
     """Convert a tensor to another dtype."""
 
     kind: ClassVar[str] = "cast"
+    keeps_values: ClassVar[bool] = True
     key: str
     before: str
     dtype: str
@@ -112,6 +121,7 @@ class Reshape(Edit):
     """Give a contiguous tensor another shape of the same number of elements."""
 
     kind: ClassVar[str] = "reshape"
+    keeps_values: ClassVar[bool] = True
     key: str
     before: tuple[int, ...]
     shape: tuple[int, ...]
@@ -124,6 +134,7 @@ class Assemble(Edit):
     The ``Assemble`` edits of a step use each element of the tensors that they name exactly once."""
 
     kind: ClassVar[str] = "assemble"
+    keeps_values: ClassVar[bool] = True
     key: str
     dtype: str
     shape: tuple[int, ...]
@@ -142,6 +153,7 @@ class Plain(Edit):
     ``str``)."""
 
     kind: ClassVar[str] = "plain"
+    keeps_values: ClassVar[bool] = True
     where: str
     before: str
     after: str
@@ -154,6 +166,7 @@ class Retag(Edit):
     """
 
     kind: ClassVar[str] = "retag"
+    keeps_values: ClassVar[bool] = True
     device: str
     to: str = "cpu"
 
@@ -163,6 +176,7 @@ class Rewrite(Edit):
     """Write the file anew from what is whole of it. ``cause`` is what was wrong with it."""
 
     kind: ClassVar[str] = "rewrite"
+    keeps_values: ClassVar[bool] = True
     cause: str
 
 
@@ -171,7 +185,52 @@ class Disarm(Edit):
     """Leave out everything but the tensors of the state_dict, so that nothing is left that could run."""
 
     kind: ClassVar[str] = "disarm"
+    keeps_values: ClassVar[bool] = True
     payload: str
+
+
+@dataclass(frozen=True)
+class Regroup(Edit):
+    """Give the optimizer at ``where`` new groups of parameters; the ``Moments`` edits of the same step fill them.
+
+    ``like`` has for each group the number of the old group whose hyperparameters it has."""
+
+    kind: ClassVar[str] = "regroup"
+    keeps_values: ClassVar[bool] = True
+    where: str
+    like: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Moments(Edit):
+    """Give a group of an optimizer its next parameter, which is ``key`` in the result.
+
+    Its state is that of the old id ``source``, with elementwise tensors in another ``shape`` if that is given, or is
+    made of the ``parts`` of those of several ids. Without any of these it has no state, and starts anew: ``shape`` is
+    then that of the parameter, for an optimizer that begins with a state."""
+
+    kind: ClassVar[str] = "moments"
+    keeps_values: ClassVar[bool] = True
+    where: str
+    group: int
+    key: str
+    source: str | None = None
+    shape: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The edit as a JSON object without what is empty, its parts as objects."""
+        given = {name: value for name, value in super().to_json().items() if value not in (None, ())}
+        return given | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})
+
+
+@dataclass(frozen=True)
+class Omit(Edit):
+    """Leave out what is at a place of the container beside the weights."""
+
+    kind: ClassVar[str] = "omit"
+    keeps_values: ClassVar[bool] = True
+    where: str
 
 
 EDITS: Mapping[str, type[Edit]] = {
@@ -191,6 +250,9 @@ EDITS: Mapping[str, type[Edit]] = {
         Retag,
         Rewrite,
         Disarm,
+        Regroup,
+        Moments,
+        Omit,
     )
 }
 """Every edit by its name in JSON."""

@@ -185,6 +185,10 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Set NaN and infinite weights to zero. A last resort."),
         _setting("flush_subnormals", Kind.SWITCH, _REPAIRS, no="--keep-subnormals",
             help="Set subnormal values, which are slow, to zero."),
+        _setting("drop_optimizer", Kind.SWITCH, _WRITES,
+            help="Leave the optimizer out: training goes on from the weights, with new moments and step counts."),
+        _setting("keep_optimizer", Kind.SWITCH, _WRITES,
+            help="Keep the optimizer as it is, even if it no longer fits the weights."),
         _setting("dtype", Kind.TEXT, _REPAIRS, metavar="DTYPE",
             help="Cast floats to float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, except tensors that"
             " overflow."),

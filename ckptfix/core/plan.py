@@ -91,6 +91,7 @@ def _is_shape(value: object) -> bool:
 
 _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
+    "int": lambda value: type(value) is int and value >= 0,
     "str | None": lambda value: value is None or isinstance(value, str),
     "tuple[int, ...]": _is_shape,
     "tuple[Part, ...]": lambda value: isinstance(value, tuple) and all(isinstance(part, Part) for part in value),
@@ -108,7 +109,7 @@ def _edit(data: Mapping[str, Any]) -> Edit:
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "edit"
     }
-    if kind is Assemble:
+    if "parts" in values:
         try:
             values["parts"] = tuple(Part.from_json(part) for part in data["parts"])
         except ValueError as error:

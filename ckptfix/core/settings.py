@@ -78,6 +78,8 @@ class RepairSettings(CheckSettings, total=False):
     """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``; ``Settings`` describes them."""
 
     disarm: bool
+    drop_optimizer: bool
+    keep_optimizer: bool
     accept: str | Sequence[str]
     allow_untrained: bool
     force: bool
@@ -117,6 +119,7 @@ class Settings:
     ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of
     which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
     rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
+    ``drop_optimizer`` leaves the optimizer out, and ``keep_optimizer`` leaves it as it is even if it no longer fits.
     ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
     and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
     ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of
@@ -147,6 +150,8 @@ class Settings:
     recalibrate: str | None = None
     zero_non_finite: bool = False
     flush_subnormals: bool = False
+    drop_optimizer: bool = False
+    keep_optimizer: bool = False
     dtype: str | None = None
     for_torch: str | None = None
     values: bool = True

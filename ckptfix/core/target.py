@@ -45,6 +45,7 @@ class Target:
     initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model: only hooks of its own can make one work whose names or shapes are others. None without such.
+    ``frozen`` names the parameters that ask for no gradient.
     """
 
     label: str
@@ -56,6 +57,7 @@ class Target:
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], bool] | None = None
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -93,6 +95,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         loads=_Trial(module) if _has_hooks(module) else None,
+        frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )
 
 

@@ -52,3 +52,16 @@ def _members(value: Any) -> Collection[Any]:
 def holds_tensors(entry: object) -> bool:
     """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
     return any(True for _ in tensors_in(entry))
+
+
+MANY = 1000
+"""Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer."""
+
+
+def has_optimizer(root: Any, depth: int = 4) -> bool:
+    """Whether the ``state_dict`` of an optimizer may be in a container."""
+    if isinstance(root, dict):
+        return "param_groups" in root or (
+            depth > 0 and len(root) <= MANY and any(has_optimizer(member, depth - 1) for member in root.values())
+        )
+    return isinstance(root, list) and depth > 0 and any(has_optimizer(member, depth - 1) for member in root[:MANY])

@@ -19,7 +19,9 @@ from ckptfix.core.edits import (
     Drop,
     Edit,
     Fill,
+    Omit,
     Plain,
+    Regroup,
     Rename,
     RenameModule,
     Replace,
@@ -152,6 +154,10 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
             state_dict = state_dict[part]
         remarks = tuple(remark for remark in result.remarks if remark.kind not in CONVERTED_REMARKS)
         result = replace(result, entries=dict(state_dict), root=root, remarks=remarks)
+    if any(isinstance(edit, (Regroup, Omit)) for edit in step.edits):
+        from ckptfix.engine.optimizers import with_optimizers
+
+        result = with_optimizers(result, step.edits, step.rule)
     retagged = {edit.device for edit in step.edits if isinstance(edit, Retag)}
     return (
         replace(result, devices=tuple(device for device in result.devices if device not in retagged))
@@ -336,9 +342,9 @@ def replaced(checkpoint: Checkpoint, change: Replace, supplies: Supplies) -> Ten
 
         found = spec_of_tensor(supplies.measured[change.key])
     elif change.origin == "ones":
-        from ckptfix.reading.live import spec_of_ones
+        from ckptfix.reading.live import spec_of_number
 
-        found = spec_of_ones(change.dtype, change.shape)
+        found = spec_of_number(change.dtype, change.shape, 1)
     else:
         found = filled(checkpoint, Fill(change.key, change.dtype, change.shape, change.origin, change.source), supplies)
     if found.dtype == change.dtype:

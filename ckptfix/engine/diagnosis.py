@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.core.buffers import COUNTED_SINCE
 from ckptfix.core.checkpoint import Checkpoint, path_name
-from ckptfix.core.edits import Disarm, Edit, Fill, Plain, Rename, RenameModule, Replace, Retag, Rewrite
+from ckptfix.core.edits import Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptfix.engine.applying import Measure
     from ckptfix.values.statistics import Statistics
 
-KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm)
+KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
 """Edits after which every tensor is there as it was."""
 
 
@@ -62,7 +62,7 @@ def diagnose(
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
-    context = Context(view, target, _statistics(view, settings), settings, donor)
+    context = Context(view, target, _statistics(view, settings), settings, donor, checkpoint)
     for rule in RULES:
         is_told = settings.selects(rule.code)
         if not is_told and not rule.is_wanted(settings):
@@ -83,7 +83,8 @@ def diagnose(
             step = Step(rule.code, edits)
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
-            context = replace(context, checkpoint=view, statistics=context.statistics and context.statistics.of(view))
+            statistics = context.statistics and context.statistics.of(view)
+            context = replace(context, checkpoint=view, statistics=statistics, plan=plan)
     if plan:  # without one, every rule has seen the result already
         _refuse_unstable(context, settings, plan)
     figures = context.statistics.known if context.statistics is not None else {}

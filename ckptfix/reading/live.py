@@ -75,9 +75,9 @@ def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = N
     )
 
 
-def spec_of_ones(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """The spec of a new tensor of ones."""
-    return spec_of_tensor(torch.ones(shape, dtype=getattr(torch, dtype)))
+def spec_of_number(dtype: str, shape: tuple[int, ...], value: float) -> TensorSpec:
+    """The spec of a new tensor, all of whose elements are one number."""
+    return spec_of_tensor(torch.full(shape, value, dtype=getattr(torch, dtype)))
 
 
 def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

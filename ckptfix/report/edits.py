@@ -13,7 +13,10 @@ from ckptfix.core.edits import (
     Drop,
     Edit,
     Fill,
+    Moments,
+    Omit,
     Plain,
+    Regroup,
     Rename,
     RenameModule,
     Replace,
@@ -73,6 +76,10 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
     lines += ["leave out everything but the tensors of the state_dict"] * bool(_of(edits, Disarm))
     lines += [f"write it anew: the file {edit.cause}" for edit in _of(edits, Rewrite)]
+    for regroup in _of(edits, Regroup):
+        moments = [edit for edit in _of(edits, Moments) if edit.where == regroup.where]
+        lines += _optimizer_lines(regroup, moments, limit)
+    lines += [f"leave out {edit.where}" for edit in _of(edits, Omit)]
     known = (
         Rename,
         RenameModule,
@@ -88,10 +95,24 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         Retag,
         Rewrite,
         Disarm,
+        Regroup,
+        Moments,
+        Omit,
     )
     for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
         lines.append(f"{kind} ({len(others)})")
     return lines
+
+
+def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | None) -> Iterator[str]:
+    groups = counted(len(regroup.like), "group")
+    yield f"bring the optimizer {regroup.where} in step: {counted(len(moments), 'parameter')} in {groups}"
+    parted = [edit.key for edit in moments if edit.parts]
+    yield from _listed(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
+    shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]
+    yield from _listed(f"{_INDENT}reshape the state of {{}}", shaped, limit)
+    anew = [edit.key for edit in moments if edit.source is None and not edit.parts]
+    yield from _listed(f"{_INDENT}start {{}} without a state", anew, limit)
 
 
 def _how(edit: Assemble) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Cast, Drop, Edit, Fill, Rename, Replace
+from ckptfix.core.edits import Cast, Drop, Edit, Fill, Moments, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report, plain
 from ckptfix.report.advice import advice_lines
@@ -157,6 +157,8 @@ def _done_text(report: Report) -> str:
     counts: Counter[str] = Counter()
     renamed: set[str] = set()
     for edit in report.edits:
+        if isinstance(edit, Moments):  # one edit for each parameter of an optimizer that is brought in step
+            continue
         if not (isinstance(edit, Rename) and edit.key in renamed):  # a key that was renamed twice counts once
             counts[_DONE.get(type(edit), "")] += 1
         if isinstance(edit, Rename):

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from ckptfix.core.finding import Finding
 from ckptfix.core.settings import Settings
+from ckptfix.core.tree import has_optimizer
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -19,6 +20,7 @@ class Needs(Enum):
     NAMES = "names"
     TARGET = "target"
     VALUES = "values"
+    OPTIMIZER = "optimizer"
     FORWARD_TEST = "forward test"
 
     def are_met(self, context: Context) -> bool:
@@ -27,6 +29,8 @@ class Needs(Enum):
             return context.target is not None
         if self is Needs.VALUES:
             return context.statistics is not None
+        if self is Needs.OPTIMIZER:
+            return has_optimizer(context.checkpoint.root)
         return self is Needs.NAMES
 
 
@@ -108,6 +112,8 @@ RULES: tuple[Listed, ...] = (
     Listed("VAL209", "same-matrix", Needs.VALUES),
     Listed("VAL301", "twins-disagree", Needs.VALUES),
     Listed("VAL102", "half-overflow", Needs.VALUES),
+    Listed("OPT101", "stale-optimizer", Needs.OPTIMIZER, wanted_by="drop_optimizer"),
+    Listed("OPT102", "unreadable-optimizer-state", Needs.OPTIMIZER),
     Listed("RUN101", "forward-fails", Needs.FORWARD_TEST),
     Listed("RUN102", "forward-non-finite", Needs.FORWARD_TEST),
     Listed("RUN103", "forward-in-training", Needs.FORWARD_TEST),

@@ -50,6 +50,7 @@ from ckptfix.core.wording import clause, first_names
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
+    is_low_bit_moment,
     is_packed,
     part_names,
     rebuilding_call,
@@ -165,7 +166,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from _left_alone(rule, conversions)
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
-        if remark.kind in _BEFORE:
+        if remark.kind in _BEFORE and not is_low_bit_moment(str(remark.data.get("name"))):
             before, after = _BEFORE[remark.kind]
             conversions.append(Plain(remark.place, before.format(clause(remark)), after))
     if not conversions:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
+from ckptfix.core.plan import Plan
 
 if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
@@ -21,13 +22,16 @@ class Context:
     """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
 
     ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; None under
-    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``."""
+    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``. ``before`` is the checkpoint as it was opened, and
+    ``plan`` what was done to it since."""
 
     checkpoint: Checkpoint
     target: Target | None
     statistics: Statistics | None
     settings: Settings
     donor: Checkpoint | None = None
+    before: Checkpoint | None = None
+    plan: Plan = field(default_factory=Plan)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.maps.positions import Layout, named_by_itself, namings, optimizers_in
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics
@@ -82,27 +83,18 @@ def was_stepped(root: object) -> bool:
 
 
 def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Training]:
-    """What the file's optimizer says of each parameter, by key; empty where its numbers cannot be told to be of which.
+    """What the file's optimizer says of each parameter, by key; empty if nothing tells which of its numbers is which.
 
-    An optimizer knows parameters by position: in the model's order, or those with and without decay apart. A match
-    counts only if the shape of every saved moment fits.
+    Names by a recipe count only if the file has moments to confirm them, and all recipes that fit agree.
     """
     parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
-    flat = [key for key, spec in parameters.items() if len(spec.shape) < 2]
-    deep = [key for key, spec in parameters.items() if len(spec.shape) >= 2]
-    for optimizer in _optimizers(checkpoint.root):
-        state, groups = optimizer.get("state"), list(_groups(optimizer))
-        numbers = [number for group in groups for number in _numbers(group)]
-        if not isinstance(state, Mapping):
-            continue
-        for order in (list(parameters), deep + flat, flat + deep):
-            of_number = dict(zip(numbers, order, strict=False))
-            if len(numbers) == len(order) and _fits(of_number, state, parameters):
-                return {
-                    of_number[number]: _training(group, state.get(number))
-                    for group in groups
-                    for number in _numbers(group)
-                }
+    layout = Layout({key: spec.shape for key, spec in parameters.items()})
+    for optimizer in optimizers_in(checkpoint.root):
+        certain = named_by_itself(optimizer, parameters)
+        found = [certain] if certain is not None else list(namings(optimizer, layout))
+        if found and found[0].moments and all(naming.names == found[0].names for naming in found):
+            group_of = {number: group for group in optimizer.groups for number in group["params"]}
+            return {key: _training(group_of[number], optimizer.row(number)) for number, key in found[0].names.items()}
     return {}
 
 
@@ -154,27 +146,7 @@ def _groups(optimizer: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
         yield from (group for group in groups if isinstance(group, Mapping))
 
 
-def _numbers(group: Mapping[str, object]) -> list[object]:
-    numbers = group.get("params")
-    return numbers if isinstance(numbers, list) else []
-
-
-def _fits(of_number: Mapping[object, str], state: Mapping[object, object], specs: Mapping[str, TensorSpec]) -> bool:
-    """Whether the moments have the shapes of the parameters; one that fits nothing says that it is another order."""
-    shapes = {number: _moment_shapes(row) for number, row in state.items()}
-    known = any(shapes.values())
-    return known and all(
-        number in of_number and set(found) <= {specs[of_number[number]].shape} for number, found in shapes.items()
-    )
-
-
-def _moment_shapes(row: object) -> list[tuple[int, ...]]:
-    moments: Iterable[object] = row.values() if isinstance(row, Mapping) else ()
-    return [moment.shape for moment in moments if isinstance(moment, TensorSpec) and moment.shape]
-
-
-def _training(group: Mapping[str, object], row: object) -> Training:
-    row = row if isinstance(row, Mapping) else {}
+def _training(group: Mapping[str, object], row: Mapping[str, object]) -> Training:
     second, momentum = row.get("exp_avg_sq"), row.get("momentum_buffer")
     initial = group.get("initial_lr")
     return Training(

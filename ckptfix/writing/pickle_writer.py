@@ -14,6 +14,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, TensorSpec
 from ckptfix.errors import WriteError
+from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 from ckptfix.writing.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
@@ -164,9 +165,9 @@ class PickleWriter:
             self._put(id(value))
         elif isinstance(value, Global) and is_layout(value):
             self._call("torch.serialization", "_get_layout", (f"torch.{value.name}",))
-        elif isinstance(value, Global) and is_native_global(value):
+        elif isinstance(value, Global) and (is_native_global(value) or _is_of_moments(value)):
             self._global(value.module, value.name)
-        elif isinstance(value, Opaque) and str(value.cls) in NATIVE:
+        elif isinstance(value, Opaque) and (str(value.cls) in NATIVE or is_low_bit_moment(composed_class(value))):
             self._call(value.cls.module, value.cls.name, value.args)
             self._put(id(value))
         else:
@@ -274,6 +275,11 @@ class PickleWriter:
         self._call("torch.serialization", "_get_layout", (f"torch.{spec.layout}",))
         self._tuple(parts)
         self._out.append(b"\x86R")
+
+
+def _is_of_moments(value: Global) -> bool:
+    """Whether a global makes torchao's low-bit moments, and is written as it is: ``import torchao`` allows them."""
+    return str(value) == "torch._utils._rebuild_wrapper_subclass" or is_low_bit_moment(str(value))
 
 
 def _is_possible(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:

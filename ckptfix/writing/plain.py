@@ -24,6 +24,7 @@ from ckptfix.reading.pickles.claims import TypedStorage
 from ckptfix.reading.pickles.inert import MODULE_ALIASES
 from ckptfix.reading.pickles.stream import raw_bytes
 from ckptfix.reading.weights.modules import is_module, module_state_dict
+from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 
 DEPTH_LIMIT = 200
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
@@ -200,6 +201,10 @@ class _Plainer:
         name = str(value.cls)
         if name in NATIVE and _is_made_by_torch(name, value.args):
             return Opaque(value.cls, self.convert(value.args, path, depth + 1))
+        if is_low_bit_moment(composed_class(value)) and len(value.args) == 4:
+            function, cls, made, state = value.args
+            made = tuple(part if part is cls else self.convert(part, path, depth + 1) for part in made)
+            return Opaque(value.cls, (function, cls, made, self.convert(state, path, depth + 1)))
         if is_module(value):
             self._note(path, name, "state_dict")
             return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)

@@ -22,7 +22,10 @@ from ckptfix.core.edits import (
     Drop,
     Edit,
     Fill,
+    Moments,
+    Omit,
     Plain,
+    Regroup,
     Rename,
     RenameModule,
     Replace,
@@ -182,6 +185,11 @@ EXAMPLES: dict[str, Edit] = {
     "retag": Retag("cuda:3"),
     "rewrite": Rewrite("is cut short"),
     "disarm": Disarm("os.system"),
+    "regroup": Regroup("optimizer", (0, 1)),
+    "moments": Moments(
+        "optimizer", 0, "a", None, (4, 2), (Part("3", ((0, 2), (0, 4)), ((0, 4), (0, 2)), axes=(1, 0)),)
+    ),
+    "omit": Omit("optimizer"),
 }
 
 

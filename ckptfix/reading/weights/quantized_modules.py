@@ -64,6 +64,15 @@ def composed_class(value: Any) -> str:
     return str(cls) if is_composed else ""
 
 
+_LOW_BIT = re.compile(r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\.OptimState\w+")
+
+
+def is_low_bit_moment(name: str) -> bool:
+    """Whether a class is one of torchao's for the moments of its 4-bit, 8-bit and fp8 optimizers, which ``import
+    torchao`` allows under ``weights_only=True``."""
+    return _LOW_BIT.fullmatch(name) is not None
+
+
 def rebuilding_call(value: Any) -> str:
     """The function that alone makes a tensor of a storage, where it is none that is known: one of a later torch or of
     somebody's own, or a name that is misspelt in the file. Empty for all else.

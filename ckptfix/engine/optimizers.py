@@ -1,0 +1,145 @@
+"""Gives the parameters of an optimizer other places, and other state: lazily, as it is done with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint, PathPart
+from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.engine.assembling import assembled
+from ckptfix.errors import PlanError
+from ckptfix.maps.positions import Optimizer, optimizers_in
+
+
+def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
+    """Return the checkpoint after the edits of its optimizers. Raises ``PlanError`` if they do not fit it."""
+    root = checkpoint.root
+    found = {optimizer.name: optimizer for optimizer in optimizers_in(root)}
+    for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
+        optimizer = found.get(regroup.where)
+        moments = [edit for edit in edits if isinstance(edit, Moments) and edit.where == regroup.where]
+        if optimizer is None:
+            raise PlanError(
+                f"{checkpoint.path}: {rule} edits the optimizer {regroup.where}, which is not there; the plan belongs "
+                "to another file"
+            )
+        made = _regrouped(checkpoint, optimizer, regroup, moments, rule)
+        root = _with(root, optimizer.path, partial(_updated, made))
+    for edit in edits:
+        if isinstance(edit, Omit):
+            optimizer = found.get(edit.where)
+            if optimizer is None:
+                raise PlanError(
+                    f"{checkpoint.path}: {rule} leaves out {edit.where}, which is not there; the plan belongs to "
+                    "another file"
+                )
+            root = _with(root, optimizer.path, lambda before: None)
+    return replace(checkpoint, root=root)
+
+
+def _updated(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {**before, **made}
+
+
+def _with(root: Any, path: tuple[PathPart, ...], change: Callable[[Any], Any]) -> Any:
+    """Return a container with what ``change`` makes of the value at a place; nothing is changed in place."""
+    if not path:
+        return change(root)
+    result = copy(root)
+    made = _with(root[path[0]], path[1:], change)
+    if made is None and isinstance(root, dict):
+        del result[path[0]]
+    else:  # a list keeps its length, or the places of the others would be other ones
+        result[path[0]] = {} if made is None else made
+    return result
+
+
+def _regrouped(
+    checkpoint: Checkpoint, optimizer: Optimizer, regroup: Regroup, edits: Sequence[Moments], rule: str
+) -> dict[str, Any]:
+    """Return the new ``state`` and ``param_groups``. Ids that are names become those of the result."""
+    ids = {str(number): number for number in optimizer.ids}
+    is_keyed = all(isinstance(number, str) for number in ids.values())
+    used = {edit.source for edit in edits if edit.source is not None}
+    used |= {part.source for edit in edits for part in edit.parts}
+    out_of_range = any(edit.group >= len(regroup.like) for edit in edits)
+    if not used <= ids.keys() or out_of_range or any(place >= len(optimizer.groups) for place in regroup.like):
+        raise PlanError(
+            f"{checkpoint.path}: {rule} names a parameter or a group that the optimizer {optimizer.name} does not "
+            "have; the plan belongs to another file"
+        )
+    members: list[list[Any]] = [[] for _ in regroup.like]
+    names: list[list[str]] = [[] for _ in regroup.like]
+    state: dict[Any, Any] = {}
+    ordered = sorted(edits, key=lambda edit: edit.group)
+    rows = _assembled_rows(checkpoint, optimizer, ids, ordered, rule)
+    for number, edit in enumerate(ordered):
+        new = edit.key if is_keyed else number
+        members[edit.group].append(new)
+        names[edit.group].append(edit.key)
+        row = rows.get(edit.key)
+        if edit.source is not None:
+            row = optimizer.state.get(ids[edit.source])
+            row = _reshaped(row, edit.shape) if edit.shape and row is not None else row
+        if row is None and edit.source is None:
+            row = _begun(optimizer, optimizer.groups[regroup.like[edit.group]], edit.shape)
+        if row is not None:
+            state[new] = row
+    extra = {key: value for key, value in optimizer.state.items() if str(key) not in ids}
+    groups = []
+    for place, ids_of_group, keys in zip(regroup.like, members, names, strict=True):
+        group = {**optimizer.groups[place], "params": ids_of_group}
+        groups.append({**group, "param_names": keys} if "param_names" in group else group)
+    return {"state": {**state, **extra}, "param_groups": groups}
+
+
+def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """Return the state that Adagrad begins with; None for the others, which make theirs at the first step."""
+    value = group.get("initial_accumulator_value")
+    like = next((row for row in map(optimizer.row, optimizer.ids) if isinstance(row.get("sum"), TensorSpec)), None)
+    if not isinstance(value, (int, float)) or like is None:
+        return None
+    from ckptfix.reading.live import spec_of_number
+
+    step = like.get("step")
+    begun = spec_of_number(step.dtype, step.shape, 0) if isinstance(step, TensorSpec) else 0
+    return {"step": begun, "sum": spec_of_number(like["sum"].dtype, shape, value)}
+
+
+def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a row with its elementwise tensors in another shape."""
+    count = TensorSpec("uint8", shape).numel
+    return {
+        name: replace(value, shape=shape, strides=contiguous_strides(shape))
+        if isinstance(value, TensorSpec) and value.shape and value.numel == count and name != "step"
+        else value
+        for name, value in row.items()
+    }
+
+
+def _assembled_rows(
+    checkpoint: Checkpoint, optimizer: Optimizer, ids: Mapping[str, Any], edits: Sequence[Moments], rule: str
+) -> dict[str, dict[str, Any]]:
+    """Return the rows that are made of parts of others, by the key of the result; each moment is assembled as the
+    weights were, and what is no moment is that of the first source."""
+    made_of = [edit for edit in edits if edit.parts]
+    rows: dict[str, dict[str, Any]] = {edit.key: {} for edit in made_of}
+    fields = {name: None for edit in made_of for name in optimizer.row(ids[edit.parts[0].source])}
+    for field in fields:
+        specs = {text: optimizer.row(number).get(field) for text, number in ids.items()}
+        wanted = []
+        for edit in made_of:
+            first = specs[edit.parts[0].source]
+            if isinstance(first, TensorSpec) and first.shape:
+                wanted.append(Assemble(edit.key, first.dtype, edit.shape, edit.parts))
+            elif field in optimizer.row(ids[edit.parts[0].source]):
+                rows[edit.key][field] = first
+        entries = {text: spec for text, spec in specs.items() if isinstance(spec, TensorSpec)}
+        for key, spec in assembled(replace(checkpoint, entries=entries), wanted, rule).items():
+            rows[key][field] = spec
+    return rows

@@ -1,0 +1,322 @@
+"""Which position of an optimizer's state is which parameter.
+
+``torch.optim`` numbers parameters. Their names are in the file itself (``param_names``, or names in the place of
+numbers), or follow from the order of ``named_parameters()`` and the way in which a trainer puts parameters into groups:
+a recipe. A recipe fits if each group has as many parameters as it says, and each moment the shape of its parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from ckptfix.core.checkpoint import PathPart, path_name
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+
+Shape = tuple[int, ...]
+
+DEPTH = 4
+"""Containers within each other in which an optimizer is looked for."""
+
+MANY = 1000
+"""Members of a container from which on it is a log and not a place for an optimizer."""
+
+NAMED, KEYED = "param_names", "names in the place of numbers"
+"""What makes names certain."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The state of an optimizer in a container: a row for each id, and the groups of ids."""
+
+    path: tuple[PathPart, ...]
+    state: Mapping[Any, Any]
+    groups: tuple[Mapping[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """Its place in the container: ``optimizer``, ``optimizer_states[0]``."""
+        return path_name(self.path)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of parameters of each group."""
+        return tuple(len(group["params"]) for group in self.groups)
+
+    @property
+    def ids(self) -> list[Any]:
+        """The ids of all groups, one after another."""
+        return [number for group in self.groups for number in group["params"]]
+
+    def row(self, number: Any) -> Mapping[str, Any]:
+        """What is kept of a parameter; empty if it never had a gradient."""
+        row = self.state.get(number)
+        return row if isinstance(row, Mapping) else {}
+
+
+def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | None:
+    """Return an optimizer's ``state_dict``, None for any other value."""
+    if not isinstance(value, Mapping):
+        return None
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
+        return None
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return None
+    found = Optimizer(path, state, tuple(groups))
+    ids = found.ids
+    is_usual = all(type(number) in (int, str) for number in ids) and len(set(map(str, ids))) == len(ids)
+    return found if is_usual else None
+
+
+def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Optimizer]:
+    """Find the optimizers of a container, in its order."""
+    found = optimizer_of(root, path)
+    if found is not None:
+        yield found
+        return
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(root, (Mapping, list)) and len(root) <= MANY and len(path) < DEPTH:
+        members = root.items() if isinstance(root, Mapping) else enumerate(root)
+    for name, member in members:
+        if isinstance(name, (str, int)) and isinstance(member, (Mapping, list)):
+            yield from optimizers_in(member, (*path, name))
+
+
+# Recipes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of a model in the order of ``named_parameters()``, and its modules' class names, if known."""
+
+    shapes: Mapping[str, Shape]
+    modules: Mapping[str, str] | None = None
+
+    def is_norm(self, key: str) -> bool:
+        """Whether a parameter belongs to a norm: by the class of its module, else if the module's weight is flat."""
+        module, _, leaf = key.rpartition(".")
+        if self.modules is not None and module in self.modules:
+            return "Norm" in self.modules[module]
+        return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
+
+
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
+_HF_PATTERNS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+_UNDECAYED = re.compile(
+    r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
+)
+_MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
+_STEM = re.compile(r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)")
+_BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
+
+
+def bare(key: str) -> str:
+    """Return a key without the segments of wrappers: the name that the optimizer's own training knew."""
+    return _WRAPPERS.sub(r"\1", key)
+
+
+def _is_flat(layout: Layout, key: str) -> bool:
+    return len(layout.shapes[key]) <= 1
+
+
+def _has_bias(key: str) -> bool:
+    return bare(key).endswith(".bias")
+
+
+def _decays_in_hf(layout: Layout, key: str) -> bool:
+    module = key.rpartition(".")[0]
+    is_layer_norm = layout.modules is not None and layout.modules.get(module) == "LayerNorm"
+    return not (is_layer_norm or _HF_PATTERNS.search(bare(key).lower()))
+
+
+def _decays_in_old_hf(layout: Layout, key: str) -> bool:
+    return not (layout.is_norm(key) or "bias" in key)
+
+
+def _decays_in_timm(layout: Layout, key: str) -> bool:
+    return not (_is_flat(layout, key) or _has_bias(key))
+
+
+def _decays_in_vit(layout: Layout, key: str) -> bool:
+    return _decays_in_timm(layout, key) and not _UNDECAYED.search(key)
+
+
+def _layer(key: str) -> int:
+    """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
+    name = bare(key)
+    block = _BLOCK.match(name)
+    return -1 if _STEM.match(name) else int(block[3]) if block else MANY
+
+
+def _layer_in_timm(layout: Layout, key: str) -> int:
+    """Return the same, with the norm after the blocks in the last one."""
+    if not bare(key).startswith("norm"):
+        return _layer(key)
+    return max((layer for layer in map(_layer, layout.shapes) if layer < MANY), default=MANY)
+
+
+def _ultralytics(layout: Layout, key: str) -> str:
+    return "bias" if "bias" in key else "norm" if layout.is_norm(key) or "logit_scale" in key else "weight"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a trainer groups parameters: ``label`` names the group of one. The groups are in the given ``order``, all of
+    them even if empty, else in that of first appearance."""
+
+    name: str
+    label: Callable[[Layout, str], Hashable]
+    order: tuple[Hashable, ...] = ()
+
+    def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
+        """Return each group's label and parameters."""
+        groups: dict[Hashable, list[str]] = {label: [] for label in self.order}
+        for key in layout.shapes:
+            groups.setdefault(self.label(layout, key), []).append(key)
+        return list(groups.items())
+
+
+PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
+
+RECIPES = (
+    PLAIN,
+    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False)),
+    Recipe("Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False)),
+    Recipe("decay for matrices, none for the rest", lambda layout, key: not _is_flat(layout, key), (True, False)),
+    Recipe("timm", _decays_in_timm, (False, True)),
+    Recipe("timm with no_weight_decay", _decays_in_vit, (False, True)),
+    Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
+    Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm")),
+    Recipe("detectron2", lambda layout, key: key),
+    Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
+    Recipe("layer-wise decay of BEiT and MAE", lambda layout, key: (_layer(key), _decays_in_vit(layout, key))),
+    Recipe(
+        "layer-wise decay of MAE",
+        lambda layout, key: (_layer(key), not (_is_flat(layout, key) or key in _MAE_UNDECAYED)),
+    ),
+    Recipe(
+        "layer-wise decay of timm",
+        lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or _UNDECAYED.search(key))),
+    ),
+)
+"""The recipes of trainers that are in use. Each is confirmed by the sizes of the groups and the shapes of the moments.
+
+Sources: ``transformers/trainer.py`` and ``trainer_pt_utils.py``; ``timm/optim/_param_groups.py``; ``optim_factory.py``
+of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``solver/build.py`` of detectron2;
+``main.py`` of DETR."""
+
+# Naming
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of an optimizer's ids, and how they are known.
+
+    ``recipe`` is None if the names are in the file itself, or if its groups are those of no known trainer but follow
+    the order of the parameters. ``own_shapes`` counts the parameters whose shape no other has: the rest rely on the
+    order between them."""
+
+    names: Mapping[Any, str]
+    source: str
+    recipe: Recipe | None = None
+    moments: int = 0
+    own_shapes: int = 0
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the file itself has the names."""
+        return self.source in (NAMED, KEYED)
+
+
+def stored_names(optimizer: Optimizer) -> dict[Any, str] | None:
+    """Return the names that the state itself gives to its ids, None without."""
+    ids = optimizer.ids
+    if ids and all(isinstance(number, str) for number in ids):
+        return {number: number for number in ids}
+    found: dict[Any, str] = {}
+    for group in optimizer.groups:
+        names = group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            return None
+        found |= zip(group["params"], names, strict=True)
+    return found if found and all(isinstance(name, str) for name in found.values()) else None
+
+
+def named_by_itself(optimizer: Optimizer, keys: Iterable[str]) -> Naming | None:
+    """Return the naming that the state gives, in terms of these keys; None if it has none or one is not there."""
+    names = stored_names(optimizer)
+    if names is None:
+        return None
+    of_bare = {bare(key): key for key in keys}
+    known = {number: of_bare[bare(name)] for number, name in names.items() if bare(name) in of_bare}
+    if len(set(known.values())) < len(names):
+        return None
+    source = KEYED if isinstance(next(iter(names)), str) else NAMED
+    return Naming(known, source, moments=sum(bool(_moments(optimizer.row(number))) for number in known))
+
+
+def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
+    """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout."""
+    sizes = optimizer.sizes
+    if sum(sizes) != len(layout.shapes):
+        return
+    rows = [(number, _moments(optimizer.row(number)), optimizer.row(number)) for number in optimizer.ids]
+    moments = sum(bool(found) for _, found, _ in rows)
+    counts = Counter(layout.shapes.values())
+    own = sum(counts[shape] == 1 for shape in layout.shapes.values())
+    seen = set()
+    for recipe in (*RECIPES, None):
+        if recipe is None:
+            order = list(layout.shapes)  # groups of the user's own, each a run of parameters
+        else:
+            groups = recipe.groups(layout)
+            if tuple(len(keys) for _, keys in groups) != sizes:
+                continue
+            order = list(chain.from_iterable(keys for _, keys in groups))
+        if recipe is None and tuple(order) in seen:
+            continue
+        seen.add(tuple(order))
+        if all(fits(row, layout.shapes[key]) for (_, _, row), key in zip(rows, order, strict=True)):
+            names = {number: key for (number, _, _), key in zip(rows, order, strict=True)}
+            yield Naming(names, recipe.name if recipe else "the order of the parameters", recipe, moments, own)
+
+
+def _moments(row: Mapping[str, Any]) -> list[Any]:
+    return [value for value in row.values() if logical_shape(value)]
+
+
+def logical_shape(value: object) -> Shape:
+    """Return the shape of a tensor of the state, of one that a class makes of others the shape of the whole; empty for
+    numbers."""
+    if isinstance(value, TensorSpec):
+        return value.shape
+    if isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2" and len(value.args) > 2:
+        made = value.args[2]
+        size = made[2] if isinstance(made, tuple) and len(made) > 2 else ()
+        return tuple(size.args[0] if isinstance(size, Opaque) and size.args else size) if size else ()
+    return ()
+
+
+_BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
+"""What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks."""
+
+
+def fits(row: Mapping[str, Any], shape: Shape) -> bool:
+    """Whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or that of
+    the factored moments of Adafactor."""
+    factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
+    allowed = {shape, (), (1,)} | (factored if len(shape) > 1 else set())
+    return all(logical_shape(value) in allowed or _BLOCKWISE.fullmatch(str(name)) for name, value in row.items())
+
+
+def runs_of(keys: Sequence[str]) -> Counter[str]:
+    """Count the keys below each first segment: the parts of a model that have an optimizer each."""
+    return Counter(bare(key).partition(".")[0] for key in keys)

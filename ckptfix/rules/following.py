@@ -1,0 +1,483 @@
+"""What the edits of a plan mean for an optimizer: where each parameter of the result gets its state from.
+
+``follow`` is given the names of an optimizer's positions, and gives the edits that keep it in step. Nothing is guessed
+here: what cannot be carried exactly starts anew, as it does for a parameter that is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Assemble, Drop, Edit, Moments, Regroup, Rename, Reshape, Tie, Zero
+from ckptfix.core.parts import Part
+from ckptfix.core.plan import Plan
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import PARAMETER, Target
+from ckptfix.maps.positions import (
+    RECIPES,
+    Layout,
+    Naming,
+    Optimizer,
+    Recipe,
+    bare,
+    logical_shape,
+    named_by_itself,
+    namings,
+    runs_of,
+    stored_names,
+)
+
+Shape = tuple[int, ...]
+
+INITIAL = "initial_accumulator_value"
+"""The hyperparameter of Adagrad with which the sums of its squared gradients begin."""
+
+STEP = "step"
+"""The count of steps in a row, which is a tensor of one element since torch 1.12."""
+
+
+class Origin(NamedTuple):
+    """What a tensor of the result comes from: the tensor ``key`` of the file, perhaps in another ``shape``, or the
+    ``parts`` of several; nothing if the file had no such tensor. ``is_trained`` is whether it has their values."""
+
+    key: str = ""
+    shape: Shape = ()
+    parts: tuple[Part, ...] = ()
+    is_trained: bool = True
+
+    @property
+    def sources(self) -> list[str]:
+        """The tensors of the file that it comes from."""
+        return [self.key] if self.key else list(dict.fromkeys(part.source for part in self.parts))
+
+
+NEW = Origin(is_trained=False)
+
+
+def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
+    """Return the origin of each key after a plan; ``keys`` are those before it."""
+    origins = {key: Origin(key) for key in keys}
+    dropped: dict[str, Origin] = {}
+    for step in plan.steps:
+        names = {edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}
+        used = {part.source for edit in step.edits if isinstance(edit, Assemble) for part in edit.parts}
+        used |= {edit.key for edit in step.edits if isinstance(edit, Drop)}
+        dropped |= {key: origins[key] for key in used if key in origins}
+        after = {names.get(key, key): origin for key, origin in origins.items() if key not in used}
+        for edit in step.edits:
+            if isinstance(edit, Assemble):
+                after[edit.key] = _assembled(edit, origins)
+            elif isinstance(edit, Reshape):
+                name, before = names.get(edit.key, edit.key), origins.get(edit.key, NEW)
+                after[name] = before._replace(shape=edit.shape, is_trained=before.is_trained and bool(before.key))
+            elif not (edit.keeps_values or _is_negligible(edit)) and (key := getattr(edit, "key", None)) is not None:
+                name = names.get(key, key)
+                after[name] = after.get(name, dropped.get(name, NEW))._replace(is_trained=False)
+        for edit in step.edits:
+            if isinstance(edit, Tie):
+                after[edit.key] = after.get(edit.to, NEW)
+        origins = after
+    return origins
+
+
+def _is_negligible(edit: Edit) -> bool:
+    """Whether an edit changes values by less than a step of training: those that are set to zero were 1e-38."""
+    return isinstance(edit, Zero) and edit.which == "subnormal"
+
+
+def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
+    """Return the origin of an assembled tensor. Parts of tensors that were put together before have no short form."""
+    before = {part.source: origins.get(part.source, NEW) for part in edit.parts}
+    parts = tuple(part for part in edit.parts if before[part.source].key)
+    parts = tuple(Part(before[part.source].key, part.box, part.place, part.view, part.axes) for part in parts)
+    is_trained = all(origin.is_trained and origin.key and not origin.shape for origin in before.values())
+    return Origin(shape=edit.shape, parts=parts, is_trained=is_trained)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The checkpoint before and after the edits of a plan, as an optimizer sees it: its parameters."""
+
+    before: Mapping[str, TensorSpec]
+    after: Mapping[str, TensorSpec]
+    origins: Mapping[str, Origin]
+    target: Target | None = None
+    kinds: Mapping[str, bool] = field(default_factory=dict)
+    """Which tensors of the file are parameters, as far as the model says so."""
+
+    @classmethod
+    def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
+        """Return the change that a plan makes."""
+        origins = trace(plan, before.specs)
+        known = {key: origins.get(key, NEW) for key in after.specs}
+        kinds = {
+            source: target.slots[key].kind == PARAMETER
+            for key, origin in known.items()
+            for source in origin.sources
+            if target is not None and target.modules is not None and key in target.slots
+        }
+        return cls(before.specs, after.specs, known, target, kinds)
+
+    @property
+    def model(self) -> Target | None:
+        """The target if it is a model: only that knows the order of its parameters."""
+        return self.target if self.target is not None and self.target.modules is not None else None
+
+    def parameters(self) -> dict[str, TensorSpec]:
+        """Return the parameters before the edits, tied ones once."""
+        kinds = self.kinds
+        found = {key: spec for key, spec in self.before.items() if kinds.get(key, _may_learn(key, spec, None))}
+        return _once(found, ())
+
+    def result(self) -> dict[str, TensorSpec]:
+        """Return the parameters after the edits, tied ones once, in the order of the model if there is one."""
+        found = {key: spec for key, spec in self.after.items() if _may_learn(key, spec, self.target)}
+        if self.model is None or not found.keys() <= self.model.slots.keys():
+            return _once(found, ())  # only a model that has them all knows their order
+        return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties)
+
+    @property
+    def touches(self) -> bool:
+        """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
+        return [self.origins[key] for key in self.result()] != [Origin(key) for key in self.parameters()]
+
+
+def _may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    from ckptfix.values.roles import is_buffer
+
+    dtype = DTYPES[spec.dtype]
+    return (dtype.is_float or dtype.is_complex) and not is_buffer(key, spec, target)
+
+
+def _once(specs: Mapping[str, TensorSpec], ties: Sequence[Sequence[str]]) -> dict[str, TensorSpec]:
+    """Leave out all names of a tensor but the first."""
+    tied = {key: tuple(group) for group in ties for key in group}
+    seen: set[Hashable] = set()
+    found: dict[str, TensorSpec] = {}
+    for key, spec in specs.items():
+        names: list[Hashable] = [spec.view] if spec.storage is not None and spec.numel else [key]
+        names += [tied[key]] if key in tied else []
+        if seen.isdisjoint(names):
+            found[key] = spec
+        seen.update(names)
+    return found
+
+
+class Step(NamedTuple):
+    """The next parameter of a group of the result, and the id that its state comes from."""
+
+    key: str
+    source: Any = None
+    shape: Shape = ()
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Followed:
+    """An optimizer in step with the result: ``groups`` are those of the result, each with the old one that it is like.
+
+    ``anew`` are the parameters of the result that start without a state though the optimizer had one of what they are
+    made of, and ``gone`` the parameters of the file that are in no group any more."""
+
+    optimizer: Optimizer
+    naming: Naming
+    like: tuple[int, ...]
+    groups: tuple[tuple[Step, ...], ...]
+    anew: tuple[str, ...]
+    added: tuple[str, ...]
+    gone: tuple[str, ...]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the state may stay as it is."""
+        if self.like != tuple(range(len(self.optimizer.groups))):
+            return False
+        names = stored_names(self.optimizer)
+        for group, old in zip(self.groups, self.optimizer.groups, strict=True):
+            if any(step.shape or step.parts for step in group):
+                return False
+            if [step.source for step in group] != old["params"]:
+                return False
+            if names is not None and [bare(step.key) for step in group] != [bare(names[n]) for n in old["params"]]:
+                return False
+        return True
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that bring it in step."""
+        where = self.optimizer.name
+        moments = (
+            Moments(
+                where,
+                number,
+                step.key,
+                None if step.source is None else str(step.source),
+                step.shape,
+                step.parts,
+            )
+            for number, group in enumerate(self.groups)
+            for step in group
+        )
+        return (Regroup(where, self.like), *moments)
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What tells two ways to follow apart: equal for two recipes that lead to the same state."""
+        if not self.optimizer.state:
+            return self.like, tuple(map(len, self.groups))  # there is nothing that could go astray
+        return self.like, self.groups
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The parameters of the file that an optimizer may have, and which new ones belong to it."""
+
+    layout: Layout
+    takes: Callable[[str], bool]
+
+
+def scopes(change: Change) -> Iterator[Scope]:
+    """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
+    parameters = change.parameters()
+    frozen = change.target.frozen if change.target is not None else frozenset()
+    cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
+    names_of = {source: key for key, origin in change.origins.items() for source in origin.sources}
+    modules = change.model.modules if change.model is not None else None
+    # What a model says of its modules is said of the file's own names, as far as they are known.
+    known = None
+    if modules is not None:
+        known = {
+            key.rpartition(".")[0]: modules.get(names_of[key].rpartition(".")[0], "")
+            for key in parameters
+            if key in names_of
+        }
+    orders = [list(parameters)]
+    if change.model is not None:
+        place = {source: n for n, key in enumerate(change.result()) for source in change.origins[key].sources}
+        orders.append(sorted(parameters, key=lambda key: place.get(key, len(place))))
+    for order in orders[: 1 if orders[0] == orders[-1] else 2]:
+        firsts = runs_of(order)
+        chosen: list[tuple[list[str], Callable[[str], bool]]] = [(order, lambda key: True)]
+        if change.kinds:  # what the model does not have may have been a buffer of another one
+            chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True))
+        if cold:
+            chosen.append(([key for key in order if key not in cold], lambda key: key not in frozen))
+        if 1 < len(firsts) <= 16:
+            for name in firsts:
+                inside = [key for key in order if bare(key).partition(".")[0] == name]
+                outside = [key for key in order if key not in set(inside)]
+                chosen.append((inside, lambda key, name=name: bare(key).partition(".")[0] == name))  # type: ignore[misc]  # mypy cannot type a default of a lambda
+                if len(firsts) > 2:
+                    chosen.append((outside, lambda key, name=name: bare(key).partition(".")[0] != name))  # type: ignore[misc]  # as above
+        for keys, takes in chosen:
+            yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes)
+
+
+def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
+    """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
+    certain = named_by_itself(optimizer, change.before)
+    if certain is not None:
+        frozen = change.target.frozen if change.target is not None else frozenset()
+        layout = Layout({key: spec.shape for key, spec in change.parameters().items()})
+        made = follow(optimizer, certain, change, Scope(layout, lambda key: key not in frozen))
+        return [made] if made is not None else []
+    found: dict[Hashable, Followed] = {}
+    for scope in scopes(change):
+        for naming in namings(optimizer, scope.layout):
+            made = follow(optimizer, naming, change, scope)
+            if made is not None:
+                found.setdefault(made.outcome, made)
+    return list(found.values())
+
+
+def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
+    """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
+    of_view = {change.before[key].view: number for number, key in naming.names.items()}
+    ids = {key: of_view[spec.view] for key, spec in change.before.items() if spec.view in of_view}  # tied names too
+    ids |= {key: number for number, key in naming.names.items()}
+    steps: list[Step] = []
+    anew: list[str] = []
+    added: list[str] = []
+    for key, spec in change.result().items():
+        origin = change.origins[key]
+        known = [ids[source] for source in origin.sources if source in ids]
+        if not known and (origin.sources or not scope.takes(key)):
+            continue
+        step = _carried(optimizer, key, origin, ids, change, spec)
+        steps.append(step)
+        if step.source is None and not step.parts:
+            (anew if known else added).append(key)
+    recipe = naming.recipe or _known_recipe(optimizer, naming, scope.layout)
+    if recipe is not None:
+        grouped = _by_recipe(recipe, optimizer, naming, steps, change, scope.layout)
+    else:
+        grouped = _by_kin(optimizer, steps, change, ids)
+    if grouped is None:
+        return None
+    kept = {source for step in steps for source in change.origins[step.key].sources}
+    gone = tuple(key for key in naming.names.values() if key not in kept)
+    grouped = grouped[0], tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
+    anew = [key for key in anew if any(optimizer.row(ids[source]) for source in change.origins[key].sources)]
+    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone)
+
+
+def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...]:
+    """Give the shape to those that Adagrad has to begin anew: unlike the others, it has a state from the start on."""
+    if INITIAL not in optimizer.groups[like]:
+        return tuple(steps)
+    return tuple(
+        step if step.source is not None or step.parts else step._replace(shape=change.after[step.key].shape)
+        for step in steps
+    )
+
+
+def _carried(
+    optimizer: Optimizer, key: str, origin: Origin, ids: Mapping[str, Any], change: Change, spec: TensorSpec
+) -> Step:
+    """Return where the state of a parameter comes from; nowhere if it cannot be carried exactly."""
+    sources = origin.sources
+    if not origin.is_trained or not all(source in ids for source in sources):
+        return Step(key)
+    shapes = [change.before[source].shape for source in sources]
+    if origin.key and shapes[0] == spec.shape:
+        return Step(key, ids[origin.key])
+    rows = [optimizer.row(ids[source]) for source in sources]
+    if origin.key and not rows[0]:
+        return Step(key, ids[origin.key])
+    if not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
+        return Step(key)
+    if origin.key:
+        return Step(key, ids[origin.key], spec.shape)
+    parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
+    return Step(key, None, spec.shape, parts)
+
+
+def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape]) -> bool:
+    """Whether all tensors of some rows have an element for each of their parameter, and all else is equal."""
+    if any(row.keys() != rows[0].keys() for row in rows) or () in shapes:
+        return False
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        moments = [
+            value for value in values if isinstance(value, TensorSpec) and not value.parts and not value.quantizer
+        ]
+        is_moment = name != STEP and [value.shape for value in moments] == list(shapes)
+        if is_moment and len({value.dtype for value in moments}) == 1:
+            if len(rows) > 1 or moments[0].is_contiguous:
+                continue
+            return False
+        if any(logical_shape(value) not in ((), (1,)) for value in values) or len(set(map(_number, values))) > 1:
+            return False
+    return True
+
+
+def _number(value: object) -> Hashable:
+    """Return what tells two counts apart: the bytes of a 0-d tensor, or the number itself."""
+    if isinstance(value, TensorSpec):
+        if value.storage is None:
+            return None
+        start, stop = value.extent
+        return value.dtype, bytes(value.storage.source.read(start, stop))
+    return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+
+
+# Groups
+# ----------------------------------------------------------------------------------------------------------------------
+
+Grouped = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]
+
+
+def _known_recipe(optimizer: Optimizer, naming: Naming, layout: Layout) -> Recipe | None:
+    """Return the recipe by which names that are certain are grouped, None for the user's own."""
+    named = set(naming.names.values())
+    layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
+    want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
+    for recipe in RECIPES if len(want) > 1 else ():
+        if [keys for _, keys in recipe.groups(layout)] == want:
+            return recipe
+    return None
+
+
+def _by_recipe(
+    recipe: Recipe, optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, layout: Layout
+) -> Grouped | None:
+    """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
+    modules = change.model.modules if change.model is not None else None
+    old: dict[Hashable, int] = {label: place for place, label in enumerate(recipe.order)}
+    for place, group in enumerate(optimizer.groups):
+        if group["params"]:
+            old[recipe.label(layout, naming.names[group["params"][0]])] = place
+    after = Layout({step.key: change.after[step.key].shape for step in steps}, modules)
+    of_key = {step.key: step for step in steps}
+    group_of = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
+    groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
+    like: list[int] = []
+    for label, members in groups:
+        sources = {group_of[str(step.source)] for step in members if step.source is not None}
+        sources |= {group_of[part.source] for step in members for part in step.parts}
+        if len(sources) == 1 and (label not in old or not recipe.order):
+            found: int | None = next(iter(sources))
+        else:
+            found = old[label] if label in old else _alike(members, groups, group_of, optimizer, after.shapes)
+        if found is None:
+            return None
+        like.append(found)
+    return tuple(like), tuple(tuple(members) for _, members in groups)
+
+
+def _alike(
+    members: Sequence[Step],
+    groups: Sequence[tuple[Hashable, Sequence[Step]]],
+    group_of: Mapping[str, int],
+    optimizer: Optimizer,
+    shapes: Mapping[str, Shape],
+) -> int | None:
+    """Return the old group of parameters of the same kind, if their hyperparameters all agree."""
+
+    def kind(step: Step) -> tuple[str, int]:
+        return step.key.rpartition(".")[2], len(shapes[step.key])
+
+    kinds = set(map(kind, members))
+    carried = [step for _, others in groups for step in others if step.source is not None and kind(step) in kinds]
+    places = [group_of[str(step.source)] for step in carried]
+    settings = [_settings(optimizer.groups[place]) for place in places]
+    return places[0] if places and all(one == settings[0] for one in settings) else None
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names", "name")}
+
+
+def _by_kin(optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]) -> Grouped | None:
+    """Leave each parameter in its group. A new one joins the parameters of its own module, or of one around it."""
+    group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
+    places: dict[str, int] = {}
+    for step in steps:
+        found = {group_of[ids[source]] for source in change.origins[step.key].sources if source in ids}
+        if len(found) > 1:
+            return None
+        places |= dict.fromkeys([step.key], *found) if found else {}
+    for step in steps:
+        if step.key not in places:
+            place = _kin(step.key, places, len(optimizer.groups))
+            if place is None:
+                return None
+            places[step.key] = place
+    groups = [tuple(step for step in steps if places[step.key] == number) for number in range(len(optimizer.groups))]
+    kept = [number for number, group in enumerate(groups) if group or not optimizer.groups[number]["params"]]
+    return tuple(kept), tuple(groups[number] for number in kept)
+
+
+def _kin(key: str, places: Mapping[str, int], count: int) -> int | None:
+    if count == 1:
+        return 0
+    module = key
+    while module:
+        module = module.rpartition(".")[0]
+        found = {place for other, place in places.items() if other.startswith(f"{module}." if module else "")}
+        if found:
+            return found.pop() if len(found) == 1 else None
+    return None

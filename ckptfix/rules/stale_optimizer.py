@@ -1,0 +1,157 @@
+"""OPT101 stale-optimizer: the optimizer's state no longer belongs to the weights beside it.
+
+## What it finds
+An optimizer in the file whose parameters are dropped, added, reordered, reshaped, split, fused, replaced or put into
+another group by the edits of this repair; or that has names of parameters which are renamed. With `--model`, also one
+whose parameters are in another order than the model's. Renaming alone moves nothing in an optimizer that numbers its
+parameters, and buffers are not in it.
+
+## Why it matters
+`torch.optim` knows parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises `loaded state
+dict contains a parameter group that doesn't match the size of optimizer's group`; and if the number is right and the
+order is not, momentum and second moments go to the wrong weights without a word.
+
+## Fix safety
+The state follows the weights: it moves to the new position or group, is reshaped, split, fused and permuted as they
+are, and is left out with those that are dropped. Parameters that are new, or whose values did not come from this
+training, start without a state, as torch starts new ones; so do those whose state cannot be cut exactly: factored
+(Adafactor), blockwise (8-bit), or of unequal step counts. They are listed.
+
+Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in
+the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
+trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR): the
+sizes of all groups and the shapes of all moments confirm it, and parameters of equal shape rely on the order between
+them. If two recipes fit and lead to different states, nothing is touched. `--drop-optimizer` leaves the optimizer
+out: training goes on from the weights, with new moments. `--keep-optimizer` keeps it as it is.
+
+## Example
+`{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.
+
+## Sources
+`torch/optim/optimizer.py` (`state_dict`, `load_state_dict`); pytorch#1489; `transformers/trainer.py`
+(`get_decay_parameter_names`); `timm/optim/_param_groups.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfix.core.edits import Moments, Omit, Regroup
+from ckptfix.core.finding import (
+    MODEL,
+    UNSAFE_FIXES,
+    Applicability,
+    Finding,
+    Fix,
+    Level,
+    Remedy,
+    advise,
+    counted,
+)
+from ckptfix.core.plan import Plan
+from ckptfix.maps.positions import Optimizer, optimizers_in
+from ckptfix.rules.following import Change, Followed, ways
+from ckptfix.rules.rule import Context, Rule, rule
+
+DROP = Remedy((("drop_optimizer", True),), "leaves it out: training goes on from the weights with new moments")
+KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
+
+
+@rule("OPT101", "stale-optimizer")
+def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Bring the optimizers in step with the edits, or say which one cannot be."""
+    optimizers = list(optimizers_in(context.checkpoint.root))
+    if context.settings.drop_optimizer:
+        yield from _left_out(rule, optimizers)
+        return
+    if context.before is None or context.settings.format == "safetensors":
+        return  # that format has no place for an optimizer, as FIL104 says
+    before, plan = context.before, context.plan
+    if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
+        before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself
+    change = Change.of(before, context.checkpoint, plan, context.target)
+    if not plan.edits and change.model is None:
+        return
+    for optimizer in optimizers:
+        yield from _out_of_step(rule, context, optimizer, change, plan)
+
+
+def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
+    optimizers = [optimizer for optimizer in optimizers if optimizer.path]
+    if optimizers:
+        names = ", ".join(optimizer.name for optimizer in optimizers)
+        yield rule.finding(
+            Level.NOTE,
+            f"{names} left out, as --drop-optimizer asks: a training that goes on starts with new moments, and "
+            "with the learning rate of its script",
+            fix=Fix(tuple(Omit(optimizer.name) for optimizer in optimizers), Applicability.UNSAFE, asked=True),
+        )
+
+
+def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan) -> Iterator[Finding]:
+    found = ways(optimizer, change)
+    if len(found) == 1 and found[0].is_unchanged:
+        return
+    if len(found) != 1 and (not plan.edits or not change.touches or any(way.is_unchanged for way in found)):
+        return
+    name = optimizer.name
+    keep = context.settings.keep_optimizer
+    if len(found) != 1:
+        reason = (
+            f"{counted(len(found), 'way')} to name its parameters fit and differ"
+            if found
+            else "its parameters cannot be named"
+        )
+        sources = [way.naming.source for way in found]
+        yield rule.finding(
+            Level.NOTE if keep else Level.ERROR,
+            f"the optimizer {name} no longer belongs to the weights, which other edits change, and {reason}: it stays "
+            "as it is, and fails to load or gives moments to the wrong weights",
+            evidence={"parameters": len(optimizer.ids), **({"recipes": sources} if sources else {})},
+            remedies=() if keep else (DROP, *_with_model(context, found), KEEP),
+        )
+        return
+    way = found[0]
+    is_certain = way.naming.is_certain
+    yield rule.finding(
+        Level.NOTE if keep else Level.ERROR,
+        f"the optimizer {name} is out of step with the weights: {_what(way)}",
+        keys=(*way.anew, *way.added),
+        evidence=_evidence(way),
+        fix=None if keep else Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
+        remedies=() if keep else (Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
+    )
+
+
+def _with_model(context: Context, found: list[Followed]) -> tuple[Remedy, ...]:
+    if context.target is not None and context.target.modules is not None:
+        return advise("train a step with the old model and save it, with names in the optimizer") if found else ()
+    return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
+
+
+def _what(way: Followed) -> str:
+    """Return in words what is to change."""
+    words = [
+        f"{counted(len(keys), 'parameter')} {what}"
+        for keys, what in (
+            (way.gone, "gone"),
+            (way.added, "new"),
+            (way.anew, "with values of another origin or state that cannot be cut, which start anew"),
+        )
+        if keys
+    ]
+    if any(step.shape and step.source is not None for group in way.groups for step in group):
+        words.append("other shapes")
+    return ", ".join(words) or "other names or another order of parameters"
+
+
+def _evidence(way: Followed) -> dict[str, Any]:
+    naming = way.naming
+    figures: dict[str, Any] = {"parameters": len(way.optimizer.ids), "named by": naming.source}
+    if not naming.is_certain:
+        figures["moments of fitting shape"] = naming.moments
+        figures["with a shape of their own"] = naming.own_shapes
+    for name, keys in (("gone", way.gone), ("new", way.added), ("start anew", way.anew)):
+        if keys:
+            figures[name] = list(keys)
+    return figures

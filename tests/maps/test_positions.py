@@ -1,0 +1,167 @@
+"""Recipes give the parameters in the very order in which the trainers themselves hand them to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.maps.positions import RECIPES, Layout, named_by_itself, namings, optimizers_in
+from ckptfix.reading.opening import open_file
+
+
+def groups_of_timm(model: nn.Module) -> Any:
+    return pytest.importorskip("timm.optim").param_groups_weight_decay(
+        model, 0.05, no_weight_decay_list=model.no_weight_decay()
+    )
+
+
+def layers_of_timm(model: nn.Module) -> Any:
+    return pytest.importorskip("timm.optim").param_groups_layer_decay(
+        model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.75
+    )
+
+
+def groups_of_trainer(model: nn.Module) -> Any:
+    """``Trainer.create_optimizer`` of transformers."""
+    pt_utils = pytest.importorskip("transformers.trainer_pt_utils")
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = pt_utils.get_parameter_names(model, [nn.LayerNorm], patterns)
+    named = list(model.named_parameters())
+    return [{"params": [p for n, p in named if (n in decayed) is is_decayed]} for is_decayed in (True, False)]
+
+
+def groups_of_ultralytics(model: nn.Module) -> Any:
+    """``BaseTrainer.build_optimizer``: biases, then weights, then norms."""
+    norms = tuple(cls for name, cls in nn.__dict__.items() if "Norm" in name)
+    parts: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            parts[0 if "bias" in name else 2 if isinstance(module, norms) else 1].append(parameter)
+    return [{"params": part} for part in parts]
+
+
+def groups_of_detr(model: nn.Module) -> Any:
+    named = list(model.named_parameters())
+    return [{"params": [p for n, p in named if ("backbone" in n) is inside]} for inside in (False, True)]
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.head = nn.Linear(4, 5)
+
+
+def vit() -> nn.Module:
+    timm = pytest.importorskip("timm.models")
+    model: nn.Module = timm.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=12, depth=3, num_heads=2, num_classes=5
+    )
+    return model
+
+
+def gpt() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    model: nn.Module = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16)
+    )
+    return model
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=40
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+PEERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "plain": (vit, lambda model: [{"params": list(model.parameters())}]),
+    "timm": (vit, groups_of_timm),
+    "timm, layer-wise": (vit, layers_of_timm),
+    "hugging face, gpt2": (gpt, groups_of_trainer),
+    "hugging face, llama": (llama, groups_of_trainer),
+    "ultralytics": (Detector, groups_of_ultralytics),
+    "detectron2": (Detector, lambda model: [{"params": [p]} for p in model.parameters()]),
+    "detr": (Detector, groups_of_detr),
+}
+
+
+@pytest.mark.parametrize(
+    "peer", [pytest.param(peer, marks=pytest.mark.slow if "hugging" in peer else ()) for peer in PEERS]
+)
+def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
+    build, grouped = PEERS[peer]
+    model = build()
+    groups = grouped(model)
+    for group in groups:
+        group.pop("param_names", None)
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    checkpoint = open_file(str(tmp_path / "run.pth"))
+    names = dict(model.named_parameters())
+    layout = Layout({key: spec.shape for key, spec in checkpoint.specs.items() if key in names})
+    (state,) = optimizers_in(checkpoint.root)
+    found = list(namings(state, layout))
+    of_parameter = {id(parameter): name for name, parameter in names.items()}
+    live = [of_parameter[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    assert [list(naming.names.values()) for naming in found] == [live] * len(found)
+    assert len(found) >= 1
+    assert all(naming.moments == len(live) and not naming.is_certain for naming in found)
+
+
+def test_every_recipe_has_a_name_of_its_own():
+    assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
+
+
+STATE = {"exp_avg": torch.ones(2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ([{"params": [0, 1], "param_names": ["a", "b"]}], {0: "a", 1: "b"}),
+        (
+            [{"params": [4], "param_names": ["module.b"]}, {"params": [1], "param_names": ["module.a"]}],
+            {4: "b", 1: "a"},
+        ),
+        ([{"params": ["a", "b"]}], {"a": "a", "b": "b"}),
+        ([{"params": ["module.a", "b"]}], {"module.a": "a", "b": "b"}),
+        ([{"params": [0, 1]}], None),
+        ([{"params": [0, 1], "param_names": ["a"]}], None),
+        ([{"params": [0, 1], "param_names": ["a", "x"]}], None),
+        ([{"params": [0, 1], "param_names": ["a", "module.a"]}], None),
+        ([{"params": [0], "param_names": ["a"]}, {"params": [1]}], None),
+    ],
+)
+def test_names_that_the_file_has_itself(groups, names):
+    (state,) = optimizers_in({"optimizer": {"state": {}, "param_groups": groups}})
+    found = named_by_itself(state, ["a", "b"])
+    assert (None if found is None else dict(found.names)) == names
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        {"state": {}, "param_groups": []},
+        {"state": {}, "param_groups": [{"lr": 1}]},
+        {"state": {}, "param_groups": [{"params": [0, 0]}]},
+        {"state": {}, "param_groups": [{"params": [0.5]}]},
+        {"state": {}, "param_groups": [{"params": [0]}, {"params": ["0"]}]},
+        {"state": 3, "param_groups": [{"params": [0]}]},
+        {"a": {"b": {"c": {"d": {"e": {"state": {}, "param_groups": [{"params": [0]}]}}}}}},
+    ],
+)
+def test_what_is_no_optimizer(value):
+    assert list(optimizers_in({"optimizer": value})) == []

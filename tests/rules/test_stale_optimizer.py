@@ -1,0 +1,326 @@
+"""A training that goes on after a repair makes the very step that it would have made: train, edit, repair, resume."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+from ckptfix.core.plan import Plan
+
+Edited = Callable[[nn.Module], nn.Module]
+Groups = Callable[[nn.Module], Any]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Three layers and norms of several shapes, and a parameter that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 8)
+        self.norm = nn.LayerNorm(8)
+        self.mid = nn.Linear(8, 6)
+        self.bn = nn.BatchNorm1d(6)
+        self.aux = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.mid(self.norm(self.stem(x)).relu()))
+        out: torch.Tensor = self.head(x + self.aux(x) if "aux" in self._modules else x)
+        return out
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    """Make some steps on the same numbers every time."""
+    noise = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=noise)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def one_group(model: nn.Module) -> Any:
+    return list(model.parameters())
+
+
+def by_decay(is_decayed: Callable[[str, torch.Tensor], bool], decay_first: bool) -> Groups:
+    def groups(model: nn.Module) -> Any:
+        parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            parts[is_decayed(name, parameter)].append(parameter)
+        both = [{"params": parts[True], "weight_decay": 0.1}, {"params": parts[False], "weight_decay": 0.0}]
+        return both if decay_first else both[::-1]
+
+    return groups
+
+
+def named(model: nn.Module) -> Any:
+    return list(model.named_parameters())
+
+
+def each_its_own(model: nn.Module) -> Any:
+    return [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
+
+
+GROUPS: dict[str, Groups] = {
+    "plain": one_group,
+    "param_names": named,
+    "hugging-face": by_decay(lambda name, p: "bias" not in name and "norm" not in name, True),
+    "timm": by_decay(lambda name, p: p.ndim > 1 and not name.endswith(".bias"), False),
+    "detectron2": each_its_own,
+}
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+# The edits: what becomes of the model, and of each parameter of the new one
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def without_aux(model: nn.Module) -> nn.Module:
+    del model.aux
+    return model
+
+
+def with_other_head(model: nn.Module) -> nn.Module:
+    model.head = nn.Linear(6, 5)
+    return model
+
+
+def with_more(model: nn.Module) -> nn.Module:
+    model.extra = nn.Linear(2, 2)
+    return model
+
+
+def reordered(model: nn.Module) -> nn.Module:
+    model._modules = {name: model._modules[name] for name in sorted(model._modules, key=lambda name: name != "head")}
+    return model
+
+
+def same(model: nn.Module) -> nn.Module:
+    return model
+
+
+EDITS: dict[str, tuple[Edited, dict[str, Any]]] = {
+    "rename": (same, {}),
+    "drop": (without_aux, {"unsafe_fixes": True}),
+    "fill-other-shape": (with_other_head, {"unsafe_fixes": True, "drop_mismatched": True, "fill": "target"}),
+    "add": (with_more, {"unsafe_fixes": True, "fill": "target"}),
+    "reorder": (reordered, {"unsafe_fixes": True}),
+    "drop-and-add": (lambda m: with_more(without_aux(m)), {"unsafe_fixes": True, "fill": "target"}),
+    "drop-and-fill": (
+        lambda m: with_other_head(without_aux(m)),
+        {"unsafe_fixes": True, "drop_mismatched": True, "fill": "target"},
+    ),
+}
+
+
+def resume(tmp_path: Path, edit: str, groups: Groups, make: Make, **more: Any) -> ckptfix.Report:
+    """Train, edit, repair and go on; compare each weight with the training that was edited live."""
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = make(groups(model))
+    train(model, optimizer)
+    change, settings = EDITS[edit]
+    saved = {f"module.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"model": saved, "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "run.pth")
+
+    before = dict(model.named_parameters())
+    wanted = change(copy.deepcopy(model))  # what it has more is what a fill takes
+    reference = copy.deepcopy(wanted)
+    live = make(groups(reference))
+    for name, parameter in reference.named_parameters():
+        old = before.get(name)
+        if old is not None and old.shape == parameter.shape and old in optimizer.state:
+            live.state[parameter] = copy.deepcopy(optimizer.state[old])
+
+    repaired = ckptfix.repair(tmp_path / "run.pth", wanted, output=tmp_path / "fixed.pth", **settings, **more)
+    loaded = torch.load(tmp_path / "fixed.pth", weights_only=True)
+    resumed = change(Net())
+    resumed.load_state_dict(loaded["model"])
+    again = make(groups(resumed))
+    again.load_state_dict(loaded["optimizer"])
+    assert len(again.state) == len(live.state) >= 8
+    train(reference, live, 2)
+    train(resumed, again, 2)
+    for (name, one), other in zip(resumed.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert not repaired.report.is_open
+    return repaired.report
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_training_goes_on(tmp_path, edit, groups):
+    resume(tmp_path, edit, GROUPS[groups], OPTIMIZERS["adamw"])
+
+
+@pytest.mark.parametrize("edit", ["drop", "drop-and-fill"])
+@pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "adamw"])
+def test_each_optimizer_goes_on(tmp_path, edit, make):
+    resume(tmp_path, edit, GROUPS["timm"], OPTIMIZERS[make])
+
+
+# What is left alone
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module, groups: Groups, path: Path, prefix: str = "", **more: Any) -> torch.optim.Optimizer:
+    """Train a model and save it with its optimizer."""
+    optimizer = torch.optim.AdamW(groups(model))
+    train(model, optimizer)
+    weights = {prefix + key: value for key, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict(), **more}, path)
+    return optimizer
+
+
+def findings(report: ckptfix.Report) -> list[str]:
+    return [finding.code for finding in report.findings if finding.code.startswith("OPT")]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_names_alone_move_no_position(tmp_path, groups, prefix):
+    saved(Net(), GROUPS[groups], tmp_path / "run.pth", prefix)
+    report = ckptfix.repair(tmp_path / "run.pth", Net(), output=tmp_path / "out.pth").report
+    # param_names are of the model inside of its wrapper already
+    assert findings(report) == []
+    old, new = (torch.load(tmp_path / name, weights_only=True)["optimizer"] for name in ("run.pth", "out.pth"))
+    assert old["param_groups"] == new["param_groups"]
+
+
+def test_a_buffer_is_not_in_an_optimizer(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    weights = {key: value for key, value in model.state_dict().items() if "num_batches" not in key}
+    weights["bn.running_mean"][0] = float("nan")
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", Net(), output=tmp_path / "out.pth", reset_running_stats=True).report
+    assert len(report.edits) >= 1
+    assert findings(report) == []
+
+
+def test_of_a_generator_and_its_critic_each_follows_its_own(tmp_path):
+    model = nn.ModuleDict({"generator": Net(), "critic": Net()})
+    both = [torch.optim.Adam(part.parameters()) for part in model.values()]
+    for part, optimizer in zip(model.values(), both, strict=True):
+        train(part, optimizer)
+    states = [optimizer.state_dict() for optimizer in both]
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": states}, tmp_path / "gan.ckpt")
+    assert findings(ckptfix.check(tmp_path / "gan.ckpt", model)) == []
+
+
+def test_optimizers_of_a_file_follow_one_by_one(tmp_path):
+    model = nn.ModuleDict({"generator": Net(), "critic": nn.Linear(3, 2)})
+    both = [torch.optim.Adam(part.parameters()) for part in model.values()]
+    train(model["generator"], both[0])
+    train(model["critic"], both[1])
+    states = [optimizer.state_dict() for optimizer in both]
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": states}, tmp_path / "gan.ckpt")
+    del model["generator"].aux
+    report = ckptfix.repair(tmp_path / "gan.ckpt", model, output=tmp_path / "out.ckpt", unsafe_fixes=True).report
+    assert [finding.message for finding in report.fixed if finding.code == "OPT101"] == [
+        "the optimizer optimizer_states[0] is out of step with the weights: 2 parameters gone"
+    ]
+    made = torch.load(tmp_path / "out.ckpt", weights_only=True)["optimizer_states"]
+    both[0] = torch.optim.Adam(model["generator"].parameters())
+    for optimizer, state in zip(both, made, strict=True):
+        optimizer.load_state_dict(state)
+    assert str(made[1]) == str(states[1])
+
+
+# What cannot be told
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Same(nn.Module):
+    """Layers that are all alike: only their order tells them apart."""
+
+    def __init__(self, names: str = "abc") -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self._modules.values():
+            assert layer is not None
+            x = layer(x)
+        return x
+
+
+def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_alone(tmp_path):
+    """The file's order or the model's: both fit, and lead to other states."""
+    model = Same("abc")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    target = Same("ca")
+    result = ckptfix.repair(tmp_path / "run.pth", target, output=tmp_path / "out.pth", unsafe_fixes=True)
+    found = [finding for finding in result.report.remaining if finding.code == "OPT101"]
+    assert [finding.level for finding in found] == [Level.ERROR]
+    assert result.report.exit_code == 1
+    old, new = (torch.load(tmp_path / name, weights_only=True)["optimizer"] for name in ("run.pth", "out.pth"))
+    assert str(old) == str(new)
+
+
+def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW([*model.head.parameters(), *model.aux.parameters()])
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    target = without_aux(Net())
+    settings = {"unsafe_fixes": True, "output": tmp_path / "out.pth", "force": True}
+    report = ckptfix.repair(tmp_path / "run.pth", target, **settings).report
+    assert [finding.code for finding in report.remaining] == ["OPT101"]
+    assert report.exit_code == 1
+    assert ckptfix.repair(tmp_path / "run.pth", target, keep_optimizer=True, **settings).report.exit_code == 0
+    report = ckptfix.repair(tmp_path / "run.pth", target, drop_optimizer=True, **settings).report
+    assert report.exit_code == 0
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["model"]
+
+
+def test_a_recipe_is_no_certainty(tmp_path):
+    saved(Net(), one_group, tmp_path / "run.pth")
+    report = ckptfix.check(tmp_path / "run.pth", like=None, select=("FIT102", "OPT101"), model=without_aux(Net()))
+    assert findings(report) == []  # nothing is dropped yet: the fix of FIT102 is unsafe
+    plan = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), unsafe_fixes=True, dry_run=True).plan
+    assert {step.rule for step in plan.steps} == {"FIT102", "OPT101"}
+
+
+def test_a_plan_carries_the_optimizer(tmp_path):
+    """The edits go to JSON and back, and give the same file."""
+    saved(Net(), GROUPS["hugging-face"], tmp_path / "run.pth", "module.")
+    target = without_aux(Net())
+    first = ckptfix.repair(tmp_path / "run.pth", target, output=tmp_path / "one.pth", unsafe_fixes=True)
+    plan = Plan.from_json(json.loads(json.dumps(first.plan.to_json())))
+    ckptfix.repair(tmp_path / "run.pth", target, output=tmp_path / "two.pth", plan=plan)
+    assert (tmp_path / "one.pth").read_bytes() == (tmp_path / "two.pth").read_bytes()
+
+
+def test_safetensors_has_no_place_for_it(tmp_path):
+    saved(Net(), one_group, tmp_path / "run.pth")
+    report = ckptfix.repair(
+        tmp_path / "run.pth", without_aux(Net()), output=tmp_path / "out.safetensors", unsafe_fixes=True
+    ).report
+    assert findings(report) == []
+    assert "FIL104" in {finding.code for finding in report.findings}

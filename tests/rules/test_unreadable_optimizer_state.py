@@ -1,0 +1,93 @@
+"""The state of low-bit optimizers goes through a repair bit for bit, and what cannot is no secret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+
+subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="pip install torchao")
+
+
+def eight_bit(shape: tuple[int, ...] = (16, 32)) -> Any:
+    """A moment as torchao keeps it, with codes of its own."""
+    made = subclass_8bit.OptimState8bit.zeros(shape, True, 256)
+    made.codes.copy_(torch.randint(0, 255, made.codes.shape, dtype=torch.uint8))
+    made.scale.copy_(torch.rand(made.scale.shape))
+    return made
+
+
+def state(moment: Any) -> dict[str, Any]:
+    row = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment}
+    return {"state": {0: row}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["as-it-is", "renamed"])
+def test_it_is_carried_bit_for_bit(tmp_path, wrap):
+    model, moment = nn.Linear(32, 16), eight_bit()
+    weights = {("module." if wrap else "") + key: value for key, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": state(moment)}, tmp_path / "a.pth")
+    report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth").report
+    assert [finding.code for finding in report.findings if finding.code != "KEY102"] == ["OPT102"]
+    assert report.exit_code == 0
+    row = torch.load(tmp_path / "b.pth", weights_only=True)["optimizer"]["state"][0]
+    assert type(row["exp_avg"]) is type(moment)
+    for name in ("codes", "scale", "qmap"):
+        assert torch.equal(getattr(row["exp_avg"], name), getattr(moment, name))
+    assert row["exp_avg"].signed is moment.signed
+
+
+def test_its_blocks_are_not_cut(tmp_path):
+    """A layer that is dropped takes its state with it; the others keep theirs whole."""
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False))
+    kept = eight_bit((16, 32))
+    rows = {
+        number: {"step": torch.tensor(1.0), "exp_avg": one} for number, one in enumerate([kept, eight_bit((32, 16))])
+    }
+    optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "a.pth")
+    report = ckptfix.repair(tmp_path / "a.pth", model[:1], output=tmp_path / "b.pth", unsafe_fixes=True).report
+    assert report.exit_code == 0
+    made = torch.load(tmp_path / "b.pth", weights_only=True)["optimizer"]
+    assert made["param_groups"][0]["params"] == list(made["state"]) == [0]
+    assert torch.equal(made["state"][0]["exp_avg"].codes, kept.codes)
+
+
+class OwnState(subclass_8bit.OptimState8bit):  # type: ignore[misc, name-defined]  # torchao has no types
+    """A moment of the user's own class."""
+
+
+def test_another_class_is_named_and_not_written_in_silence(tmp_path):
+    made = eight_bit()
+    moment = OwnState(made.codes, made.scale, made.qmap, made.signed)
+    torch.save({"model": nn.Linear(32, 16).state_dict(), "optimizer": state(moment)}, tmp_path / "a.pth")
+    settings: dict[str, Any] = {"output": tmp_path / "b.pth", "force": True}
+    report = ckptfix.repair(tmp_path / "a.pth", **settings).report
+    found = [finding for finding in report.remaining if finding.code == "OPT102"]
+    assert [finding.level for finding in found] == [Level.ERROR]
+    assert "OwnState" in found[0].message
+    again = ckptfix.check(tmp_path / "b.pth")
+    assert [finding.code for finding in again.remaining] == ["OPT102"], "it was taken apart"
+    report = ckptfix.repair(tmp_path / "b.pth", drop_optimizer=True, **settings | {"output": tmp_path / "c.pth"}).report
+    assert report.exit_code == 0
+    report = ckptfix.repair(tmp_path / "b.pth", keep_optimizer=True, **settings | {"output": tmp_path / "d.pth"}).report
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({"step": 3, "exp_avg": torch.ones(2, 2)}, id="plain"),
+        pytest.param({"state1": torch.ones(4, dtype=torch.uint8), "absmax1": torch.ones(1)}, id="bitsandbytes"),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_plain_state_is_no_finding(tmp_path, row):
+    optimizer = {"state": {0: row}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
+    assert [finding.code for finding in ckptfix.check(tmp_path / "a.pth").findings] == []
