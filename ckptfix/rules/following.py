@@ -17,6 +17,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.maps.positions import (
+    NAMED,
     RECIPES,
     Layout,
     Naming,
@@ -314,7 +315,7 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     if recipe is not None:
         grouped = _by_recipe(recipe, optimizer, naming, steps, change, scope.layout)
     else:
-        grouped = _by_kin(optimizer, steps, change, ids)
+        grouped = _by_kin(optimizer, _in_own_order(optimizer, naming, steps, change, ids), change, ids)
     if grouped is None:
         return None
     kept = {source for step in steps for source in change.origins[step.key].sources}
@@ -449,6 +450,24 @@ def _alike(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names", "name")}
+
+
+def _in_own_order(
+    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
+) -> Sequence[Step]:
+    """Return the parameters in the optimizer's own order, new ones last, if that was not the model's before."""
+    if not naming.is_certain:
+        return steps
+    order = {key: at for at, key in enumerate(change.parameters())}
+    groups = ([order.get(naming.names[number], -1) for number in group["params"]] for group in optimizer.groups)
+    if naming.source == NAMED and all(group == sorted(group) for group in groups):
+        return steps
+    place = {number: at for at, number in enumerate(optimizer.ids)}
+
+    def of(step: Step) -> int:
+        return min((place[ids[one]] for one in change.origins[step.key].sources if one in ids), default=len(place))
+
+    return sorted(steps, key=of)
 
 
 def _by_kin(optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]) -> Grouped | None:

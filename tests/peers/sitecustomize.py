@@ -33,4 +33,6 @@ class _Operators:
 
 # The definitions end with the object that made them.
 LIBRARY: Any = None
-sys.meta_path.insert(0, _Operators)
+# A worker of pytest-xdist has run this file at its start, when conftest.py runs it.
+if not any(getattr(finder, "__name__", "") == _Operators.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Operators)
