@@ -13,13 +13,13 @@ from ckptfix.maps.positions import RECIPES, Layout, named_by_itself, namings, op
 from ckptfix.reading.opening import open_file
 
 
-def groups_of_timm(model: nn.Module) -> Any:
+def groups_of_timm(model: Any) -> Any:
     return pytest.importorskip("timm.optim").param_groups_weight_decay(
         model, 0.05, no_weight_decay_list=model.no_weight_decay()
     )
 
 
-def layers_of_timm(model: nn.Module) -> Any:
+def layers_of_timm(model: Any) -> Any:
     return pytest.importorskip("timm.optim").param_groups_layer_decay(
         model, 0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.75
     )
