@@ -100,6 +100,7 @@ def check(
     """
     checked = checked_settings(settings, model, like, "check")
     checkpoint = open_source(source, checked)
+    model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, donor_of(target, checked), _measure(model, model_args, checked))
     return replace(report_on(checkpoint, target, diagnosis, checked), fixed=(), edits=())
@@ -145,6 +146,7 @@ def repair(
             destination.refuse(checked)
         destination = replace(destination, flush=flush, before=before)
         checked = replace(checked, format=destination.form)
+    model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
     if plan is None:
@@ -172,6 +174,15 @@ def repair_state_dict(
     """Repair a state_dict in memory. Tensors that no edit touches are not copied; the argument is not changed."""
     repaired = repair(state_dict, model, like=like, model_args=model_args, **settings)
     return repaired.state_dict(), repaired.report
+
+
+def _arguments(model: nn.Module | str | None, given: Arguments, checkpoint: Checkpoint) -> Arguments:
+    """Return the arguments of the model; a Lightning module finds those of its class in the file."""
+    if not (isinstance(model, str) and model.startswith("lightning:")):
+        return given
+    from ckptfix.modules.lightning import with_saved_arguments
+
+    return with_saved_arguments(given, checkpoint)
 
 
 def _target(

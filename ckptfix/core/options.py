@@ -130,11 +130,12 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="With --engine ray: the cluster, such as host:6379 or auto."),
     ),
     "Model to fit": (
-        Option("model", Kind.TEXT, _FITS, metavar="PKG.MOD:FACTORY", scope=Scope.REPAIR,
-            help="The model that the checkpoint has to fit. This runs your code: the module is imported and the"
-            " factory is called. The current directory is importable."),
+        Option("model", Kind.TEXT, _FITS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", scope=Scope.REPAIR,
+            help="The model that the checkpoint has to fit: one of a library (timm:resnet50[num_classes=10],"
+            " torchvision:NAME, transformers:FOLDER, …), built without its weights; or a factory of yours, which runs"
+            " your code. The current directory is importable."),
         Option("model_args", Kind.ARGUMENTS, _FITS, metavar="JSON", scope=Scope.REPAIR, needs_model=True,
-            help="Arguments of the factory: an object of keyword arguments, or an array."),
+            help="Arguments of the model: an object of keyword arguments; for a factory, an array too."),
         Option("like", Kind.FILE, _FITS, metavar="FILE", scope=Scope.REPAIR,
             help="Another checkpoint that this one has to fit. This runs no code."),
     ),

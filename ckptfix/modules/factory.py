@@ -11,13 +11,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
+from ckptfix.modules.lightning import PREFIX, build_class
+from ckptfix.modules.named import SCHEMES, Name, named_builder
 from ckptfix.reading.opening import open_file
 
 if TYPE_CHECKING:
@@ -92,11 +94,30 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
 
 
 def resolve(spec: str, seed: int) -> Any:
-    """Return the object that ``pkg.mod:name`` names. Raises ``TargetError`` if there is none."""
+    """Return what builds the model that ``spec`` names: the object ``pkg.mod:name``, or the model of a library
+    (``timm:resnet50``). Raises ``TargetError`` if there is none.
+    """
+    try:
+        with user_code(spec, seed):
+            if spec.startswith(PREFIX) and (name := Name.of(spec)) is not None and ":" in name.name:
+                return partial(build_class, _object(name.name, seed), name.arguments)
+            made = named_builder(spec)
+    except TargetError:
+        try:
+            return _object(spec, seed)  # pkg.mod:factory with a package that has the name of a scheme
+        except TargetError:
+            pass
+        raise
+    return made or _object(spec, seed)
+
+
+def _object(spec: str, seed: int) -> Any:
     path, colon, name = spec.partition(":")
     if not (path and colon and name):
         raise TargetError(
-            Opt("model", spec), ": write it as pkg.mod:factory, the module and the name in it with a colon between"
+            Opt("model", spec),
+            ": write it as pkg.mod:factory, the module and the name in it with a colon between, or as library:model, "
+            "such as timm:resnet50",
         )
     with user_code(spec, seed):
         module = _import(path, spec)
@@ -121,6 +142,8 @@ def _import(path: str, spec: str) -> ModuleType:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module is there; it is one of its own imports that is missing
         remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
+        if close := difflib.get_close_matches(path, SCHEMES, 1):
+            remedy = f"did you mean {close[0]}:{spec.partition(':')[2]}?"
         raise TargetError(
             Opt("model", spec), f": there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
         ) from error

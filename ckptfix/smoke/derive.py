@@ -113,6 +113,64 @@ def _number(config: Any, *names: str) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
 
 
+def diffusers_inputs(model: nn.Module) -> list[Guess]:
+    """The inputs of a denoiser of diffusers, by the names of forward's arguments; empty for any other model."""
+    config: Any = getattr(model, "config", None)
+    channels = _number(config, "in_channels", "in_chans")
+    parameters = inspect.signature(model.forward).parameters
+    if not (isinstance(config, Mapping) and "timestep" in parameters and channels):
+        return []
+    main = next(iter(parameters))
+    beside = [given for given in _beside(config) if str(given.name).partition(".")[0] in parameters]
+    size = getattr(config, "sample_size", None) or _LATENT
+    stated = (size, size) if isinstance(size, int) else tuple(size)
+    small = tuple(min(edge, _LATENT) for edge in stated)  # large ones take minutes on a CPU
+    shapes = dict.fromkeys(((_BATCH, channels, *small), (_BATCH, channels, *stated), (_BATCH, _TOKENS, channels)))
+    guesses: list[Guess] = []
+    for shape in shapes:
+        given: list[Input] = [RandomInput(shape, None, main), *beside]
+        if "controlnet_cond" in parameters:
+            image = (_BATCH, _number(config, "conditioning_channels") or 3, *(8 * edge for edge in shape[2:]))
+            given.append(RandomInput(image, None, "controlnet_cond"))
+        guesses.append(tuple(given))
+    return guesses
+
+
+_LATENT = 32
+
+
+def _beside(config: Any) -> Iterator[RandomInput]:
+    """What a denoiser may take beside the latents, as far as its configuration has it."""
+    yield RandomInput((_BATCH,), (0, 1000), "timestep")
+    names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "cross_attention_dim")
+    widths = [width for name in names if (width := getattr(config, name, None))]
+    if width := (max(widths[0]) if widths and isinstance(widths[0], list | tuple) else next(iter(widths), None)):
+        yield RandomInput((_BATCH, _TOKENS, width), None, "encoder_hidden_states")
+    if classes := _number(config, "num_class_embeds", "num_embeds_ada_norm"):
+        yield RandomInput((_BATCH,), (0, classes), "class_labels")
+    if pooled := _number(config, "pooled_projection_dim"):
+        yield RandomInput((_BATCH, pooled), None, "pooled_projections")
+    if axes := getattr(config, "axes_dims_rope", None):
+        yield RandomInput((_TOKENS, len(axes)), None, "img_ids")
+        yield RandomInput((_TOKENS, len(axes)), None, "txt_ids")
+    if getattr(config, "guidance_embeds", False):
+        yield RandomInput((_BATCH,), None, "guidance")
+    if getattr(config, "addition_embed_type", None) == "text_time":  # Stable Diffusion XL: a text and six sizes
+        text = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        yield RandomInput((_BATCH, text), None, "added_cond_kwargs.text_embeds")
+        yield RandomInput((_BATCH, 6), None, "added_cond_kwargs.time_ids")
+
+
+def clip_inputs(model: nn.Module) -> list[Guess]:
+    """An image and a text for a model of both that names its sizes, as those of open_clip do; else empty."""
+    size: Any = getattr(getattr(model, "visual", None), "image_size", None)
+    length, vocabulary = _number(model, "context_length"), _number(model, "vocab_size")
+    if size is None or length is None or vocabulary is None or _arity(model) > 2:
+        return []
+    edges = (size, size) if isinstance(size, int) else tuple(size)
+    return [(RandomInput((_BATCH, 3, *edges), None, "image"), RandomInput((_BATCH, length), (1, vocabulary), "text"))]
+
+
 BATCH = 2  # a batch of one would hide a wrong reshape
 _FIRST_LAYERS = 3  # the first in module order is not always the first that runs
 _MOST_GUESSES = 24
@@ -131,11 +189,11 @@ Guess = tuple[Input, ...]
 
 def derive_inputs(model: nn.Module) -> list[Guess]:
     """The inputs worth trying, likeliest first; empty for a model whose layers say nothing about its input."""
-    stated = transformers_inputs(model) if is_transformers_model(model) else []
+    stated = transformers_inputs(model) if is_transformers_model(model) else diffusers_inputs(model)
     if stated:
         return stated
     arity = _arity(model)
-    guesses: dict[Guess, None] = {}  # an ordered set
+    guesses: dict[Guess, None] = dict.fromkeys(clip_inputs(model))  # an ordered set
     for shapes in islice(_known_layers(model), _FIRST_LAYERS):
         for shape in shapes:
             guesses.setdefault((shape,) * arity)

@@ -203,7 +203,7 @@ def forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
     started = time.perf_counter()
     with Trace(subject.model) as trace:
         try:
-            output = subject.model(*arguments.args, **arguments.kwargs)
+            output = subject.model(*arguments.args, **arguments.keywords)
             synchronize(subject.device)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
             failure = diagnose("forward", error, trace.running, trace.depth, trace.origin)

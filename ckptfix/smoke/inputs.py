@@ -5,6 +5,8 @@
     [NAME=]SHAPE               2x3x224x224                normal random numbers of the model's dtype
     [NAME=]SHAPE:int:LOW:HIGH  input_ids=2x16:int:0:1000  int64, LOW <= value < HIGH
     [NAME=]FILE                image.npy, batch.pt, batch.safetensors
+
+A NAME with dots is a member of a dict: ``added_cond_kwargs.time_ids=2x6``.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def parse_inputs(texts: Iterable[str]) -> tuple[Input, ...]:
 
 def _parse(text: str) -> Input:
     before, equals, after = text.partition("=")
-    name, value = (before, after) if equals and before.isidentifier() else (None, text)
+    name, value = (before, after) if equals and before.replace(".", "").isidentifier() else (None, text)
     if value.endswith(SUFFIXES):
         if not Path(value).is_file():
             raise UsageError(Opt("input", text), f": there is no file {value!r}; check the path")
@@ -212,6 +214,18 @@ class Arguments:
     def batch(self) -> int:
         """The size of the first dimension; 1 where there is none."""
         return next((tensor.shape[0] for tensor in self._tensors() if tensor.ndim), 1)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """``kwargs`` as ``forward`` takes them: those with dots in their names are members of a dict."""
+        made: dict[str, Any] = {}
+        for name, tensor in self.kwargs.items():
+            *places, last = name.split(".")
+            inner = made
+            for place in places:
+                inner = inner.setdefault(place, {})
+            inner[last] = tensor
+        return made
 
     def first(self, size: int) -> Arguments:
         """The first ``size`` of the batch; tensors of another first dimension have no part in it and stay whole."""

@@ -28,7 +28,25 @@ class _Operators:
                 LIBRARY = torch.library.Library("torchvision", "DEF")
                 for operator in ("nms", "qnms"):
                     LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                LIBRARY.impl("nms", _nms, "CPU")
         return None
+
+
+def _nms(boxes: Any, scores: Any, iou_threshold: float) -> Any:
+    """Non-maximum suppression, so that detectors run: the indices of the boxes that are kept, the best first."""
+    import torch
+
+    order = scores.argsort(descending=True).tolist()
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    is_gone = torch.zeros(len(order), dtype=torch.bool)
+    kept = []
+    for index in order:
+        if not is_gone[index]:
+            kept.append(index)
+            sides = torch.minimum(boxes[index, 2:], boxes[:, 2:]) - torch.maximum(boxes[index, :2], boxes[:, :2])
+            overlap = sides.clamp(min=0).prod(dim=1)
+            is_gone |= overlap > iou_threshold * (areas[index] + areas - overlap)
+    return torch.tensor(kept, dtype=torch.int64)
 
 
 # The definitions end with the object that made them.

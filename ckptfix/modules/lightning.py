@@ -1,0 +1,77 @@
+"""``lightning:PKG.MOD:CLASS``: a LightningModule, built as ``load_from_checkpoint`` builds it, from the arguments that
+Lightning saved in the checkpoint. Those are read inertly: only plain data reaches the class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.objects import Opaque
+from ckptfix.errors import Opt, UsageError
+from ckptfix.writing.plain import known_form, plain_root
+
+PREFIX = "lightning:"
+_SAVED = "of the checkpoint"
+"""The key of the saved arguments among those of the builder. No argument of a class can have this name."""
+
+_PLACES = ("hparams", "module_arguments", "hyper_parameters")
+"""Where the releases of Lightning put them, the newest last."""
+
+
+def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the arguments of ``--model-args`` together with those that Lightning saved, for ``build_class``.
+
+    Objects of classes that are not plain data are left out. So are tensors.
+    """
+    if arguments and not isinstance(arguments, Mapping):
+        raise UsageError(Opt("model_args"), ": a Lightning module takes its arguments by name; give an object")
+    raw: Mapping[Any, Any] = checkpoint.root if isinstance(checkpoint.root, Mapping) else {}
+    plain = plain_root(checkpoint)[0] if raw else {}
+    saved: dict[str, Any] = {}
+    for place in _PLACES:
+        before, after = _fields(raw.get(place)), plain.get(place)
+        if isinstance(after, Mapping):
+            saved |= {str(key): after[key] for key, value in before.items() if key in after and _is_data(value)}
+    name = raw.get("hparams_name")
+    # The child gets them as JSON: a tuple is a list there, so it is one here.
+    kept = {"values": json.loads(json.dumps(saved)), "name": name if isinstance(name, str) else None}
+    return {**dict(arguments), _SAVED: kept}
+
+
+def _fields(value: Any) -> Mapping[Any, Any]:
+    """The members of a dict or a Namespace."""
+    fields = value.attributes if isinstance(value, Opaque) else value
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def _is_data(value: Any) -> bool:
+    """Whether JSON says all of a value once it is plain."""
+    if isinstance(value, Opaque):
+        is_container = str(value.cls).startswith(("omegaconf.", "pathlib.")) or str(value.cls).endswith(
+            ".AttributeDict"
+        )
+        return is_container or known_form(value) is not None
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_data(member) for key, member in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
+    """Build a LightningModule. Of the saved arguments the class gets those that it takes, or all of them as one
+    argument; those that the user gives replace them.
+    """
+    saved = more.pop(_SAVED, {"values": {}, "name": None})
+    accepted = inspect.signature(made).parameters
+    values = {saved["name"]: saved["values"]} if saved["name"] in accepted else saved["values"]
+    if not any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        values = {key: value for key, value in values.items() if key in accepted}
+    model = made(**{**values, **given, **more})
+    if hasattr(model, "configure_model"):
+        model.configure_model()  # large models make their layers there
+    return model

@@ -1,0 +1,330 @@
+"""Models by the name that their library gives them: ``timm:resnet50[num_classes=10]``.
+
+A name is ``SCHEME:NAME``, with keyword arguments in brackets if there are any; they are plain data, and nothing is
+evaluated. A scheme is a function: it takes the name and returns what builds the model from keyword arguments, without
+pretrained weights. It raises ``LookupError`` with a sentence if it does not know the name. Other packages add schemes
+as entry points of the group ``ckptfix.models``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ckptfix.errors import CkptfixError, Opt, TargetError
+
+Builder = Callable[..., Any]
+"""What builds a model from keyword arguments."""
+
+
+def timm(name: str) -> Builder:
+    """``timm:NAME``, or ``timm:FOLDER`` with the config.json that timm writes."""
+    library = importlib.import_module("timm")
+    if Path(name).is_dir():
+        return partial(library.create_model, f"local-dir:{name}", pretrained=False)
+    _known("timm", name.partition(".")[0], library.list_models())
+    return partial(library.create_model, name, pretrained=False)
+
+
+def torchvision(name: str) -> Builder:
+    """``torchvision:NAME``, with or without the module that it is in: ``detection.ssd300_vgg16``."""
+    library = importlib.import_module("torchvision.models")
+    module, _, own = name.removeprefix("models.").rpartition(".")
+    own = _known("torchvision", f"quantized_{own}" if module == "quantization" else own, library.list_models())
+    build = library.get_model_builder(own)
+    accepted = inspect.signature(build).parameters
+    return partial(build, **{key: None for key in ("weights", "weights_backbone") if key in accepted})
+
+
+def transformers(name: str) -> Builder:
+    """``transformers:FOLDER`` with a config.json, which names the class; or ``transformers:CLASS``, with the fields of
+    its configuration, ``config=FOLDER``, or both.
+    """
+    library = importlib.import_module("transformers")
+    if (place := _config_in(name)) is not None:
+        (named, *_) = json.loads(place.read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
+        return partial(_of_transformers, getattr(library, named, library.AutoModel), config=str(place))
+    made = getattr(library, _known("transformers", name, dir(library), _OR_FOLDER))
+    if not (hasattr(made, "_from_config") or (hasattr(made, "from_config") and name.startswith("Auto"))):
+        raise LookupError(f"{name} of transformers is not a model")
+    return partial(_of_transformers, made)
+
+
+def _of_transformers(made: Any, config: str | None = None, **fields: Any) -> Any:
+    from transformers import AutoConfig
+
+    if config is not None:
+        options = {"return_unused_kwargs": True, "trust_remote_code": False}
+        found, unknown = AutoConfig.from_pretrained(str(_config_given(config)), **options, **fields)
+        unknown.pop("trust_remote_code", None)
+    elif not hasattr(made, "config_class"):
+        raise TypeError(f"{made.__name__} takes any architecture: add config=FOLDER")
+    else:
+        unknown = fields.keys() - made.config_class().to_dict().keys()
+        found = made.config_class(**fields)
+    if unknown:
+        raise TypeError(f"{type(found).__name__} has no field {', '.join(sorted(unknown))}")
+    if hasattr(made, "_from_config"):
+        return made._from_config(found)
+    return made.from_config(found, trust_remote_code=False)
+
+
+def diffusers(name: str) -> Builder:
+    """``diffusers:FOLDER`` with the config.json of one model, such as the unet of a pipeline; or ``diffusers:CLASS``,
+    with its arguments, ``config=FOLDER``, or both.
+    """
+    library = importlib.import_module("diffusers")
+    if Path(name, "model_index.json").is_file():
+        parts = sorted(place.parent.name for place in Path(name).glob("*/config.json"))
+        raise LookupError(f"{name} is a pipeline; name one of its models: {', '.join(f'{name}/{p}' for p in parts)}")
+    if (place := _config_in(name)) is None:
+        made = getattr(library, _known("diffusers", name, dir(library), _OR_FOLDER))
+        if not (hasattr(made, "from_config") and hasattr(made, "load_state_dict")):
+            raise LookupError(f"{name} of diffusers is not a model")
+        return partial(_of_diffusers, made)
+    if (named := json.loads(place.read_text(encoding="utf-8")).get("_class_name")) is None:
+        return transformers(name)  # the text encoder of a pipeline
+    return partial(_of_diffusers, getattr(library, _known("diffusers", named, dir(library))), config=str(place))
+
+
+def _of_diffusers(made: Any, config: str | None = None, **fields: Any) -> Any:
+    if config is None:
+        return made(**fields)
+    if unknown := fields.keys() - inspect.signature(made.__init__).parameters.keys():
+        raise TypeError(f"{made.__name__} has no argument {', '.join(sorted(unknown))}")
+    return made.from_config({**json.loads(_config_given(config).read_text(encoding="utf-8")), **fields})
+
+
+def open_clip(name: str) -> Builder:
+    """``open_clip:NAME``."""
+    import torch
+
+    library = importlib.import_module("open_clip")
+    own = _known("open_clip", name.replace("/", "-"), library.list_models())
+
+    def build(**options: Any) -> Any:
+        # pretrained_text is True by default, for the towers that are models of the hub; and it moves the model.
+        return library.create_model(own, pretrained_text=False, device=torch.get_default_device(), **options)
+
+    return build
+
+
+def smp(name: str) -> Builder:
+    """``smp:ARCHITECTURE``, a model of segmentation_models_pytorch."""
+    library = importlib.import_module("segmentation_models_pytorch")
+    models = {key: made for key, made in vars(library).items() if hasattr(made, "load_state_dict")}
+    made = models[_known("segmentation_models_pytorch", name, models)]
+
+    def build(**options: Any) -> Any:
+        encoder = str(options.get("encoder_name", "tu-"))
+        if not encoder.startswith("tu-"):  # these are timm's
+            _known("segmentation_models_pytorch", encoder, library.encoders.get_encoder_names(), kind="encoder")
+        return made(**options, encoder_weights=None)
+
+    return build
+
+
+def torchaudio(name: str) -> Builder:
+    """``torchaudio:NAME``, a function or class of torchaudio.models."""
+    library = importlib.import_module("torchaudio.models")
+    own = _known("torchaudio", name.removeprefix("models."), [key for key in dir(library) if key[0] != "_"])
+    made: Builder = getattr(library, own)
+    return made
+
+
+def ultralytics(name: str) -> Builder:
+    """``ultralytics:FILE.yaml``, a file of one's own or one that the package has."""
+    library = importlib.import_module("ultralytics")
+    if not name.endswith((".yaml", ".yml")):
+        raise LookupError(f"{name} is not the YAML file of a model, such as yolov8n.yaml")
+    tasks = importlib.import_module("ultralytics.nn.tasks")
+    try:
+        described = tasks.yaml_model_load(name)
+    except FileNotFoundError as error:
+        raise LookupError(f"ultralytics has no {name}, and there is no such file") from error
+    shell = library.YOLO.__new__(library.YOLO)
+    return partial(library.YOLO.task_map.fget(shell)[tasks.guess_model_task(described)]["model"], described)
+
+
+def detectron2(name: str) -> Builder:
+    """``detectron2:CONFIG``: a YAML file, or one of detectron2's model zoo. Arguments are options of the
+    configuration.
+    """
+    settings = importlib.import_module("detectron2.config")
+    zoo = importlib.import_module("detectron2.model_zoo")
+    place = name
+    if not Path(name).is_file():
+        try:
+            place = zoo.get_config_file(name)
+        except RuntimeError as error:
+            raise LookupError(f"there is no file {name}, nor a configuration of this name in detectron2") from error
+
+    def build(**options: Any) -> Any:
+        config = settings.get_cfg()
+        config.merge_from_file(place, allow_unsafe=False)
+        config.merge_from_list([word for pair in options.items() for word in pair])
+        config.MODEL.WEIGHTS, config.MODEL.DEVICE = "", "cpu"
+        return importlib.import_module("detectron2.modeling").build_model(config)
+
+    return build
+
+
+SCHEMES: Mapping[str, tuple[Callable[[str], Builder], str]] = {
+    "timm": (timm, "timm"),
+    "torchvision": (torchvision, "torchvision"),
+    "transformers": (transformers, "transformers"),
+    "diffusers": (diffusers, "diffusers"),
+    "open_clip": (open_clip, "open_clip_torch"),
+    "smp": (smp, "segmentation-models-pytorch"),
+    "torchaudio": (torchaudio, "torchaudio"),
+    "ultralytics": (ultralytics, "ultralytics"),
+    "detectron2": (detectron2, "git+https://github.com/facebookresearch/detectron2"),
+}
+"""The schemes of this package, each with what ``pip install`` calls its library."""
+
+_GROUP = "ckptfix.models"
+_MODULES = {"smp": "segmentation_models_pytorch"}
+_OR_FOLDER = "and there is no such folder with a config.json"
+_SPEC = re.compile(r"(\w+):(.+?)(?:\(((?:\s*\w+\s*=.*)?)\)|\[((?:\s*\w+\s*=.*)?)\])?", re.DOTALL)
+_JSON = {"true": True, "false": False, "null": None, "none": None}
+
+
+@dataclass(frozen=True)
+class Name:
+    """The parts of ``SCHEME:NAME(KEY=VALUE, …)``; square brackets do as well, as a shell does less to them."""
+
+    scheme: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, spec: str) -> Name | None:
+        """Return the parts of a text; None if it has no scheme. Raises ``TargetError`` for malformed arguments."""
+        if (match := _SPEC.fullmatch(spec)) is None:
+            return None
+        try:
+            return cls(match[1], match[2], dict(_arguments(match[3] or match[4] or "")))
+        except ValueError as error:
+            raise TargetError(Opt("model", spec), f": {error}; write {match[1]}:NAME[key=value,key=value]") from error
+
+
+def _arguments(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of ``KEY=VALUE, …``. A value is a literal of Python or JSON, or else a bare text."""
+    begun = ""
+    for piece in text.split(",") if text.strip() else ():
+        begun += piece
+        key, equals, value = (part.strip() for part in begun.partition("="))
+        if not (key.isidentifier() and equals and value):
+            raise ValueError(f"{begun.strip()!r} is not key=value")
+        try:
+            yield key, _JSON[value] if value in _JSON else ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError):
+            if value[0] in "([{'\"":
+                begun += ","  # a comma inside of it
+                continue
+            yield key, value
+        begun = ""
+    if begun:
+        raise ValueError(f"{begun.rstrip(',').strip()!r} does not end")
+
+
+def named_builder(spec: str) -> Builder | None:
+    """Return what builds the model of this name; None if the text does not begin with a scheme.
+
+    Raises ``TargetError``, which says in one line what to do, if the library is not installed, and for a name or
+    arguments that mean nothing. So does the builder if the library does not build the model.
+    """
+    name = Name.of(spec)
+    found = None if name is None else _scheme(name.scheme)
+    if name is None or found is None:
+        return None
+    scheme, package = found
+    with _failing_as(spec, f": {package or name.scheme} cannot be imported: "):
+        try:
+            build = scheme(name.name)
+        except ModuleNotFoundError as error:
+            if error.name is None or "." in error.name:
+                raise
+            missing = package if error.name == _MODULES.get(name.scheme, name.scheme) else error.name
+            raise TargetError(
+                Opt("model", spec), f": {error.name} is not installed; run pip install {missing or error.name}"
+            ) from error
+        except LookupError as error:
+            raise TargetError(Opt("model", spec), f": {error}") from error
+    return partial(_built, spec, build, name.arguments)
+
+
+def _scheme(name: str) -> tuple[Callable[[str], Builder], str] | None:
+    """A scheme of this package, or of another one, which is then installed; None if there is none of this name."""
+    if name in SCHEMES:
+        return SCHEMES[name]
+    return next(((entry.load(), "") for entry in entry_points(group=_GROUP, name=name)), None)
+
+
+def _built(spec: str, build: Builder, given: Mapping[str, Any], *positional: Any, **more: Any) -> Any:
+    if positional:
+        raise TargetError(Opt("model", spec), " takes arguments by name only; give an object to ", Opt("model_args"))
+    with _failing_as(spec, " cannot be built like this: "):
+        return build(**{**given, **more})
+
+
+@contextlib.contextmanager
+def _failing_as(spec: str, words: str) -> Iterator[None]:
+    """Run code of a library, offline. What it raises becomes one line: its traceback would be of no use."""
+    try:
+        with _offline():
+            yield
+    except CkptfixError:
+        raise
+    except Exception as error:  # the library may raise anything
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise TargetError(Opt("model", spec), f"{words}{said}") from error
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the libraries from asking a hub for what is not in the folder: a name never downloads anything."""
+    try:
+        constants: Any = importlib.import_module("huggingface_hub.constants")
+    except ModuleNotFoundError:
+        yield
+        return
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _known(library: str, name: str, names: Iterable[str], hint: str = "", kind: str = "model") -> str:
+    """Return the name if it is one of these; else raise ``LookupError`` with the nearest of them."""
+    if name in (known := set(names)):
+        return name
+    close = difflib.get_close_matches(name, sorted(known), 3)
+    did_you_mean = f"; did you mean {' or '.join(close)}?" if close else ""
+    if "(" in name or "[" in name:
+        did_you_mean = "; write arguments as NAME[key=value,key=value]"
+    raise LookupError(f"{library} has no {kind} {name}{hint and f', {hint}'}{did_you_mean}")
+
+
+def _config_in(name: str) -> Path | None:
+    """The config.json that this names, itself or by its folder."""
+    place = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    return place if place.suffix == ".json" and place.is_file() else None
+
+
+def _config_given(name: str) -> Path:
+    if (place := _config_in(name)) is None:
+        raise TypeError(f"config={name}: there is no such folder with a config.json")
+    return place
