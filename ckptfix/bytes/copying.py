@@ -123,7 +123,7 @@ class Copier:
     def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool) -> int:
         begin, done, crc = self.tell(), 0, 0
         goal = None  # the file for the kernel, as long as it copies
-        if nbytes > SMALL and (begin - offset) % PAGE == 0:
+        if nbytes > SMALL and (begin - offset) % PAGE == 0 and not file.is_remote:
             self._end_window()
             goal = self._descriptor
         elif nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains

@@ -19,10 +19,19 @@ from ckptfix.errors import UnreadableError
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
 
 
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, and not a name on this machine."""
+    scheme, found, _ = path.partition("://")
+    return bool(found) and scheme.isalnum() and scheme not in ("file", "local")
+
+
 class OpenFile:
     """A file held open for reading until its last storage is gone, so that a rename of its path does not matter.
 
     ``descriptor`` is that of a file without a name, which is closed in the same way."""
+
+    is_remote = False
+    """Whether every look at another place of the file is a request over a network."""
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path

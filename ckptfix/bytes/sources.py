@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile
+from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, is_url
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource
@@ -102,12 +103,31 @@ class LateBytes:
         return self.inner.read(start, stop)
 
 
+@dataclass(eq=False)
+class SoughtBytes:
+    """Bytes whose place is sought when they are asked for: finding it is a request over a network."""
+
+    nbytes: int
+    seek: Callable[[], ByteSource]
+
+    @cached_property
+    def found(self) -> ByteSource:
+        """The place. Raises ``UnreadableError`` if it is not where it should be."""
+        return self.seek()
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``."""
+        return self.found.read(start, stop)
+
+
 def located(source: ByteSource) -> FileBytes | None:
     """The range of a file that a source is; None where its bytes have to be made first."""
     if isinstance(source, FileBytes):
         return source
     if isinstance(source, LateBytes):
         return None if source.inner is None else located(source.inner)
+    if isinstance(source, SoughtBytes):
+        return located(source.found)
     if isinstance(source, WindowBytes) and (outer := located(source.source)) is not None:
         return FileBytes(outer.file, outer.offset + source.offset, source.nbytes)
     return None
@@ -168,8 +188,8 @@ class Content:
 
     @classmethod
     def of_file(cls, path: str) -> Content:
-        """The content of a file. Raises ``UnreadableError`` where it cannot be opened or is empty."""
-        file = OpenFile(path)
+        """The content of a file, or of a URL. Raises ``UnreadableError`` where it cannot be opened or is empty."""
+        file = _opened(path)
         if file.size == 0:
             raise UnreadableError(
                 f"{path}: the file is empty (0 bytes): the save or the download never finished; fetch it again"
@@ -185,6 +205,11 @@ class Content:
         return self.size
 
     @property
+    def is_remote(self) -> bool:
+        """Whether every look at another place is a request over a network."""
+        return self.file is not None and self.file.is_remote
+
+    @property
     def bounds(self) -> Bounds:
         """The account of all that is parsed of the file."""
         if self.account is None:
@@ -196,3 +221,11 @@ class Content:
         if self.file is not None:
             return FileBytes(self.file, offset, nbytes)
         return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])
+
+
+def _opened(path: str) -> OpenFile:
+    if not is_url(path):
+        return OpenFile(path)
+    from ckptfix.bytes.remote import RemoteFile  # which brings the modules for HTTP
+
+    return RemoteFile(path)

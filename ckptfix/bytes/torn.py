@@ -103,7 +103,10 @@ DENSE = 0.01
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:
     """Return where the zeros begin that were never filled; None where the end of the file may be meant.
 
-    ``placed`` gives contiguous tensors and the byte of the content at which each begins."""
+    ``placed`` gives contiguous tensors and the byte of the content at which each begins. A file behind a URL is not
+    looked at: what was uploaded was complete, and its zeros would all be fetched."""
+    if content.is_remote:
+        return None
     zeros = zero_tail(content)
     if len(content) - zeros < SECTOR:
         return None

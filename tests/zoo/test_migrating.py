@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.errors import UsageError
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.places.local import LocalPlace
-from ckptfix.zoo.places.place import ForbiddenError
 from ckptfix.zoo.table import plain_table
 from ckptfix.zoo.work.job import Others
 from tests.zoo import zoos

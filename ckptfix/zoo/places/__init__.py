@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.bytes.transfers import AbsentError, PlaceError
 from ckptfix.errors import UsageError
 from ckptfix.zoo.patterns import literal
 from ckptfix.zoo.places.local import SCHEMES, LocalPlace
-from ckptfix.zoo.places.place import AbsentError, Entry, Place, PlaceError
+from ckptfix.zoo.places.place import Entry, Place
 from ckptfix.zoo.places.remote import RemotePlace
 
 __all__ = ["AbsentError", "Entry", "Place", "PlaceError", "open_place", "split_source", "walk_if_there"]

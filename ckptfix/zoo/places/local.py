@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptfix.zoo.places.place import Entry, NoSpaceError, changed, deny, explained
+from ckptfix.bytes.transfers import NoSpaceError, explained
+from ckptfix.zoo.places.place import Entry, changed, deny
 
 SCHEMES = ("file://", "local://")
 

@@ -5,27 +5,16 @@ show an upload when it is complete. Elsewhere it goes under a temporary name fir
 
 from __future__ import annotations
 
-import random
-import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ckptfix.errors import UsageError
+from ckptfix.bytes.remote import file_system, read_range, stamp_of
+from ckptfix.bytes.transfers import PlaceError, TransferError, persistently
 from ckptfix.zoo.places.local import TEMPORARY, require_space, temporary_beside, temporary_name
-from ckptfix.zoo.places.place import (
-    Entry,
-    PlaceError,
-    TransferError,
-    changed,
-    deny,
-    explained,
-    failures,
-    final_kind,
-)
+from ckptfix.zoo.places.place import Entry, changed, deny
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -42,52 +31,6 @@ SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max
 """How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
 way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
 otherwise get, and count, a request for every 5 MB."""
-
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
-"""The extra of ckptfix that brings the package of a scheme."""
-
-STAMPS = "ETag etag md5Hash blob_id content_md5 LastModified mtime modified updated created".split()
-"""Where backends say which version of a file is there, the most certain first."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How often something is tried, and the seconds between the tries: about ``first``, twice that, and so on,
-    ``longest`` at most.
-
-    The pauses are up to half longer or shorter at random: workers that were throttled together come back one by one."""
-
-    attempts: int = 6
-    first: float = 0.5
-    longest: float = 30.0
-
-    def pause(self, tried: int) -> float:
-        """Return the pause after the given number of tries, in seconds."""
-        return float(min(self.first * 2 ** (tried - 1), self.longest) * random.uniform(0.5, 1.5))
-
-
-PATIENCE = Patience()
-"""About 15 seconds in all. Backends retry a few times by themselves before any of these tries fails."""
-
-
-def persistently(action: Callable[[], T], where: str, verb: str) -> T:
-    """Return what the action gives, and retry it if its failure may pass.
-
-    Raises a ``PlaceError`` at once if it cannot (no permission, not there, no space), and ``TransferError`` after the
-    last try."""
-    for tried in range(1, PATIENCE.attempts + 1):
-        try:
-            return action()
-        except failures() as error:
-            if final_kind(error) is not None:
-                raise explained(error, where, verb) from error
-            if tried == PATIENCE.attempts:
-                said = str(explained(error, where, verb))
-                raise TransferError(f"{said} ({tried} tries); run it again later") from error
-        time.sleep(PATIENCE.pause(tried))
-    raise AssertionError("nothing was tried")
 
 
 @dataclass(frozen=True)
@@ -142,11 +85,7 @@ class RemotePlace:
         system, path = self._reached(name)
 
         def read() -> bytes:
-            if system.async_impl:
-                raw = bytes(system.cat_file(path, start=0, end=count))
-            else:
-                with system.open(path, "rb", cache_type="none") as file:  # the usual cache reads megabytes ahead
-                    raw = bytes(file.read(count))
+            raw = read_range(system, path, 0, count)
             if len(raw) < count and len(raw) < deny(self._look(name), self.where(name)).size:
                 raise TransferError(f"{self.where(name)}: {len(raw)} of {count} bytes came")
             return raw
@@ -233,18 +172,7 @@ class RemotePlace:
 
     def _reached(self, name: str = "") -> tuple[AbstractFileSystem, str]:
         """The file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
-        from fsspec.core import url_to_fs
-
-        try:
-            system, base = url_to_fs(self.name)
-        except ImportError as error:
-            extra = EXTRAS.get(self.scheme)
-            package = f"ckptfix[{extra}]" if extra else str(error)
-            advice = f"install it with pip install '{package}'" if extra else package
-            raise UsageError(f"{self.name}: the package for {self.scheme}:// is not installed; {advice}") from error
-        except ValueError as error:
-            raise UsageError(f"{self.name}: {error}; name a folder, or a URL that fsspec knows") from error
-        base = base.rstrip("/")
+        system, base = file_system(self.name)
         if not name:
             return system, base
         try:
@@ -257,15 +185,7 @@ class RemotePlace:
 
 
 def _entry(name: str, info: Mapping[str, Any]) -> Entry:
-    stamp = next((_stamp(info[field]) for field in STAMPS if info.get(field)), "")
-    return Entry(name, int(info.get("size") or 0), stamp, _leads_out(name))
-
-
-def _stamp(value: Any) -> str:
-    """A version as text. A listing may give a time as a number, and a look at the file as a date."""
-    if isinstance(value, datetime):
-        value = value.timestamp()
-    return f"{value:.6f}" if isinstance(value, float) else str(value).strip('"')
+    return Entry(name, int(info.get("size") or 0), stamp_of(info), _leads_out(name))
 
 
 def _leads_out(name: str) -> str | None:

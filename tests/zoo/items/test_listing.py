@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.zoo.items.grouping import Item
 from ckptfix.zoo.items.listing import ABSENT, list_zoo, read_list
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.places.local import LocalPlace
-from ckptfix.zoo.places.place import ForbiddenError
 from tests.zoo.listings import FILE, FOLDER, OTHER, SHARDED, fill, kinds, parts, pickled, the_folder, weights
 
 

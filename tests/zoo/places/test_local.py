@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptfix.bytes.transfers import AbsentError, ForbiddenError, NoSpaceError, PlaceError
 from ckptfix.zoo.places import Entry, open_place
 from ckptfix.zoo.places.local import RESERVE, TEMPORARY, LocalPlace, require_space, temporary_beside, temporary_name
-from ckptfix.zoo.places.place import AbsentError, ForbiddenError, NoSpaceError, PlaceError
 
 AS_ROOT = os.geteuid() == 0
 

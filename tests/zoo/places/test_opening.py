@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptfix.bytes.transfers import AbsentError
 from ckptfix.errors import UsageError
 from ckptfix.zoo.places import open_place, split_source
 from ckptfix.zoo.places.local import LocalPlace
-from ckptfix.zoo.places.place import AbsentError
 from ckptfix.zoo.places.remote import RemotePlace
 
 

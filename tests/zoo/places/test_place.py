@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from ckptfix.bytes.transfers import AbsentError, ForbiddenError, PlaceError, explained, failures, final_kind
 from ckptfix.zoo.places import open_place, walk_if_there
 from ckptfix.zoo.places.local import LocalPlace
-from ckptfix.zoo.places.place import AbsentError, ForbiddenError, PlaceError, explained, failures, final_kind
 
 
 def test_what_is_there_is_walked(tmp_path: Path):

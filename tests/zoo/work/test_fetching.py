@@ -10,11 +10,11 @@ from typing import cast
 import fsspec
 import pytest
 
+from ckptfix.bytes.transfers import AbsentError
 from ckptfix.errors import CkptfixError
 from ckptfix.zoo.items.grouping import Item, Kind
 from ckptfix.zoo.items.listing import list_zoo
 from ckptfix.zoo.places import Entry, Place, open_place
-from ckptfix.zoo.places.place import AbsentError
 from ckptfix.zoo.work.fetching import each_on_this_machine, on_this_machine
 
 

@@ -7,16 +7,23 @@ import errno
 
 import pytest
 
-from ckptfix.zoo.places import remote
-from ckptfix.zoo.places.place import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
-from ckptfix.zoo.places.remote import Patience, persistently
+from ckptfix.bytes import transfers
+from ckptfix.bytes.transfers import (
+    AbsentError,
+    ForbiddenError,
+    NoSpaceError,
+    Patience,
+    PlaceError,
+    TransferError,
+    persistently,
+)
 
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that would have been made."""
     made: list[float] = []
-    monkeypatch.setattr(remote, "PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
+    monkeypatch.setattr(transfers, "PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
     monkeypatch.setattr("time.sleep", made.append)
     return made
 

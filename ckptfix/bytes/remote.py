@@ -1,0 +1,316 @@
+"""Files behind URLs, read in ranges: the names in a checkpoint of any size take a few hundred kB.
+
+``http``, ``https`` and ``hf`` need no package; every other scheme is one of fsspec."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, unquote
+from urllib.request import Request, urlopen
+
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.transfers import AbsentError, Patience, PlaceError, TransferError, persistently
+from ckptfix.core.shell import typed
+from ckptfix.errors import UnreadableError, UsageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+LEAST, MOST = 1 << 16, 8 << 20
+"""Bytes of a request: as few as an answer costs anyway, then twice as many each time as long as the file is read on."""
+
+KEPT = 8
+"""Answers that are kept in memory, beside the first: as many as threads read side by side, twice."""
+
+TIMEOUT = 60.0
+"""Seconds without a byte after which a request has failed."""
+
+PATIENCE = Patience(attempts=4)
+"""About four seconds: somebody waits for the answer."""
+
+EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""The extra of ckptfix that brings the package of a scheme."""
+
+STAMPS = "ETag etag md5Hash blob_id content_md5 LastModified mtime modified updated created".split()
+"""Where backends say which version of a file is there, the most certain first."""
+
+_HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
+
+
+class Answer(NamedTuple):
+    """A range of a file, the size of the whole, and what identifies the version that it is from."""
+
+    data: bytes
+    size: int
+    stamp: str
+
+
+class Ranges(Protocol):
+    """A file that gives ranges of itself."""
+
+    def get(self, start: int, stop: int) -> Answer:
+        """Return the bytes from ``start`` to ``stop``, fewer at the end of the file."""
+
+
+class RemoteFile(OpenFile):
+    """A file behind a URL. Raises ``UnreadableError`` if it cannot be read, and if its server sends no ranges."""
+
+    is_remote = True
+
+    def __init__(self, url: str) -> None:
+        self.path, self.descriptor = url, -1
+        self._ranges = _ranges_of(url)
+        self._lock = threading.Lock()
+        self._answers: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        first = self._ask(0, LEAST)
+        self._head, self._length, self._version = first.data, first.size, first.stamp
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self._length
+
+    def read(self, start: int, count: int) -> bytes:
+        """``count`` bytes from ``start`` on, fewer at the end of the file."""
+        stop, parts = min(start + count, self._length), []
+        while start < stop:
+            begin, data = self._known(start) or self._fetched(start, stop)
+            parts.append(data[start - begin : stop - begin])
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Read from ``start`` on as much as the buffer holds."""
+        data = self.read(start, buffer.nbytes)
+        if len(data) < buffer.nbytes:
+            raise self.ends_early(start, buffer.nbytes, len(data))
+        buffer[:] = data
+
+    def refuse_changed(self) -> None:
+        """Raise ``UnreadableError`` if the file is another by now."""
+        self._check(self._ask(0, 1))
+
+    def _known(self, start: int) -> tuple[int, bytes] | None:
+        with self._lock:
+            for begin, data in ((0, self._head), *self._answers):
+                if begin <= start < begin + len(data):
+                    return begin, data
+        return None
+
+    def _fetched(self, start: int, stop: int) -> tuple[int, bytes]:
+        with self._lock:
+            before = next((len(data) for begin, data in self._answers if begin + len(data) == start), 0)
+        end = start + min(max(stop - start, 2 * before, LEAST), MOST)
+        if end >= self._length:  # what ends a file, as the directory of an archive, is read from its end to its start
+            start, end = max(0, min(start, self._length - LEAST)), self._length
+        answer = self._ask(start, end)
+        self._check(answer)
+        with self._lock:
+            self._answers.append((start, answer.data))
+        return start, answer.data
+
+    def _check(self, answer: Answer) -> None:
+        if (answer.size, answer.stamp) != (self._length, self._version):
+            raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
+
+    def _ask(self, start: int, stop: int) -> Answer:
+        try:
+            return persistently(lambda: self._ranges.get(start, stop), self.path, "read", PATIENCE)
+        except PlaceError as error:
+            raise UnreadableError(*error.args) from error
+
+
+def download_advice(url: str) -> str:
+    """Return how to get a file, as the end of a sentence."""
+    words = download_words(url)
+    return f"download it first: {typed(words)}" if words else "copy it to this machine first"
+
+
+def download_words(url: str) -> list[str]:
+    """Return the command that downloads a checkpoint into the working directory; no words if there is none."""
+    if _HUB.fullmatch(url):
+        kind, name, revision, path = _hub_parts(url)
+        words = ["hf", "download", name, *([] if path.endswith(".index.json") or not path else [path])]
+        words += ["--repo-type", kind.removesuffix("s")] if kind else []
+        words += ["--revision", revision] if revision != "main" else []
+        return [*words, "--local-dir", "."]
+    return ["curl", "-LO", url] if url.startswith(("http://", "https://")) else []
+
+
+def local_name(url: str) -> str:
+    """Return the path that a checkpoint has in the working directory after that command."""
+    if _HUB.fullmatch(url):
+        return _hub_parts(url)[3] or "."
+    return url.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def files_beside(url: str) -> list[str] | None:
+    """Return the names of the files in the folder of a URL, sorted; None if its server does not list them."""
+    scheme = url.partition("://")[0]
+    if scheme in ("http", "https"):
+        return None
+    try:
+        return sorted(
+            persistently(partial(_hub_names if scheme == "hf" else _store_names, url), url, "listed", PATIENCE)
+        )
+    except AbsentError:
+        return []
+    except PlaceError as error:
+        raise UnreadableError(*error.args) from error
+
+
+# ---- servers
+
+
+@dataclass(frozen=True)
+class _HttpRanges:
+    """A file of an HTTP server. ``token`` is for that server only, and not for one that it redirects to."""
+
+    name: str
+    url: str
+    token: str | None = None
+
+    def get(self, start: int, stop: int) -> Answer:
+        request = Request(self.url, headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
+        if self.token:
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        try:
+            with urlopen(request, timeout=TIMEOUT) as answer:
+                stamp = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+                if answer.status == 206:
+                    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
+                    if ranged is not None and int(ranged[1]) == start:
+                        data, size = answer.read(stop - start), int(ranged[2])
+                        if len(data) < min(stop, size) - start:
+                            raise TransferError(f"{self.name}: {len(data)} bytes came of a range of {stop - start}")
+                        return Answer(data, size, stamp)
+                elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # the whole of a small file
+                    return Answer(data[:stop], len(data), stamp)
+        except HTTPError as error:
+            if error.code == 416 and start == 0:
+                return Answer(b"", 0, "")
+            if error.code in (401, 403) and self.name.startswith("hf://") and not self.token:
+                raise UnreadableError(
+                    f"{self.name}: the hub wants to know who asks; set HF_TOKEN to a token that may read it"
+                ) from error
+            raise
+        except URLError as error:  # what it is about is inside
+            raise error.reason if isinstance(error.reason, OSError) else error from error
+        raise UnreadableError(
+            f"{self.name}: its server sends files as a whole only, and no ranges of them; {download_advice(self.name)}"
+        )
+
+
+@dataclass(frozen=True)
+class _StoreRanges:
+    """A file of a file system of fsspec."""
+
+    system: AbstractFileSystem
+    path: str
+
+    def get(self, start: int, stop: int) -> Answer:
+        if start == 0:
+            self.system.invalidate_cache(self.path)
+        info = self.system.info(self.path)
+        size = int(info.get("size") or 0)
+        stop = min(stop, size)
+        return Answer(read_range(self.system, self.path, start, stop) if start < stop else b"", size, stamp_of(info))
+
+
+def _ranges_of(url: str) -> Ranges:
+    scheme = url.partition("://")[0]
+    if scheme == "hf":
+        kind, name, revision, path = _hub_parts(url)
+        place = f"{kind}/{name}" if kind else name
+        return _HttpRanges(url, f"{_endpoint()}/{place}/resolve/{quote(revision, safe='')}/{quote(path)}", _token())
+    if scheme in ("http", "https"):
+        return _HttpRanges(url, url, _token() if url.startswith(f"{_endpoint()}/") else None)
+    return _StoreRanges(*file_system(url))
+
+
+def file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of fsspec for a URL, and the path in it. Keys and endpoints come from where the backend
+    looks for them. fsspec keeps one of each kind for a process and its threads."""
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    try:
+        system, path = url_to_fs(url)
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        advice = f"install it with pip install 'ckptfix[{extra}]'" if extra else str(error)
+        raise UsageError(f"{url}: the package for {scheme}:// is not installed; {advice}") from error
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}; name a folder, or a URL that fsspec knows") from error
+    return system, path.rstrip("/")
+
+
+def read_range(system: AbstractFileSystem, path: str, start: int, stop: int) -> bytes:
+    """Return a range of a file in one request."""
+    if system.async_impl:
+        return bytes(system.cat_file(path, start=start, end=stop))
+    with system.open(path, "rb", cache_type="none") as file:  # the usual cache reads megabytes ahead
+        file.seek(start)
+        return bytes(file.read(stop - start))
+
+
+def stamp_of(info: Mapping[str, Any]) -> str:
+    """Return what a backend says of the version of a file, as text. A listing may give a time as a number, and a look
+    at the file as a date."""
+    value = next((info[field] for field in STAMPS if info.get(field)), "")
+    if isinstance(value, datetime):
+        value = value.timestamp()
+    return f"{value:.6f}" if isinstance(value, float) else str(value).strip('"')
+
+
+def _store_names(url: str) -> list[str]:
+    system, path = file_system(url)
+    found = system.ls(path, detail=True)
+    return [info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "file"]
+
+
+# ---- the Hugging Face hub (https://huggingface.co/docs/hub/api)
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def _token() -> str | None:
+    return os.environ.get("HF_TOKEN") or None
+
+
+def _hub_parts(url: str) -> tuple[str, str, str, str]:
+    """Return of a URL of the hub the kind of the repository (empty for models), its name, the revision and the path."""
+    match = _HUB.fullmatch(url)
+    if match is None:
+        raise UsageError(
+            f"{url}: name a repository as hf://OWNER/NAME, hf://OWNER/NAME/FILE or hf://OWNER/NAME@REVISION"
+        )
+    return match[1] or "", match[2], unquote(match[3] or "main"), match[4] or ""
+
+
+def _hub_names(url: str) -> list[str]:
+    kind, name, revision, path = _hub_parts(url)
+    where = f"{_endpoint()}/api/{kind or 'models'}/{name}/tree/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
+    names: list[str] = []
+    while where:
+        request = Request(where)
+        if token := _token():
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urlopen(request, timeout=TIMEOUT) as answer:
+            entries = json.load(answer)
+            more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers["Link"] or "")
+        names += [str(entry["path"]).rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        where = more[1] if more else ""
+    return names
