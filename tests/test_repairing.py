@@ -111,7 +111,7 @@ API: Any = ckptfix
         pytest.param(lambda file: API.check(file, nn.Linear), "give a torch.nn.Module", id="a class as model"),
         pytest.param(lambda file: API.check(file, net(), like=file), "exclude each other", id="two targets"),
         pytest.param(lambda file: API.check(file, colour="red"), "check() has no setting 'colour'", id="setting"),
-        pytest.param(lambda file: API.check(file, format="onnx"), "give pth or safetensors", id="format"),
+        pytest.param(lambda file: API.check(file, format="onnx"), "give pth, safetensors or universal", id="format"),
         pytest.param(lambda file: API.check(file, for_torch="new"), "not a version", id="version"),
         pytest.param(lambda file: API.check(file, select=("XYZ",)), "no rule has a code", id="code"),
         pytest.param(lambda file: API.check(file, select="EY"), "no rule has a code", id="code as text"),

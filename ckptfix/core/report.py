@@ -30,7 +30,8 @@ class Report(Displayed):
     findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
     each of these; ``place`` is the path of the state_dict in the container of the result, and
-    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``). They are no part of the JSON form.
+    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). They are no part of the
+    JSON form.
     """
 
     source: str

@@ -122,9 +122,9 @@ class Settings:
     ``drop_optimizer`` leaves the optimizer out, and ``keep_optimizer`` leaves it as it is even if it no longer fits.
     ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
     and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
-    ``format`` is ``pth`` or ``safetensors``; None keeps that of the source. ``shard_size`` (``5GB``) writes shards of
-    at most that size with an index, and None one file. ``untie`` writes tied tensors of safetensors once for each key,
-    and ``force`` replaces a file that is already at ``output``.
+    ``format`` is ``pth``, ``safetensors`` or ``universal`` (a folder of DeepSpeed); None keeps that of the source.
+    ``shard_size`` (``5GB``) writes shards of at most that size with an index, and None one file. ``untie`` writes tied
+    tensors of safetensors once for each key, and ``force`` replaces a file that is already at ``output``.
 
     ``smoke`` is whether the forward test runs; None means: if a factory is given. ``input`` holds a text for each
     argument of ``forward``: a shape (``2x3x224x224``), a shape with an integer range (``2x16:int:0:1000``), a name

@@ -20,10 +20,11 @@ from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify
 from ckptfix.errors import Opt, WriteError
-from ckptfix.writing.atomic import deliver_file, temporary_beside
-from ckptfix.writing.output import PTH, SAFETENSORS, Write, flushing, write_to, writer_for
+from ckptfix.writing.atomic import deliver_file, deliver_folder, temporary_beside
+from ckptfix.writing.output import PTH, SAFETENSORS, UNIVERSAL, Write, flushing, write_to, writer_for
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.shards import deliver_shards, temporary_shards
+from ckptfix.writing.universal import temporary_universal, universal_form
 
 ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Finding]]]
 """Runs a model on a file that holds this checkpoint; None for a test that was not asked for."""
@@ -68,6 +69,8 @@ def deliver(
         smoke, findings = test(Path(result.path), result)
         return _delivered(report, None, smoke, findings)
     form = destination.form
+    if form == UNIVERSAL:
+        return _deliver_universal(universal_form(result), report, destination, test)
     if form == SAFETENSORS:
         _refuse_loss(result)
         result = untied(result) if settings.untie else result
@@ -134,6 +137,18 @@ def _refuse_loss(result: Checkpoint) -> None:
                 f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use ",
                 Opt("format", "pth"),
             )
+
+
+def _deliver_universal(result: Checkpoint, report: Report, destination: Destination, test: ForwardTest) -> Report:
+    """Do the same with the folder of a universal checkpoint."""
+    with temporary_universal(destination.output, result) as (folder, written):
+        with flushing(written, destination.output, destination.flush):
+            verify(folder, result, destination.output, written)
+        smoke, findings = test(folder, result)
+        if smoke is not None and smoke.passed is False:
+            return _delivered(report, None, smoke, findings)
+        deliver_folder(folder, destination.output)
+    return replace(_delivered(report, destination.output, smoke, findings), written_as=UNIVERSAL)
 
 
 def _deliver_in_shards(

@@ -14,7 +14,7 @@ from ckptfix.errors import Opt, UsageError, Words, WriteError
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
-from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, output_format
+from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, UNIVERSAL, output_format
 from ckptfix.writing.shards import ShardNames
 
 Inputs = Mapping[Words, str | os.PathLike[str] | None]
@@ -36,7 +36,7 @@ def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the result goes, and as what: ``form`` is ``pth`` or ``safetensors``.
+    """Where the result goes, and as what: ``form`` is ``pth``, ``safetensors`` or ``universal``.
 
     ``like`` is the file whose permissions it gets, ``backup_of`` the source whose old content is kept. Without
     ``flush`` the file is not on the disk yet when it is delivered: the caller flushes many in one go. ``before`` is the
@@ -110,6 +110,8 @@ class Destination:
         named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
         # The dot of a folder named v1.5 begins no suffix; that of model.pth, unpacked, does.
         stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
+        if form == UNIVERSAL:
+            return cls(source.with_name(f"{stem}.universal"), form)
         suffix = named.suffix if like is not None and not is_conversion and named.suffix else f".{form}"
         return cls(source.with_name(f"{stem}.fixed{suffix}"), form, like)
 
@@ -125,7 +127,7 @@ class Destination:
         if source is not None and _is_part(goal, source):
             raise UsageError(f"{goal}: is a part of the source; name another output")
         form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
-        return cls(goal.resolve() if goal.is_symlink() else goal, form, source)
+        return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
     def refuse(self, settings: Settings) -> None:
         """Raise an error if the result could not be put in place: before the work, and not after it."""

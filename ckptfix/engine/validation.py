@@ -14,6 +14,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
+from ckptfix.writing.output import PTH, SAFETENSORS, UNIVERSAL
 
 LONGEST_TIMEOUT = 10**6
 """Seconds, eleven days: what every clock of the system can wait for."""
@@ -60,8 +61,10 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         if not isinstance(settings.fill, (str, os.PathLike)):
             raise UsageError(Opt("fill", settings.fill), ": give 'target', 'twin', or the path of a checkpoint")
         settings = replace(settings, fill=os.fspath(settings.fill))
-    if settings.format not in (None, "pth", "safetensors"):
-        raise UsageError(Opt("format", settings.format), ": unknown format; give pth or safetensors")
+    if settings.format not in (None, PTH, SAFETENSORS, UNIVERSAL):
+        raise UsageError(Opt("format", settings.format), ": unknown format; give pth, safetensors or universal")
+    if settings.format == UNIVERSAL and settings.shard_bytes is not None:
+        raise UsageError(Opt("shard_size"), " and ", Opt("format", UNIVERSAL), " exclude each other")
     if not 0 < settings.timeout <= LONGEST_TIMEOUT:
         raise UsageError(Opt("timeout", settings.timeout), f": give seconds above 0 and up to {LONGEST_TIMEOUT}")
     settings.is_for_torch_before("0")  # raises for an invalid version

@@ -65,6 +65,8 @@ def loading_code(report: Report) -> str:
         return f"torch.load({report.output!r}, weights_only=True){steps}"
     if report.written_as == "safetensors":
         return f"safetensors.torch.load_file({report.output!r})"
+    if report.written_as == "universal":
+        return f'engine.load_checkpoint({report.output!r}), with "checkpoint": {{"load_universal": true}} in ds_config'
     return f"ckptfix.open_checkpoint({report.output!r}).state_dict()"
 
 

@@ -131,6 +131,19 @@ def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
     _confirm(goals[-1])
 
 
+def deliver_folder(folder: Path, output: Path) -> None:
+    """Rename a folder, whose files are on the disk, to the output, which does not exist."""
+    try:
+        for path in (*folder.rglob("*"), folder):
+            if path.is_dir():
+                flush_file(path)
+        folder.rename(output)
+    except OSError as error:
+        raise WriteError(f"{output}: cannot be put in place: {error.strerror}; the source is unchanged") from error
+    _placed.append((time.monotonic(), output))
+    _confirm(output)
+
+
 def has_backup(source: Path) -> bool:
     """Return whether a run that was killed has made the backup already: it is the source, or an equal copy of it.
 

@@ -20,7 +20,7 @@ from ckptfix.writing import safetensors as safetensors_write
 from ckptfix.writing import torch_files as torch_write
 from ckptfix.writing.atomic import flush_file, unwritten
 
-PTH, SAFETENSORS = "pth", "safetensors"
+PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"
 FIRST_ZIP = "1.6"
 """The first torch that writes and reads the zip container by default."""
 
@@ -29,7 +29,7 @@ Write = Callable[[Checkpoint, BinaryIO], Copier]
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
-    """``pth`` or ``safetensors``: what was asked for, else what the source is."""
+    """``pth``, ``safetensors`` or ``universal``: what was asked for, else one of the first two, as the source is."""
     if asked is not None:
         return asked
     return SAFETENSORS if checkpoint.format.endswith(safetensors.NAME) else PTH

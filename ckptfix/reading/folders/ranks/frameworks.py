@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, universal, zero
 from ckptfix.reading.folders.ranks.files import ReadContent, Reader
 from ckptfix.reading.weights.document import Document
 
@@ -25,6 +25,7 @@ class Framework:
 
 FRAMEWORKS = (
     Framework(zero.NAME, zero.read_folder, zero.of_file),
+    Framework(universal.NAME, universal.read_folder, universal.of_file),
     Framework(megatron.NAME, megatron.read_folder, megatron.of_file),
     Framework(llama.NAME, llama.read_folder, llama.of_file),
     Framework(fsdp.NAME, fsdp.read_folder, fsdp.of_file),

@@ -42,11 +42,11 @@ MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\
 """What the files of optimizer states and of model states are called."""
 
 _FRAGMENTS = "frozen_param_fragments"
-_TAG_LIMIT = 1 << 10
+TAG_LIMIT = 1 << 10
 _PADDING = 16
 """Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
 
-_PARTITION = frozenset(
+PARTITION = frozenset(
     "buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions".split()
 )
@@ -70,7 +70,7 @@ def _tags(folder: Path) -> list[Path]:
     if _has_states(folder):
         return [folder]
     latest = folder / LATEST
-    if latest.is_file() and latest.stat().st_size <= _TAG_LIMIT:
+    if latest.is_file() and latest.stat().st_size <= TAG_LIMIT:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
         named = file_inside(folder, tag, str(latest))
         if named.is_dir() and _has_states(named):
@@ -137,27 +137,8 @@ class _Reading:
         present = {rank: file for (rank, _), file in optim.items() if rank in states}
         self.files.note_missing(first.world, present, f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
         with self.files.merging():
-            roots = self._model_states({rank: file for (rank, _), file in models.items()})
+            roots = model_states(self.files, {rank: file for (rank, _), file in models.items()})
             return self._merged(first, states, roots)
-
-    def _model_states(self, files: Mapping[int, Path]) -> dict[int, Any]:
-        """Return the model states of rank 0, and of the others their shares of frozen parameters, if there are any."""
-        roots: dict[int, Any] = {}
-        steps = {}
-        for rank, file in files.items():
-            if rank and not roots.get(0, {}).get("frozen_param_shapes"):
-                break
-            root = self.files.root(file)
-            if isinstance(root, dict):
-                steps[rank] = root.get("global_steps")
-                roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
-        if not isinstance(roots.get(0, {}).get("module"), dict):
-            raise UnreadableError(
-                f"{self.path}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
-            )
-        if odd := [files[rank].name for rank in unlike_most(steps)]:
-            raise UnreadableError(f"{self.path}: its ranks are of different saves: {first_names(odd)} have other steps")
-        return roots
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -189,14 +170,12 @@ class _Reading:
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
-        frozen = self._frozen(root, roots, first.world) if first.stage == 3 else {}
-        weights = self._weights(root, tensors, frozen)
-        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in _PARTITION}
+        frozen = frozen_parameters(root, roots, first.world, self.path) if first.stage == 3 else {}
+        weights = whole_module(root, tensors, frozen, self.path)
+        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
         if (optimizer := self._optimizer(first, place, groups)) is not None:
             merged["optimizer"] = optimizer
-        trained = {spec.dtype for spec in root["module"].values() if isinstance(spec, TensorSpec) and spec.numel}
-        for half in sorted(trained & {"bfloat16", "float16"}):
-            self.files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
+        note_masters(self.files, root)
         release = f"DeepSpeed {first.version}".strip()
         producer = f"{release}, ZeRO stage {first.stage or '1 or 2'}, {counted(first.world, 'rank')}"
         return self.files.document(NAME, merged, producer)
@@ -248,7 +227,7 @@ class _Reading:
                     return None
                 flats.append(Flat.joined(taken))
             if len(flats) < first.world:
-                return {name: self._lost(name, shape) for name, shape in shapes.items()}
+                return {name: lost(name, shape, self.path) for name, shape in shapes.items()}
             spread, start, made = Spread(flats), 0, {}
             for name, shape in shapes.items():
                 made[name] = spread.tensor(name, shape, start, "float32", self.path)
@@ -262,49 +241,6 @@ class _Reading:
             return made
 
         return place
-
-    def _lost(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
-        return gone(name, TensorSpec("float32", shape, contiguous_strides(shape)), self.path)
-
-    def _frozen(self, root: Any, roots: Mapping[int, Any], world: int) -> dict[str, TensorSpec]:
-        """Return the frozen parameters of stage 3, of which every rank's model states hold a share."""
-        made = {}
-        for name, size in (root.get("frozen_param_shapes") or {}).items():
-            shape = sizes(size)
-            parts: list[Any] = [(states.get(_FRAGMENTS) or {}).get(name) for states in roots.values()]
-            if not all(map(_is_flat, parts)) or len(parts) != world:
-                made[name] = self._lost(name, shape)
-                continue
-            spread = Spread([Flat.joined([part]) for part in parts])
-            made[name] = spread.tensor(name, shape, 0, parts[0].dtype, self.path)
-        return made
-
-    def _weights(
-        self, root: Any, trained: Mapping[str, TensorSpec], frozen: Mapping[str, TensorSpec]
-    ) -> OrderedDict[str, Any]:
-        """Return the state_dict in the order of the model, with its ties: a tied parameter has one master."""
-        module, shared = root["module"], root.get("shared_params") or {}
-        views = {entry.view: name for name in trained if isinstance(entry := module.get(name), TensorSpec)}
-        weights: OrderedDict[str, Any] = OrderedDict()
-        empty = []
-        for name, entry in module.items():
-            if (name in trained) or (name in frozen):
-                weights[name] = trained.get(name, frozen.get(name))
-            elif shared.get(name) in trained:
-                weights[name] = trained[shared[name]]
-            elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
-                weights[name] = trained[views[entry.view]]  # older releases do not list what is tied
-            else:
-                if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
-                    empty.append(name)
-                weights[name] = entry
-        weights.update({name: spec for name, spec in {**trained, **frozen}.items() if name not in weights})
-        weights.__dict__.update(getattr(module, "__dict__", {}))  # torch's _metadata
-        if empty:
-            raise UnreadableError(
-                f"{self.path}: no rank holds the values of {first_names(empty)}; its files are damaged"
-            )
-        return weights
 
     def _optimizer(
         self, first: _States, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
@@ -333,6 +269,82 @@ class _Reading:
             for group in first.optimizer["param_groups"]
         ]
         return {"state": made, "param_groups": kept}
+
+
+def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
+    """Return the model states of rank 0, and of the others their shares of frozen parameters, if there are any.
+
+    Raises ``UnreadableError`` if there are none, or if they are of different steps."""
+    roots: dict[int, Any] = {}
+    steps = {}
+    for rank, file in found.items():
+        if rank and not roots.get(0, {}).get("frozen_param_shapes"):
+            break
+        root = files.root(file)
+        if isinstance(root, dict):
+            steps[rank] = root.get("global_steps")
+            roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
+    if not isinstance(roots.get(0, {}).get("module"), dict):
+        raise UnreadableError(
+            f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
+        )
+    if odd := [found[rank].name for rank in unlike_most(steps)]:
+        raise UnreadableError(f"{files.folder}: its ranks are of different saves: {first_names(odd)} have other steps")
+    return roots
+
+
+def note_masters(files: RankFiles, root: Any) -> None:
+    """Note that the weights are fp32 masters, if the training used a half type."""
+    used = {spec.dtype for spec in root["module"].values() if isinstance(spec, TensorSpec) and spec.numel}
+    for half in sorted(used & {"bfloat16", "float16"}):
+        files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
+
+
+def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, path: str) -> dict[str, TensorSpec]:
+    """Return the frozen parameters of stage 3, of which every rank's model states hold a share."""
+    made = {}
+    for name, size in (root.get("frozen_param_shapes") or {}).items():
+        shape = sizes(size)
+        parts: list[Any] = [(states.get(_FRAGMENTS) or {}).get(name) for states in roots.values()]
+        if not all(map(_is_flat, parts)) or len(parts) != world:
+            made[name] = lost(name, shape, path)
+            continue
+        spread = Spread([Flat.joined([part]) for part in parts])
+        made[name] = spread.tensor(name, shape, 0, parts[0].dtype, path)
+    return made
+
+
+def lost(name: str, shape: tuple[int, ...], path: str) -> TensorSpec:
+    """Return a master that no file holds any more."""
+    return gone(name, TensorSpec("float32", shape, contiguous_strides(shape)), path)
+
+
+def whole_module(
+    root: Any, trained: Mapping[str, TensorSpec], frozen: Mapping[str, TensorSpec], path: str
+) -> OrderedDict[str, Any]:
+    """Return the state_dict of model states with whole tensors, in the order of the model, with its ties.
+
+    A tied parameter has one master. Raises ``UnreadableError`` if the values of a parameter are nowhere."""
+    module, shared = root["module"], root.get("shared_params") or {}
+    views = {entry.view: name for name in trained if isinstance(entry := module.get(name), TensorSpec)}
+    weights: OrderedDict[str, Any] = OrderedDict()
+    empty = []
+    for name, entry in module.items():
+        if (name in trained) or (name in frozen):
+            weights[name] = trained.get(name, frozen.get(name))
+        elif shared.get(name) in trained:
+            weights[name] = trained[shared[name]]
+        elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
+            weights[name] = trained[views[entry.view]]  # older releases do not list what is tied
+        else:
+            if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
+                empty.append(name)
+            weights[name] = entry
+    weights.update({name: spec for name, spec in {**trained, **frozen}.items() if name not in weights})
+    weights.__dict__.update(getattr(module, "__dict__", {}))  # torch's _metadata
+    if empty:
+        raise UnreadableError(f"{path}: no rank holds the values of {first_names(empty)}; its files are damaged")
+    return weights
 
 
 _Take = Callable[[_States, int], Any]

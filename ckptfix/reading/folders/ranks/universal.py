@@ -1,0 +1,152 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, with its fp32 master and its moments whole.
+
+``<tag>/zero/<name>/fp32.pt``, ``exp_avg.pt``, … hold ``{"param": tensor, "cat_dim": 0}``, and from stage 3 the bare
+tensor in one dimension; ``zero/optimizer_state.pt`` has the optimizer's groups, and ``*_model_states.pt`` the names and
+their order, the buffers and what is frozen. ``latest_universal`` names the tag.
+
+Sources: ``deepspeed/checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py`` (0.14 to 0.19)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.wording import clauses, first_names
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks import zero
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank
+from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.weights.document import Document
+
+NAME = "universal"
+LATEST = "latest_universal"
+PARAMETERS = "zero"
+MASTER = "fp32"
+GROUPS = "optimizer_state.pt"
+"""The folder of the parameters, the file of a master in each, and that of the optimizer's groups beside them."""
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a universal checkpoint; None for any other folder."""
+    tag = _tag(folder)
+    if tag is None:
+        return None
+    reading = _Reading(RankFiles(tag, salvage, read))
+    with reading.files.merging():
+        return reading.document()
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of the checkpoint of which a file is the model states."""
+    return (file.parent, read_folder) if zero.MODEL.fullmatch(file.name) and _masters(file.parent) else None
+
+
+def _tag(folder: Path) -> Path | None:
+    """Return the folder with the parameters: this one, the one that is named as the latest, or the only one in it."""
+    if _masters(folder):
+        return folder
+    latest = folder / LATEST
+    if latest.is_file() and latest.stat().st_size <= zero.TAG_LIMIT:
+        named = file_inside(folder, latest.read_text(encoding="utf-8", errors="replace").strip(), str(latest))
+        return named if named.is_dir() and _masters(named) else None
+    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and _masters(child)]
+    if len(found) > 1:
+        names = first_names([child.name for child in found])
+        raise UnreadableError(f"{folder}: holds {len(found)} universal checkpoints ({names}); name one of them")
+    return found[0] if found else None
+
+
+def _masters(folder: Path) -> bool:
+    parameters = folder / PARAMETERS
+    return parameters.is_dir() and any((child / f"{MASTER}.pt").is_file() for child in parameters.iterdir())
+
+
+class _Reading:
+    """One reading of a universal checkpoint."""
+
+    def __init__(self, files: RankFiles) -> None:
+        self.files, self.path = files, str(files.folder)
+
+    def document(self) -> Document:
+        """Return the merged document: the container of the model states, with whole weights in it."""
+        found = by_rank(self.files.folder, zero.MODEL)
+        states = zero.model_states(self.files, {data: file for (data, model), file in found.items() if model == 0})
+        root = states[0]
+        shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
+        trained, moments = {}, {}
+        for name, shape in shapes.items():
+            entries = dict(self._entries(name, shape))
+            if MASTER not in entries:
+                raise UnreadableError(
+                    f"{self.path}: the master of {name} cannot be read"
+                    f" ({clauses(self.files.damage) or 'it has no file'}); fetch it again"
+                )
+            trained[name] = entries.pop(MASTER)
+            moments[name] = entries
+        if extra := [name for name in self._folders() if name not in shapes and name not in root["module"]]:
+            raise UnreadableError(
+                f"{self.path}: the model states do not name {first_names(extra)}; put the files of one save together"
+            )
+        frozen = zero.frozen_parameters(root, states, len(states), self.path) if len(states) > 1 else {}
+        weights = zero.whole_module(root, trained, frozen, self.path)
+        merged = {
+            key: weights if key == "module" else value for key, value in root.items() if key not in zero.PARTITION
+        }
+        if (optimizer := self._optimizer(root["param_shapes"], moments)) is not None:
+            merged["optimizer"] = optimizer
+        zero.note_masters(self.files, root)
+        version = root.get("ds_version")
+        release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
+        return self.files.document(NAME, merged, f"{release}, universal")
+
+    def _folders(self) -> list[str]:
+        return [child.name for child in (self.files.folder / PARAMETERS).iterdir() if child.is_dir()]
+
+    def _entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+        """Yield the master and the moments of a parameter, each in its whole shape; the step is a number."""
+        folder = self.files.folder / PARAMETERS / name
+        if Path(name).name != name or not folder.is_dir():
+            return
+        for file in sorted(folder.glob("*.pt")):
+            value = self.files.root(file)
+            value = value.get("param") if isinstance(value, dict) else value
+            if isinstance(value, TensorSpec) and value.shape != shape and file.stem != "step":
+                # Of several tensor-parallel ranks, the model states have a part, and this is the whole.
+                flat = len(value.shape) == 1 and value.is_contiguous
+                if flat and value.numel == math.prod(shape):
+                    value = replace(value, shape=shape, strides=contiguous_strides(shape))
+                elif len(value.shape) != len(shape):
+                    raise UnreadableError(
+                        f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files"
+                        " are of different saves"
+                    )
+            if value is not None:
+                yield file.stem, value
+
+    def _optimizer(
+        self, shapes: list[Mapping[str, Any]], moments: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the optimizer's state by name; None where its groups are not there."""
+        file = self.files.folder / PARAMETERS / GROUPS
+        held = self.files.root(file) if file.is_file() else None
+        held = held if isinstance(held, dict) else {}
+        inner = held.get("optimizer_state_dict") or {}
+        # Of stage 3 one level deeper, where a group may consist of several flat ones, and with the only steps.
+        groups = held.get("param_groups") or inner.get("param_groups") or []
+        if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
+            return None
+        steps = {number: state["step"] for number, state in (inner.get("state") or {}).items() if "step" in state}
+        for number, names in enumerate(shapes):
+            for name in names:
+                if number in steps:
+                    moments[str(name)].setdefault("step", steps[number])
+        named = [
+            {**group, "params": [str(name) for number in group["params"] for name in shapes[number]]}
+            for group in groups
+        ]
+        return {"state": moments, "param_groups": named}

@@ -1,0 +1,161 @@
+"""Writes a universal checkpoint of DeepSpeed, from which a run goes on under any stage of ZeRO on any number of ranks.
+
+``<output>/latest_universal`` names the tag, ``<output>/<tag>/zero/<name>/`` holds the fp32 master and the moments of a
+parameter, a file each, and the model states beside it say the names, the groups and what is not trained. The model
+states lie there twice, as stage 3 looks for them under another name; they hold no trained weight, since DeepSpeed takes
+those from the masters (``DeepSpeedEngine._load_checkpoint``).
+
+The folder is made under a temporary name, and renamed when all of it is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import first_names
+from ckptfix.errors import Opt, WriteError
+from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
+from ckptfix.writing.atomic import temporary_folder_beside, unwritten
+from ckptfix.writing.output import Written, write_to
+from ckptfix.writing.torch_files import write_zip
+
+MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""The names under which stages 1 and 2, and stage 3, look for the model states."""
+
+RELEASE = "0.19.8"
+"""The release of DeepSpeed that is claimed for a source that is not DeepSpeed's: it refuses states without one."""
+
+_MODULE = "module"
+
+
+def universal_form(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint as the folder will open: its weights in ``module``, and the optimizer's state by name.
+
+    Raises ``WriteError`` if the optimizer's state is not there by name, or if a master would not be fp32."""
+    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+    found = [(key, value) for key, value in root.items() if _is_by_name(value, checkpoint.specs)]
+    if len(found) != 1:
+        raise WriteError(
+            f"{checkpoint.path}: a universal checkpoint needs one optimizer whose state is given by the names of the"
+            f" parameters, and there {'is none' if not found else f'are {len(found)}'}; write a file with ",
+            Opt("format", "pth"),
+        )
+    (place, optimizer), *_ = found
+    if odd := [name for name in optimizer["state"] if checkpoint.specs[name].dtype != "float32"]:
+        raise WriteError(
+            f"{checkpoint.path}: {first_names(odd)} have no fp32 master, which a universal checkpoint consists of; cast"
+            " them with ",
+            Opt("dtype", "float32"),
+        )
+    if odd := [name for name in optimizer["state"] if Path(name).name != name]:
+        raise WriteError(
+            f"{checkpoint.path}: {first_names(odd)} cannot be the names of folders, one for each parameter"
+        )
+    kept = {key: value for key, value in root.items() if key not in (place, *checkpoint.container[:1])}
+    steps = [entry.get("step") for entry in optimizer["state"].values()]
+    around = {
+        # What DeepSpeed reads without asking whether it is there.
+        **{"dp_world_size": 1, "mp_world_size": 1, "global_steps": 0, "global_samples": 0, "skipped_steps": 0},
+        **{"lr_scheduler": None, "ds_config": {}, "ds_version": RELEASE},
+        **kept,
+    }
+    if "global_steps" not in kept and steps and isinstance(steps[0], (int, float)):
+        around["global_steps"] = int(steps[0])
+    whole = {_MODULE: dict(checkpoint.entries), **around, "optimizer": optimizer}
+    return replace(checkpoint, container=(_MODULE,), root=whole)
+
+
+def _is_by_name(value: Any, specs: Mapping[str, TensorSpec]) -> bool:
+    if not isinstance(value, dict) or not isinstance(state := value.get("state"), dict) or not state:
+        return False
+    groups = value.get("param_groups")
+    named = [name for group in groups for name in group.get("params", ())] if isinstance(groups, list) else []
+    return set(named) == state.keys() and all(name in specs for name in named)
+
+
+@contextlib.contextmanager
+def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, list[Written]]]:
+    """Provide the written folder of a checkpoint (``universal_form``), and the files in it.
+
+    The folder is gone at the end, unless it was renamed."""
+    root: Any = checkpoint.root
+    optimizer = root["optimizer"]
+    state, groups = optimizer["state"], optimizer["param_groups"]
+    steps = root["global_steps"]
+    tag = f"global_step{steps}" if type(steps) is int else "step"
+    with temporary_folder_beside(output) as around:
+        folder = around / output.name
+        parameters = folder / tag / PARAMETERS
+        written = []
+
+        def write(file: Path, value: Any) -> None:
+            # No place in the value is that of the state_dict.
+            bare = replace(checkpoint, entries={}, container=("",), root=value)
+            written.append(write_to(file, bare, write_zip, output))
+
+        try:
+            parameters.mkdir(parents=True)
+            for name, moments in state.items():
+                (parameters / name).mkdir()
+                spec = checkpoint.specs[name]
+                for kind, value in {MASTER: spec, **moments}.items():
+                    is_like_weight = isinstance(value, TensorSpec) and value.shape == spec.shape and kind != "step"
+                    write(parameters / name / f"{kind}.pt", {"param": value, "cat_dim": 0} if is_like_weight else value)
+            numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
+            first = next(iter(state.values()))
+            inner = {"state": {number: {"step": first.get("step")} for number in range(len(groups))}}
+            common = {
+                "param_groups": numbered,
+                "optimizer_state_dict": {**inner, "param_groups": numbered},  # where stage 3 looks for them
+                "ds_version": root["ds_version"],
+            }
+            write(parameters / GROUPS, common)
+            for file in MODEL_STATES:
+                states = replace(checkpoint, entries=_untrained(checkpoint, state), root=_model_states(checkpoint))
+                written.append(write_to(folder / tag / file, states, write_zip, output))
+            (folder / LATEST).write_text(tag, encoding="utf-8")
+        except OSError as error:
+            raise unwritten(output, error) from error
+        yield folder, written
+
+
+def _untrained(checkpoint: Checkpoint, state: Mapping[str, Any]) -> OrderedDict[str, object]:
+    """Return the state_dict with empty tensors for what is trained, as the model states of stage 3 have them."""
+    views = {checkpoint.specs[name].view for name in state}
+    made: OrderedDict[str, object] = OrderedDict()
+    for key, entry in checkpoint.entries.items():
+        if isinstance(entry, TensorSpec) and entry.view in views:
+            made[key] = replace(entry, shape=(0,), strides=(1,))
+        else:
+            made[key] = entry
+    return made
+
+
+def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
+    root: Any = checkpoint.root
+    optimizer = root["optimizer"]
+    trained = {checkpoint.specs[name].view: name for name in optimizer["state"]}
+    return {
+        **{key: value for key, value in root.items() if key != "optimizer"},
+        "buffer_names": [
+            key for key, spec in checkpoint.specs.items() if key not in optimizer["state"] and spec.view not in trained
+        ],
+        "optimizer": None,
+        "param_shapes": [
+            OrderedDict((name, checkpoint.specs[name].shape) for name in group["params"])
+            for group in optimizer["param_groups"]
+        ],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {
+            key: trained[spec.view]
+            for key, spec in checkpoint.specs.items()
+            if key not in optimizer["state"] and spec.view in trained
+        },
+    }

@@ -1,0 +1,83 @@
+"""Universal checkpoints that DeepSpeed's ``ds_to_universal.py`` made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
+
+TAG = "global_step2_universal"
+STAGES = ["universal_zero2", "universal_zero3"]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_it_is_what_zero_to_fp32_makes_of_the_ranks(tmp_path: Path, name: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
+    got = ckptfix.open_checkpoint(folder).state_dict()
+    assert got.keys() == truth.keys()
+    for key, value in truth.items():
+        assert got[key].shape == value.shape, key
+        assert bytes_of(got[key].to(value.dtype)) == bytes_of(value), key
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_repair_writes_one_plain_file_with_ties_dtypes_and_the_optimizer(tmp_path: Path, name: str) -> None:
+    folder, _ = unpacked(name, tmp_path)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth").report
+    assert [finding.code for finding in report.findings if finding.level] == []
+    whole = torch.load(tmp_path / "whole.pth")
+    weights = whole["module"]
+    assert weights["head.weight"].data_ptr() == weights["emb.weight"].data_ptr()
+    assert weights["cnt"].dtype == torch.int64
+    assert weights["frozen.weight"].dtype == (torch.bfloat16 if name.endswith("2") else torch.float32)
+    for key, moments in whole["optimizer"]["state"].items():
+        assert moments["exp_avg"].shape == weights[key].shape, key
+        saved = torch.load(folder / TAG / "zero" / key / "exp_avg.pt")
+        saved = saved["param"] if name.endswith("2") else saved.reshape(weights[key].shape)
+        assert bytes_of(moments["exp_avg"]) == bytes_of(saved), key
+        assert moments["step"] == 2, key
+    sizes = [len(group["params"]) for group in whole["optimizer"]["param_groups"]]
+    assert sizes == ([3, 6] if name.endswith("2") else [9])
+
+
+def test_the_folder_of_the_tag_and_its_model_states_are_the_same_checkpoint(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    keys = ckptfix.open_checkpoint(folder).keys()
+    assert ckptfix.open_checkpoint(folder / TAG).keys() == keys
+    assert ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt").keys() == keys
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("zero/l1.weight/fp32.pt", "the master of l1.weight cannot be read (it has no file)"),
+        ("mp_rank_00_model_states.pt", "has no model states of rank 0"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, damage: str, message: str) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    (folder / TAG / damage).unlink()
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.open_checkpoint(folder / TAG)
+    assert message in str(caught.value)
+
+
+def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    (folder / TAG / "zero" / "l1.weight").rename(folder / TAG / "zero" / "l9.weight")
+    torch.save({"param": torch.ones(11, 7)}, folder / TAG / "zero" / "l9.weight" / "fp32.pt")
+    with pytest.raises(UnreadableError, match=r"the master of l1\.weight"):
+        ckptfix.open_checkpoint(folder)
+
+
+def test_a_master_of_other_dimensions_is_refused(tmp_path: Path) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    torch.save({"param": torch.ones(3, 4, 5), "cat_dim": 0}, folder / TAG / "zero" / "l1.weight" / "fp32.pt")
+    with pytest.raises(UnreadableError, match=r"has the shape \[3, 4, 5\], and the model states say \[11, 7\]"):
+        ckptfix.open_checkpoint(folder)

@@ -1,0 +1,102 @@
+"""Folders from which DeepSpeed resumes, made of its ranks: what they hold is what ``ds_to_universal.py`` makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UsageError, WriteError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_masters_and_moments_are_those_that_deepspeed_converts(tmp_path: Path) -> None:
+    theirs, _ = unpacked("universal_zero2", tmp_path / "theirs")
+    ckptfix.repair(theirs, output=tmp_path / "ours", format="universal")
+    assert (tmp_path / "ours" / "latest_universal").read_text() == "global_step2"
+    ours, theirs = tmp_path / "ours" / "global_step2", theirs / "global_step2_universal"
+    written = sorted(path.relative_to(ours / "zero").as_posix() for path in (ours / "zero").glob("*/*.pt"))
+    trained = [path.parent for path in (theirs / "zero").glob("*/exp_avg.pt")]
+    kinds = ("exp_avg", "exp_avg_sq", "fp32", "step")
+    assert written == sorted(f"{folder.name}/{kind}.pt" for folder in trained for kind in kinds)
+    for folder in trained:
+        for kind in kinds[:3]:
+            one, other = load(ours / "zero" / folder.name / f"{kind}.pt"), load(folder / f"{kind}.pt")
+            assert one["cat_dim"] == other["cat_dim"] == 0
+            assert bytes_of(one["param"]) == bytes_of(other["param"])
+        assert load(ours / "zero" / folder.name / "step.pt") == load(folder / "step.pt")
+    groups = load(ours / "zero" / "optimizer_state.pt")["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["params"] for group in groups] == [[0], [1]]
+
+
+def test_both_names_of_the_model_states_hold_buffers_and_names_and_no_trained_weight(tmp_path: Path) -> None:
+    source, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
+    ckptfix.repair(source, output=tmp_path / "ours", format="universal")
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        states = load(tmp_path / "ours" / "global_step2" / name)
+        assert states["module"]["cnt"] == 5
+        assert states["module"]["frozen.weight"].shape == (5, 7)
+        assert states["module"]["l1.weight"].shape == states["module"]["head.weight"].shape == (0,)
+        assert list(states["param_shapes"][0].items())[1] == ("l1.weight", (11, 7))
+        assert states["shared_params"] == {"head.weight": "emb.weight"}
+
+
+@pytest.mark.parametrize("name", ["zero1_w3_bf16_g2", "zero2_w3_fp32_g1", "zero3_w3_bf16_g2", "universal_zero3"])
+def test_it_opens_as_what_it_was_made_of(tmp_path: Path, name: str) -> None:
+    source, _ = unpacked(name, tmp_path)
+    ckptfix.repair(source, output=tmp_path / "ours", format="universal")
+    before, after = (
+        ckptfix.open_checkpoint(source).state_dict(),
+        ckptfix.open_checkpoint(tmp_path / "ours").state_dict(),
+    )
+    assert list(before) == list(after)
+    assert all(bytes_of(before[key]) == bytes_of(after[key]) for key in before)
+
+
+def test_without_an_optimizer_by_name_nothing_is_written(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {}}, "param_groups": []}}, tmp_path / "a.pth")
+    with pytest.raises(WriteError, match="needs one optimizer whose state is given by the names of the parameters"):
+        ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "out", format="universal")
+    assert not (tmp_path / "out").exists()
+
+
+def by_name(tmp_path: Path, name: str, dtype: torch.dtype) -> Path:
+    state = {name: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(7.0)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [name]}]}
+    torch.save({"model": {name: torch.ones(2, dtype=dtype)}, "optim": optimizer}, tmp_path / "a.pth")
+    return tmp_path / "a.pth"
+
+
+def test_a_plain_file_with_names_becomes_one(tmp_path: Path) -> None:
+    ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal")
+    whole = ckptfix.open_checkpoint(tmp_path / "out")
+    assert torch.equal(whole.state_dict()["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("w", torch.float16, "w have no fp32 master"),
+        ("../w", torch.float32, "cannot be the names of folders"),
+        ("a/w", torch.float32, "cannot be the names of folders"),
+    ],
+)
+def test_what_has_no_place_there_is_refused(tmp_path: Path, name: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(WriteError, match=message):
+        ckptfix.repair(by_name(tmp_path, name, dtype), output=tmp_path / "out", format="universal")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pth"]
+
+
+def test_a_folder_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal", force=True)
