@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -23,6 +24,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 """What reading the fields of inert data raises if they are not as a framework writes them."""
 
 _LISTED = 4
+_TAG_LIMIT = 1 << 10
 _FACTS = 4096
 
 _Rank = TypeVar("_Rank")
@@ -42,6 +44,25 @@ def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pat
         if (match := pattern.fullmatch(path.name)) and path.is_file()
     }
     return {numbers: found[numbers] for numbers in sorted(found)}
+
+
+def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | None:
+    """Return the folder of a checkpoint of DeepSpeed: this one, the one that the file ``latest`` names, or the only
+    one in it; None if there is none.
+
+    Raises ``UnreadableError`` if there are several."""
+    if is_one(folder):
+        return folder
+    file = folder / latest
+    if file.is_file() and file.stat().st_size <= _TAG_LIMIT:
+        named = file_inside(folder, file.read_text(encoding="utf-8", errors="replace").strip(), str(file))
+        if named.is_dir() and is_one(named):
+            return named
+    tags = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_one(child)]
+    if len(tags) > 1:
+        names = first_names([tag.name for tag in tags])
+        raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
+    return tags[0] if tags else None
 
 
 def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:

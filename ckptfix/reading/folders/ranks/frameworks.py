@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, universal, zero
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import ReadContent, Reader
 from ckptfix.reading.weights.document import Document
 
@@ -24,6 +24,7 @@ class Framework:
 
 
 FRAMEWORKS = (
+    Framework(pipeline.NAME, pipeline.read_folder, pipeline.of_file),
     Framework(zero.NAME, zero.read_folder, zero.of_file),
     Framework(universal.NAME, universal.read_folder, universal.of_file),
     Framework(megatron.NAME, megatron.read_folder, megatron.of_file),

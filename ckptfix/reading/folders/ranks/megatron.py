@@ -215,7 +215,7 @@ class _Reading:
         paths = {".".join(path): path for state in states for path in state}
 
         def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
-            return Split(rule.axis, 2 if rule.is_gated and _is_gated(name, named[0]) else 1)
+            return Split(rule.axis, 2 if rule.is_gated and is_gated(name, named[0]) else 1)
 
         for name, entry in self.joining.join(named, split_of):
             yield paths[name], entry
@@ -361,7 +361,7 @@ def _has_experts(root: Any) -> bool:
     return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
 
 
-def _is_gated(name: str, state: Mapping[str, Any]) -> bool:
+def is_gated(name: str, state: Mapping[str, Any]) -> bool:
     """Return whether a layer has two matrices stacked: twice as many rows as the next one has columns."""
     name = re.sub(r"bias(\d*)$", r"weight\1", name)
     other = state.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))

@@ -18,8 +18,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank
-from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, tagged
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -33,7 +32,7 @@ GROUPS = "optimizer_state.pt"
 
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a universal checkpoint; None for any other folder."""
-    tag = _tag(folder)
+    tag = tagged(folder, LATEST, _masters)
     if tag is None:
         return None
     reading = _Reading(RankFiles(tag, salvage, read))
@@ -44,21 +43,6 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of the checkpoint of which a file is the model states."""
     return (file.parent, read_folder) if zero.MODEL.fullmatch(file.name) and _masters(file.parent) else None
-
-
-def _tag(folder: Path) -> Path | None:
-    """Return the folder with the parameters: this one, the one that is named as the latest, or the only one in it."""
-    if _masters(folder):
-        return folder
-    latest = folder / LATEST
-    if latest.is_file() and latest.stat().st_size <= zero.TAG_LIMIT:
-        named = file_inside(folder, latest.read_text(encoding="utf-8", errors="replace").strip(), str(latest))
-        return named if named.is_dir() and _masters(named) else None
-    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and _masters(child)]
-    if len(found) > 1:
-        names = first_names([child.name for child in found])
-        raise UnreadableError(f"{folder}: holds {len(found)} universal checkpoints ({names}); name one of them")
-    return found[0] if found else None
 
 
 def _masters(folder: Path) -> bool:
@@ -99,7 +83,7 @@ class _Reading:
         }
         if (optimizer := self._optimizer(root["param_shapes"], moments)) is not None:
             merged["optimizer"] = optimizer
-        zero.note_masters(self.files, root)
+        zero.note_masters(self.files, root["module"])
         version = root.get("ds_version")
         release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
         return self.files.document(NAME, merged, f"{release}, universal")

@@ -29,8 +29,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, ReadContent, Reader, by_rank, unlike_most
-from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, ReadContent, Reader, by_rank, tagged, unlike_most
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -42,7 +41,6 @@ MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\
 """What the files of optimizer states and of model states are called."""
 
 _FRAGMENTS = "frozen_param_fragments"
-TAG_LIMIT = 1 << 10
 _PADDING = 16
 """Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
 
@@ -65,19 +63,6 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
     return (file.parent, read_folder) if len(by_rank(file.parent, OPTIM)) > 1 else None
 
 
-def _tags(folder: Path) -> list[Path]:
-    """Return the folders with ZeRO's files: the folder itself, the one that is named as the latest, or all in it."""
-    if _has_states(folder):
-        return [folder]
-    latest = folder / LATEST
-    if latest.is_file() and latest.stat().st_size <= TAG_LIMIT:
-        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-        named = file_inside(folder, tag, str(latest))
-        if named.is_dir() and _has_states(named):
-            return [named]
-    return sorted(child for child in folder.iterdir() if child.is_dir() and _has_states(child))
-
-
 def _has_states(folder: Path) -> bool:
     return any(OPTIM.fullmatch(path.name) for path in folder.iterdir())
 
@@ -86,13 +71,29 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     """Return the document of a folder: the container of the first model states, with whole weights in it.
 
     None if it has no optimizer states of ZeRO."""
-    tags = _tags(folder)
-    if not tags:
-        return None
-    if len(tags) > 1:
-        names = first_names([tag.name for tag in tags])
-        raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
-    return _Reading(RankFiles(tags[0], salvage, read)).document()
+    tag = tagged(folder, LATEST, _has_states)
+    return None if tag is None else _document(RankFiles(tag, salvage, read))
+
+
+def _document(files: RankFiles) -> Document:
+    optim, models = by_rank(files.folder, OPTIM), by_rank(files.folder, MODEL)
+    if parallel := {rank for _, rank in (*optim, *models)} - {0}:
+        raise UnreadableError(
+            f"{files.folder}: ZeRO beside tensor parallelism (on {len(parallel) + 1} ranks) is not merged; make a"
+            " universal checkpoint with ds_to_universal.py"
+        )
+    merging = Merging(files)
+    with files.merging():
+        roots = model_states(files, {rank: file for (rank, _), file in models.items()})
+        root = roots[0]
+        masters = merging.masters(root)
+        frozen = frozen_parameters(root, roots, masters.world, str(files.folder)) if masters.stage == 3 else {}
+        weights = whole_module(root, masters.tensors, frozen, str(files.folder))
+        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
+        if masters.optimizer is not None:
+            merged["optimizer"] = masters.optimizer
+        note_masters(files, root["module"])
+        return files.document(NAME, merged, f"{masters.release}, {counted(masters.world, 'rank')}")
 
 
 @dataclass
@@ -114,31 +115,41 @@ class _States:
         return [number for group in groups for number in group.get("params", ()) if type(number) is int]
 
 
-class _Reading:
-    """One reading of the folder of a tag."""
+@dataclass
+class Masters:
+    """What the data-parallel ranks hold together: the fp32 masters, and the optimizer's state by name."""
 
-    def __init__(self, files: RankFiles) -> None:
+    tensors: dict[str, TensorSpec]
+    optimizer: dict[str, Any] | None
+    stage: int
+    world: int
+    version: str
+
+    @property
+    def release(self) -> str:
+        """What wrote them."""
+        return f"DeepSpeed {self.version}".strip() + f", ZeRO stage {self.stage or '1 or 2'}"
+
+
+class Merging:
+    """The merging of the optimizer states of ranks that share their parameters."""
+
+    def __init__(self, files: RankFiles, model_rank: int = 0) -> None:
         self.files, self.folder, self.path = files, files.folder, str(files.folder)
+        self.optim = {data: file for (data, model), file in by_rank(self.folder, OPTIM).items() if model == model_rank}
+        self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
+        self._ranks = {rank: made for rank, file in self.optim.items() if (made := self._states(file)) is not None}
 
-    def document(self) -> Document:
-        """Return the merged document."""
-        optim, models = by_rank(self.folder, OPTIM), by_rank(self.folder, MODEL)
-        if parallel := {rank for _, rank in (*optim, *models)} - {0}:
-            raise UnreadableError(
-                f"{self.path}: ZeRO beside tensor or pipeline parallelism (on {len(parallel) + 1} ranks) is not merged;"
-                " make a universal checkpoint with ds_to_universal.py"
-            )
-        states = {rank: made for (rank, _), file in optim.items() if (made := self._states(file)) is not None}
-        if not states:
+    def masters(self, root: Any) -> Masters:
+        """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
+        if not self._ranks:
             raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
-        first = states[min(states)]
-        self._check_alike(states, {rank: file for (rank, _), file in optim.items()})
-        prefix = next(iter(optim.values())).name.partition("zero_pp_rank")[0]
-        present = {rank: file for (rank, _), file in optim.items() if rank in states}
-        self.files.note_missing(first.world, present, f"{prefix}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
-        with self.files.merging():
-            roots = model_states(self.files, {rank: file for (rank, _), file in models.items()})
-            return self._merged(first, states, roots)
+        first = self._ranks[min(self._ranks)]
+        self._check_alike(self._ranks, self.optim)
+        prefix = next(iter(self.optim.values())).name.partition("zero_pp_rank")[0]
+        present = {rank: file for rank, file in self.optim.items() if rank in self._ranks}
+        self.files.note_missing(first.world, present, prefix + self._name)
+        return self._merged(first, self._ranks, root)
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -161,8 +172,7 @@ class _Reading:
                 f" {len(told) - len(odd)} in stage, number of ranks or step; put the files of one save together"
             )
 
-    def _merged(self, first: _States, states: Mapping[int, _States], roots: Mapping[int, Any]) -> Document:
-        root = roots[0]
+    def _merged(self, first: _States, states: Mapping[int, _States], root: Any) -> Masters:
         groups: list[_Shapes] = [
             {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
         ]
@@ -170,15 +180,8 @@ class _Reading:
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
-        frozen = frozen_parameters(root, roots, first.world, self.path) if first.stage == 3 else {}
-        weights = whole_module(root, tensors, frozen, self.path)
-        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
-        if (optimizer := self._optimizer(first, place, groups)) is not None:
-            merged["optimizer"] = optimizer
-        note_masters(self.files, root)
-        release = f"DeepSpeed {first.version}".strip()
-        producer = f"{release}, ZeRO stage {first.stage or '1 or 2'}, {counted(first.world, 'rank')}"
-        return self.files.document(NAME, merged, producer)
+        optimizer = self._optimizer(first, place, groups)
+        return Masters(tensors, optimizer, first.stage, first.world, first.version)
 
     def _partitions(
         self, first: _States, states: Mapping[int, _States], groups: Sequence[_Shapes]
@@ -293,9 +296,9 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
     return roots
 
 
-def note_masters(files: RankFiles, root: Any) -> None:
+def note_masters(files: RankFiles, module: Mapping[str, Any]) -> None:
     """Note that the weights are fp32 masters, if the training used a half type."""
-    used = {spec.dtype for spec in root["module"].values() if isinstance(spec, TensorSpec) and spec.numel}
+    used = {spec.dtype for spec in module.values() if isinstance(spec, TensorSpec) and spec.numel}
     for half in sorted(used & {"bfloat16", "float16"}):
         files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
 

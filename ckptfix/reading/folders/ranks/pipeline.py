@@ -1,0 +1,202 @@
+"""DeepSpeed's pipelines and GPT-NeoX: a file for each layer, ``layer_03-model_01-model_states.pt``.
+
+The first number is the layer, the second the tensor-parallel rank, which is not there without tensor parallelism. The
+keys in a file are those of the layer; in the whole they follow its number (``3.mlp.weight``), as in the state_dict of a
+``PipelineModule``. A layer that is tied has a file once, and the name that the model states give its parameters
+(``tied_modules.embed.weight``).
+
+Without tensor parallelism, what is trained comes from ZeRO's fp32 masters, if they are there: each stage of the
+pipeline has model states and optimizer states of its own, ``mp_rank_01``. With it, from the layers, in the dtype of the
+training.
+
+GPT-NeoX adds up the biases of row-parallel layers of all ranks (``convert_neox_to_hf.py``). No copy of bytes does that,
+so such a folder of several tensor-parallel ranks is refused.
+
+Sources: ``deepspeed/runtime/pipe/module.py``, ``runtime/pipe/topology.py`` (0.9 to 0.19), GPT-NeoX's ``megatron``."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clauses, first_names
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks import megatron, zero
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies, tagged
+from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, rules
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.weights.document import Document
+
+NAME = "pipeline"
+
+LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
+"""What the files of layers are called."""
+
+_TIED = "tied_modules."
+
+RULES = (
+    *rules("0 final_linear.weight word_embeddings.weight", "- attention.rotary_emb.inv_freq attention.masked_bias"),
+    *megatron.RULES,
+)
+"""Along which dimension a tensor is divided, by its name."""
+
+_NEOX = re.compile(r"(?:^|\.)attention\.query_key_value\.")
+_SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
+"""What a layer of GPT-NeoX has, and its biases of which every rank has a part of the sum."""
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder with a file for each layer; None for any other folder."""
+    tag = tagged(folder, zero.LATEST, _has_layers)
+    if tag is None:
+        return None
+    files = RankFiles(tag, salvage, read)
+    with files.merging():
+        return _document(files)
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return the folder of a file of one layer, or of the states of one stage beside such files."""
+    is_one = LAYER.fullmatch(file.name) or zero.MODEL.fullmatch(file.name) or zero.OPTIM.fullmatch(file.name)
+    return (file.parent, read_folder) if is_one and _has_layers(file.parent) else None
+
+
+def _has_layers(folder: Path) -> bool:
+    return any(LAYER.fullmatch(path.name) for path in folder.iterdir())
+
+
+def _document(files: RankFiles) -> Document:
+    """Return the merged document: the container of the first stage's model states, with whole weights in it."""
+    folder, path = files.folder, str(files.folder)
+    found = by_rank(folder, LAYER)
+    tensor = max(model for _, model in found) + 1
+    layers = list(dict.fromkeys(layer for layer, _ in found))
+    if absent := [(layer, rank) for layer in layers for rank in range(tensor) if (layer, rank) not in found]:
+        raise UnreadableError(
+            f"{path}: has {len(found)} of {len(layers) * tensor} files of its layers (missing:"
+            f" {first_names([f'layer_{layer:02d}-model_{rank:02d}-model_states.pt' for layer, rank in absent])}); fetch"
+            " them"
+        )
+    stages = _stages(files, tensor)
+    root = stages[0] if stages else {}
+    _check_layers(path, layers, stages)
+    names = {name: shape for states in stages for name, shape in _shapes(states).items()}
+    weights: OrderedDict[str, Any] = OrderedDict()
+    joining = Joining(RULES, path, {})
+    for layer in layers:
+        states = [files.root(found[layer, rank]) for rank in range(tensor)]
+        if files.damage or not all(isinstance(state, dict) for state in states):
+            raise UnreadableError(f"{path}: layer {layer}: {clauses(files.damage) or 'no state_dict'}; fetch it again")
+        for key, entry in _joined(joining, states):
+            weights[_name(layer, key, entry, names)] = entry
+    merged = {key: value for key, value in root.items() if key not in zero.PARTITION}
+    producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
+    optimizer = None
+    if tensor == 1 and by_rank(folder, zero.OPTIM):
+        optimizer, release = _take_masters(files, stages, weights)
+        producer = f"{release}, pipeline, {counted(len(layers), 'layer')}"
+    elif tensor > 1:
+        producer += f", TP {tensor}"
+        if by_rank(folder, zero.OPTIM) or root.get("optimizer"):
+            files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    note_copies(files.remarks, joining.differing)
+    merged["module"] = weights
+    if optimizer is not None:
+        merged["optimizer"] = optimizer
+    return files.document(NAME, merged, producer)
+
+
+def _stages(files: RankFiles, tensor: int) -> list[dict[str, Any]]:
+    """Return the model states of each stage of the pipeline; those of its first tensor-parallel rank."""
+    found = by_rank(files.folder, zero.MODEL)
+    roots = [files.root(file) for (data, model), file in found.items() if data == 0 and model % tensor == 0]
+    return [root for root in roots if isinstance(root, dict)]
+
+
+def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {str(name): sizes(shape) for group in states.get("param_shapes") or () for name, shape in group.items()}
+
+
+def _check_layers(path: str, layers: Sequence[int], stages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``UnreadableError`` if the model states name a layer that has no file, or a stage has none."""
+    named = {name.partition(".")[0] for states in stages for name in _shapes(states)}
+    absent = sorted(int(layer) for layer in named if layer.isdecimal() and int(layer) not in layers)
+    if absent:
+        raise UnreadableError(f"{path}: has no file of the layers {first_names(absent)}, which its model states name")
+    degree = (stages[0].get("checkpoint_parallel_dimensions") or {}).get("pp_degree") if stages else None
+    if type(degree) is int and degree != len(stages):
+        raise UnreadableError(
+            f"{path}: has model states of {len(stages)} of {degree} stages of its pipeline; fetch them"
+        )
+
+
+def _joined(joining: Joining, states: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the entries of a layer, whole."""
+    is_neox = any(_NEOX.search(key) for key in states[0])
+    if len(states) > 1 and is_neox and (parts := [key for key in states[0] if _SUMMED.search(key)]):
+        raise UnreadableError(
+            f"{joining.path}: GPT-NeoX adds up {first_names(parts)} of its {len(states)} ranks, and ckptfix only moves"
+            " bytes; convert it with GPT-NeoX's own tools/ckpts/convert_neox_to_hf.py"
+        )
+
+    def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
+        return Split(rule.axis, 2 if rule.is_gated and megatron.is_gated(name, states[0]) else 1)
+
+    return list(joining.join(states, split_of))
+
+
+def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the name in the whole model of a layer's key: that of a tied module, where the model states say so."""
+    name = f"{layer}.{key}"
+    if name in names or not isinstance(entry, TensorSpec):
+        return name
+    tied = [found for found in names if found.startswith(_TIED) and found.split(".", 2)[2] == key]
+    if len(tied) > 1:
+        tied = [found for found in tied if names[found] == entry.shape]
+    return tied[0] if len(tied) == 1 else name
+
+
+def _take_masters(
+    files: RankFiles, stages: Sequence[Mapping[str, Any]], weights: OrderedDict[str, Any]
+) -> tuple[dict[str, Any] | None, str]:
+    """Put the fp32 masters of all stages in the place of the layers' halves; return the optimizer's state by name and
+    what wrote it. A tied layer has a master in each of its stages; the first is taken."""
+    zero.note_masters(files, weights)
+    optimizers: list[dict[str, Any] | None] = []
+    release = ""
+    for stage, states in enumerate(stages):
+        masters = zero.Merging(files, stage).masters(states)
+        if masters.stage == 3:
+            raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are of different saves")
+        if unknown := masters.tensors.keys() - weights.keys():
+            raise UnreadableError(
+                f"{files.folder}: no layer has the parameters {first_names(sorted(unknown))} of stage {stage}; put the"
+                " files of one save together"
+            )
+        seen = {name for optimizer in optimizers if optimizer for name in optimizer["state"]}
+        weights.update({name: spec for name, spec in masters.tensors.items() if name not in seen})
+        optimizers.append(masters.optimizer)
+        release = masters.release
+    return _one_optimizer(optimizers), release
+
+
+def _one_optimizer(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the optimizers of all stages as one; None where they have other groups."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({len(part["param_groups"]) for part in known}) != 1:
+        return None
+    state: dict[str, Any] = {}
+    for part in known:
+        state.update({name: value for name, value in part["state"].items() if name not in state})
+    groups = []
+    for same in zip(*(part["param_groups"] for part in known), strict=True):
+        if any({**group, "params": []} != {**same[0], "params": []} for group in same):
+            return None
+        groups.append({**same[0], "params": list(dict.fromkeys(name for group in same for name in group["params"]))})
+    return {"state": state, "param_groups": groups}

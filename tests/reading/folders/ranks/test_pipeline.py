@@ -1,0 +1,120 @@
+"""Folders with a file for each layer: DeepSpeed's pipelines, and GPT-NeoX's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
+
+TAG = "global_step1"
+
+
+def test_the_masters_of_all_stages_under_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    got = ckptfix.open_checkpoint(folder).state_dict()
+    assert got.keys() == truth.keys()
+    assert next(iter(got)) == "tied_modules.embed.word_embeddings.weight"
+    for key, value in truth.items():
+        assert bytes_of(got[key]) == bytes_of(value), key
+
+
+def test_the_optimizer_is_there_by_name(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    ckptfix.repair(folder, output=tmp_path / "whole.pth")
+    optimizer = torch.load(tmp_path / "whole.pth")["optimizer"]
+    assert optimizer["state"].keys() == truth.keys() == set(optimizer["param_groups"][0]["params"])
+    for key, moments in optimizer["state"].items():
+        assert moments["exp_avg"].shape == truth[key].shape, key
+        assert moments["step"] == 1
+
+
+def test_without_masters_the_layers_say_the_weights(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    for file in (folder / TAG).glob("*optim_states.pt"):
+        file.unlink()
+    got = ckptfix.open_checkpoint(folder).state_dict()
+    assert got.keys() == truth.keys()
+    for key, value in truth.items():
+        assert bytes_of(got[key]) == bytes_of(value.bfloat16()), key
+
+
+def test_the_states_of_a_stage_stand_for_the_folder(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    for place in (folder / TAG, folder / TAG / "mp_rank_01_model_states.pt"):
+        assert ckptfix.open_checkpoint(place).keys() == list(truth)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layer_03-model_states.pt", "has no file of the layers 3, which its model states name"),
+        ("mp_rank_01_model_states.pt", "has model states of 1 of 2 stages of its pipeline"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, name: str, message: str) -> None:
+    folder, _ = unpacked("pipeline_pp2", tmp_path)
+    (folder / TAG / name).unlink()
+    with pytest.raises(UnreadableError, match=message):
+        ckptfix.open_checkpoint(folder)
+
+
+def save_layer(folder: Path, layer: int, ranks: list[dict[str, Any]]) -> None:
+    for rank, state in enumerate(ranks):
+        torch.save(state, folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
+
+
+def divided(attention: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    whole = {
+        "input_layernorm.weight": torch.randn(4),
+        f"{attention}.query_key_value.weight": torch.randn(12, 4),
+        f"{attention}.query_key_value.bias": torch.randn(12),
+        f"{attention}.dense.weight": torch.randn(4, 4),
+        f"{attention}.dense.bias": torch.randn(4),
+        "mlp.dense_h_to_4h.weight": torch.randn(16, 4),
+        "mlp.dense_4h_to_h.weight": torch.randn(4, 16),
+    }
+    axes = {"dense.weight": 1, "dense_4h_to_h.weight": 1, "norm.weight": None, "dense.bias": None}
+    ranks: list[dict[str, Any]] = [{}, {}]
+    for key, value in whole.items():
+        axis = next((axis for end, axis in axes.items() if key.endswith(end)), 0)
+        for rank, part in enumerate([value, value] if axis is None else value.chunk(2, axis)):
+            ranks[rank][key] = part.clone()
+    return ranks, whole
+
+
+def test_tensor_parallel_ranks_of_a_layer_are_joined(tmp_path: Path) -> None:
+    ranks, whole = divided("self_attention")
+    save_layer(tmp_path, 3, ranks)
+    embedding = torch.randn(10, 4)
+    save_layer(tmp_path, 0, [{"word_embeddings.weight": part.clone()} for part in embedding.chunk(2)])
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert list(got) == ["0.word_embeddings.weight", *(f"3.{key}" for key in whole)]
+    assert torch.equal(got["0.word_embeddings.weight"], embedding)
+    assert all(torch.equal(got[f"3.{key}"], value) for key, value in whole.items())
+
+
+def test_sums_of_gpt_neox_are_refused_and_one_rank_of_it_is_not(tmp_path: Path) -> None:
+    ranks, whole = divided("attention")
+    save_layer(tmp_path, 2, ranks[:1])
+    assert len(ckptfix.open_checkpoint(tmp_path).keys()) == len(whole)
+    save_layer(tmp_path, 2, ranks)
+    with pytest.raises(UnreadableError, match=r"GPT-NeoX adds up attention\.dense\.bias of its 2 ranks"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_missing_rank_of_a_layer_is_named(tmp_path: Path) -> None:
+    ranks, _ = divided("self_attention")
+    save_layer(tmp_path, 3, ranks)
+    save_layer(tmp_path, 4, ranks)
+    (tmp_path / "layer_04-model_01-model_states.pt").unlink()
+    with pytest.raises(
+        UnreadableError, match=r"3 of 4 files of its layers \(missing: layer_04-model_01-model_states\.pt\)"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
