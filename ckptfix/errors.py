@@ -108,6 +108,10 @@ class PlanError(CkptfixError):
     """The edits contradict each other or do not belong to this checkpoint."""
 
 
+class AdapterError(CkptfixError):
+    """The adapter cannot be merged into this checkpoint, or not by its tensors alone."""
+
+
 class WriteError(CkptfixError):
     """The result cannot be written in the form that was asked for."""
 

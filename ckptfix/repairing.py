@@ -133,6 +133,7 @@ def repair(
     and ``report.exit_code`` is 1."""
     from ckptfix.engine.delivery import deliver
     from ckptfix.engine.destination import Destination, differs, state_of
+    from ckptfix.reading.adapters import adapter_paths
 
     checked = checked_settings(settings, model, like)
     before = state_of(source) if in_place else None
@@ -140,7 +141,12 @@ def repair(
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
     if destination is not None:
         destination.refuse_inputs(
-            {Opt("like"): like, Opt("fill"): checked.fill_file, Opt("compare"): checked.compare_file}
+            {
+                Opt("like"): like,
+                Opt("fill"): checked.fill_file,
+                Opt("compare"): checked.compare_file,
+                **{Opt("adapter", path): path for path in adapter_paths(checked.adapter)},
+            }
         )
         if not dry_run:
             destination.refuse(checked)

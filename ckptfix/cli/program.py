@@ -238,11 +238,11 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
 
 
 def _click_option(option: Option) -> click.Option:
-    from ckptfix.core.options import Kind
+    from ckptfix.core.options import LISTS, Kind
 
     flags = [f"{option.long}/{option.no}" if option.no else option.long, *([option.short] if option.short else [])]
     kinds: Mapping[Kind, Any] = {Kind.WHOLE: click.INT, Kind.NUMBER: click.FLOAT}
-    is_list = option.kind in (Kind.NAMES, Kind.INPUTS)
+    is_list = option.kind in LISTS
     return click.Option(
         [option.name, *flags],
         is_flag=option.kind is Kind.SWITCH,
@@ -264,7 +264,9 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
         before, comma, code = begun.rpartition(",")
         return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
     items = [CompletionItem(word) for word in option.words if word.startswith(begun)]
-    return [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.INPUTS) else items
+    return (
+        [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.FILES, Kind.INPUTS) else items
+    )
 
 
 def rule_codes(begun: str) -> Iterator[str]:

@@ -106,7 +106,10 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
 def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
     """The files that are read beside the source, by the option that names them."""
     fill, compare = choices.get("fill"), choices.get("compare")
+    from ckptfix.reading.adapters import adapter_paths
+
     return {
+        **{Opt("adapter", path): path for path in adapter_paths(choices.get("adapter") or ())},
         Opt("like"): choices.get("like"),
         Opt("fill"): None if fill in ("target", "twin") else fill,
         Opt("apply"): choices.get("apply"),

@@ -58,7 +58,8 @@ class Fill(Edit):
     """Put a tensor in that the file does not have.
 
     ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
-    (the file of ``--fill FILE``, under ``donor_key``)."""
+    (the file of ``--fill FILE``, under ``donor_key``), or ``adapter`` (``donor_key`` is its path, a colon, and the
+    key)."""
 
     kind: ClassVar[str] = "fill"
     key: str
@@ -143,6 +144,42 @@ class Assemble(Edit):
     def to_json(self) -> dict[str, Any]:
         """The edit as a JSON object, its parts as objects."""
         return {**super().to_json(), "parts": [part.to_json() for part in self.parts]}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one layer of an adapter does to a tensor.
+
+    ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
+    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``experts`` (a product for each expert), ``bias`` (a
+    vector is added), ``scale`` (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all
+    of it is). ``transposed``: the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype
+    before it is added. ``is_narrow``: the factors, too, are rounded to it."""
+
+    adapter: str
+    form: str
+    factors: tuple[str, ...]
+    scaling: float = 1.0
+    transposed: bool = False
+    rounds: bool = False
+    is_narrow: bool = False
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MergeAdapter(Edit):
+    """Add to a tensor what the layers of adapters make of it, one after another; or take it off again (``undo``)."""
+
+    kind: ClassVar[str] = "merge-adapter"
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    deltas: tuple[Delta, ...]
+    undo: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The edit as a JSON object, its deltas as objects."""
+        return {**super().to_json(), "deltas": [vars(delta) for delta in self.deltas]}
 
 
 @dataclass(frozen=True)
@@ -246,6 +283,7 @@ EDITS: Mapping[str, type[Edit]] = {
         Cast,
         Reshape,
         Assemble,
+        MergeAdapter,
         Plain,
         Retag,
         Rewrite,

@@ -36,10 +36,16 @@ class Kind(Enum):
     """A list of names; one text may hold several, separated by commas or spaces."""
     INPUTS = auto()
     """A list of shapes and files."""
+    FILES = auto()
+    """A list of files, each perhaps with ``=NUMBER`` behind it."""
     WHOLE = auto()
     NUMBER = auto()
     ARGUMENTS = auto()
     """The arguments of a function: a mapping or a list."""
+
+
+LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES)
+"""Kinds of options that can be given several times."""
 
 
 class Scope(Enum):
@@ -172,6 +178,11 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         _setting("fill", Kind.FILE, _REPAIRS, metavar="target|FILE|twin", words=("target", "twin"),
             help="Fill missing tensors from the model's initial values (untrained), or from another checkpoint; with"
             " --replace broken ones too, also from the file's other set of weights (twin)."),
+        _setting("adapter", Kind.FILES, _REPAIRS, metavar="PATH[=WEIGHT]",
+            help="Merge an adapter (LoRA, DoRA, IA3) into the weights, as peft's merge_and_unload() does: its folder,"
+            " its file, or the adapter_config.json of one inside of the checkpoint. Several are merged in order."),
+        _setting("unmerge", Kind.SWITCH, _REPAIRS, no="--no-unmerge",
+            help="Take the adapter off again, to the rounding of the stored sum."),
         _setting("drop_mismatched", Kind.SWITCH, _REPAIRS, no="--keep-mismatched",
             help="Treat tensors of the wrong shape as missing, so that --fill fills them."),
         _setting("allow_untrained", Kind.SWITCH, _WRITES, scope=Scope.ONE_FILE,
@@ -314,7 +325,7 @@ def _words(name: str, value: object) -> list[str]:
         return [option.long] if option is not None else []
     if option.kind is Kind.SWITCH:
         return [option.long] if value else [option.no] if option.no else []
-    if isinstance(value, (list, tuple)) and option.kind in (Kind.NAMES, Kind.INPUTS):
+    if isinstance(value, (list, tuple)) and option.kind in LISTS:
         joined = [",".join(map(str, value))] if option.kind is Kind.NAMES and value else map(str, value)
         return [word for item in joined for word in (option.long, item)]
     return [
@@ -336,7 +347,7 @@ def _library_form(option: Option, value: Any) -> Any:
     if option.kind is Kind.NAMES:
         texts = (value,) if isinstance(value, str) else value
         return tuple(name for text in texts for name in text.replace(",", " ").split())
-    if option.kind is Kind.INPUTS:
+    if option.kind in (Kind.INPUTS, Kind.FILES):
         return (value,) if isinstance(value, str) else tuple(value)
     if option.kind is Kind.ARGUMENTS and isinstance(value, str):
         try:
@@ -354,6 +365,7 @@ _TOML: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     Kind.FILE: ("a string", lambda value: isinstance(value, str)),
     Kind.NAMES: ("a list of strings", lambda value: is_texts(value)),
     Kind.INPUTS: ("a list of strings", lambda value: is_texts(value)),
+    Kind.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
     # A bool is not a number here: `seed = true` is a slip.
     Kind.WHOLE: ("an integer", lambda value: type(value) is int),
     Kind.NUMBER: ("a number", lambda value: type(value) in (int, float)),
@@ -402,6 +414,8 @@ def _below(folder: Path, option: Option, value: Any) -> Any:
     """Return the value with its paths relative to the folder of the file that it was read from."""
     if option.kind is Kind.FILE and value not in option.words and "://" not in value:
         return str(folder / value)
+    if option.kind is Kind.FILES:
+        return [str(folder / text) for text in ([value] if isinstance(value, str) else value)]
     if option.kind is Kind.INPUTS:
         return [_input_below(folder, text) for text in value]
     return value

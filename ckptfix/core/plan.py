@@ -11,7 +11,19 @@ from typing import Any
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import EDITS, Assemble, Drop, Edit, Fill, Rename, RenameModule, Reshape, Tie
+from ckptfix.core.edits import (
+    EDITS,
+    Assemble,
+    Delta,
+    Drop,
+    Edit,
+    Fill,
+    MergeAdapter,
+    Rename,
+    RenameModule,
+    Reshape,
+    Tie,
+)
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Part, inverse, shape_of
 from ckptfix.errors import PlanError
@@ -93,7 +105,11 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: type(value) is int and value >= 0,
     "str | None": lambda value: value is None or isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "float": lambda value: isinstance(value, float),
     "tuple[int, ...]": _is_shape,
+    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
+    "tuple[Delta, ...]": lambda value: isinstance(value, tuple) and all(isinstance(delta, Delta) for delta in value),
     "tuple[Part, ...]": lambda value: isinstance(value, tuple) and all(isinstance(part, Part) for part in value),
 }
 """What the fields of an edit take, by their annotation."""
@@ -105,10 +121,7 @@ def _edit(data: Mapping[str, Any]) -> Edit:
         raise PlanError(
             f"the plan has an edit {data['edit']!r:.40} that this ckptfix does not know; use the version that wrote it"
         )
-    known = {field.name: field.type for field in fields(kind)}
-    values = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "edit"
-    }
+    values = {name: value for name, value in data.items() if name != "edit"}
     if "parts" in values:
         try:
             values["parts"] = tuple(Part.from_json(part) for part in data["parts"])
@@ -116,16 +129,26 @@ def _edit(data: Mapping[str, Any]) -> Edit:
             raise PlanError(
                 f"the plan's edit {kind.kind} has a malformed part ({error}); write the plan again"
             ) from error
-    if not values.keys() <= known.keys():
-        raise PlanError(
-            f"the plan's edit {kind.kind} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
-        )
-    for name, value in values.items():
-        if not _FITS[str(known[name])](value):
-            raise PlanError(f"the plan's edit {kind.kind} has the {name} {value!r:.40}; write the plan again")
+    if kind is MergeAdapter:
+        values["deltas"] = tuple(Delta(**_fields(Delta, kind.kind, delta)) for delta in data["deltas"])
+    values = _fields(kind, kind.kind, values)
     if values.get("dtype", "float32") not in DTYPES:
         raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which is none of torch's")
     return kind(**values)
+
+
+def _fields(kind: type[Edit | Delta], edit: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a part of a plan. Raises ``PlanError`` for one that is unknown, or of another type."""
+    known = {field.name: field.type for field in fields(kind)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    if not values.keys() <= known.keys():
+        raise PlanError(
+            f"the plan's edit {edit} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
+        )
+    for name, value in values.items():
+        if not _FITS[str(known[name])](value):
+            raise PlanError(f"the plan's edit {edit} has the {name} {value!r:.40}; write the plan again")
+    return values
 
 
 def _taken_apart(edits: list[Assemble]) -> Iterator[Assemble]:

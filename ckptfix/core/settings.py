@@ -62,6 +62,8 @@ class CheckSettings(TypedDict, total=False):
     unsafe_fixes: bool
     rename_layers: bool
     fill: str | os.PathLike[str] | None
+    adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    unmerge: bool
     drop_mismatched: bool
     replace: str | Sequence[str]
     reset_running_stats: bool
@@ -143,6 +145,8 @@ class Settings:
     unsafe_fixes: bool = False
     rename_layers: bool = False
     fill: str | None = None
+    adapter: tuple[str, ...] = ()
+    unmerge: bool = False
     drop_mismatched: bool = False
     allow_untrained: bool = False
     replace: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from ckptfix.core.edits import (
     Drop,
     Edit,
     Fill,
+    MergeAdapter,
     Omit,
     Plain,
     Regroup,
@@ -37,6 +38,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import Opt, PlanError
+from ckptfix.reading.opening import open_file
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.writing.plain import plain_root
 
@@ -75,6 +77,14 @@ class Supplies:
     donor: Checkpoint | None = None
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    adapters: dict[str, Checkpoint] = field(default_factory=dict)
+    """The adapters that edits have named so far, by path."""
+
+    def adapter(self, path: str) -> Checkpoint:
+        """Open an adapter. Raises ``UnreadableError`` if it is not there any more."""
+        if path not in self.adapters:
+            self.adapters[path] = open_file(path)
+        return self.adapters[path]
 
 
 def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:
@@ -90,7 +100,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     """
     renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
-    changes = [edit for edit in step.edits if isinstance(edit, (Cast, Reshape, Replace, Zero))]
+    changes = [edit for edit in step.edits if isinstance(edit, (Cast, MergeAdapter, Reshape, Replace, Zero))]
     supplies = with_measurements(checkpoint, changes, supplies)
     additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
@@ -195,7 +205,7 @@ def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, 
 
 
 def _changed(
-    checkpoint: Checkpoint, spec: object, change: Cast | Reshape | Replace | Zero, supplies: Supplies
+    checkpoint: Checkpoint, spec: object, change: Cast | MergeAdapter | Reshape | Replace | Zero, supplies: Supplies
 ) -> TensorSpec:
     if not isinstance(spec, TensorSpec):
         raise PlanError(
@@ -219,6 +229,18 @@ def _changed(
                 f"{spec.dtype}; the plan belongs to another file"
             )
         return zeroed_spec(spec, change.which, checkpoint.path)
+    if isinstance(change, MergeAdapter):
+        from ckptfix.values.merging import merged_spec
+
+        if (spec.dtype, spec.shape) != (change.dtype, change.shape) or spec.storage is None:
+            raise PlanError(
+                f"{checkpoint.path}: {change.key} is {spec.dtype} {spec.shape} and not {change.dtype} {change.shape}; "
+                "the plan belongs to another file"
+            )
+        factors = [
+            [_of_adapter(checkpoint, delta.adapter, key, supplies) for key in delta.factors] for delta in change.deltas
+        ]
+        return merged_spec(spec, change, factors, checkpoint.path)
     if isinstance(change, Replace):
         if (spec.dtype, spec.shape) != (change.dtype, change.shape):
             raise PlanError(
@@ -236,6 +258,16 @@ def _changed(
             "another file"
         )
     return replace(spec, shape=change.shape, strides=contiguous_strides(change.shape))
+
+
+def _of_adapter(checkpoint: Checkpoint, path: str, key: str, supplies: Supplies) -> TensorSpec:
+    """Return a tensor of an adapter, or of the checkpoint itself if the adapter is inside of it."""
+    spec = (supplies.adapter(path) if path else checkpoint).specs.get(key)
+    if spec is None or spec.storage is None:
+        raise PlanError(f"{path or checkpoint.path}: has no {key} to merge; the plan belongs to another adapter")
+    if not is_sound(spec.storage):
+        raise PlanError(f"{path or checkpoint.path}: {key} fails the checksum of its archive; fetch the adapter again")
+    return spec
 
 
 def _with_additions(
@@ -309,6 +341,9 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
                 "another model"
             )
         return replace(spec, is_parameter=False)
+    if fill.origin == "adapter":
+        path, _, key = (fill.donor_key or "").rpartition(":")
+        return _of_adapter(checkpoint, path, key, supplies)
     donor_key = fill.donor_key or fill.key
     donor = supplies.donor.entries.get(donor_key) if supplies.donor is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:

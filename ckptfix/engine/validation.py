@@ -47,6 +47,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         ignore=_codes("ignore", settings.ignore),
         accept=_codes("accept", settings.accept),
         replace=_texts("replace", settings.replace),
+        adapter=_paths("adapter", settings.adapter),
         input=_texts("input", settings.input),
     )
     if settings.replace and settings.fill is None:
@@ -55,6 +56,8 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
             " needs a source of values: add ",
             *(Opt("fill", "twin"), ", ", Opt("fill", "target"), " or ", Opt("fill"), " with a file"),
         )
+    if settings.unmerge and not settings.adapter:
+        raise UsageError(Opt("unmerge"), " needs the adapter that was merged: add ", Opt("adapter", "PATH"))
     if settings.cast_dtype and not settings.values:
         raise UsageError(Opt("dtype"), " checks the values before it casts them; leave out ", Opt("values", False))
     if settings.fill is not None:
@@ -117,3 +120,9 @@ def _texts(name: str, given: object) -> tuple[str, ...]:
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise UsageError(Opt(name, given), ": give a string, or a list of strings")
     return texts
+
+
+def _paths(name: str, given: object) -> tuple[str, ...]:
+    """Return one path, or a sequence of paths, as a tuple of texts."""
+    paths = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    return _texts(name, [os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths])

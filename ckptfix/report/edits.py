@@ -13,6 +13,7 @@ from ckptfix.core.edits import (
     Drop,
     Edit,
     Fill,
+    MergeAdapter,
     Moments,
     Omit,
     Plain,
@@ -63,6 +64,8 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     for source, replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
         origin = source[1] or "its twin in the same state_dict" if source[0] == "twin" else source[0]
         lines += _fill_lines("replace", origin, replaces, limit)
+    for head, merged in _grouped(_of(edits, MergeAdapter), _change):
+        lines += _listed(head, (edit.key for edit in merged), limit)
     for which, zeros in _grouped(_of(edits, Zero), lambda edit: edit.which):
         lines += _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
     for edit in _of(edits, Tie):
@@ -91,6 +94,7 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         Cast,
         Reshape,
         Assemble,
+        MergeAdapter,
         Plain,
         Retag,
         Rewrite,
@@ -113,6 +117,18 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
     yield from _listed(f"{_INDENT}reshape the state of {{}}", shaped, limit)
     anew = [edit.key for edit in moments if edit.source is None and not edit.parts]
     yield from _listed(f"{_INDENT}start {{}} without a state", anew, limit)
+
+
+def _change(edit: MergeAdapter) -> str:
+    """Return the line for the keys that adapters change alike, with ``{}`` for their number."""
+    names = dict.fromkeys(
+        delta.adapter.replace("{", "{{").replace("}", "}}") or "its own adapter" for delta in edit.deltas
+    )
+    if edit.undo:
+        return f"take {', '.join(names)} off {{}}"
+    if {delta.form for delta in edit.deltas} <= {"whole", "rows"}:
+        return f"replace {{}}{' in part' * (edit.deltas[-1].form == 'rows')} by those of {', '.join(names)}"
+    return f"merge {', '.join(names)} into {{}}"
 
 
 def _how(edit: Assemble) -> str:
@@ -190,6 +206,7 @@ def _fill_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], limit: 
         "zeros": "with zeros",
         "target": "from the initial values of the target (not trained)",
         "donor": "from the donor file",
+        "adapter": "from the adapter",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
     return _listed(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)

@@ -89,6 +89,7 @@ RULES: tuple[Listed, ...] = (
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),
     Listed("KEY106", "renamed-layers", Needs.TARGET),
+    Listed("FIL108", "unmerged-adapter", wanted_by="adapter"),
     Listed("BUF101", "missing-num-batches-tracked"),
     Listed("BUF102", "unexpected-num-batches-tracked"),
     Listed("BUF103", "malformed-num-batches-tracked"),

@@ -215,7 +215,7 @@ def other_layout(checkpoint: Checkpoint, target: Target) -> str:
     if number := sum(key in adapted for key in gone):
         return (
             f"{counted(number, 'weight')} of the file with an adapter beside, which was not merged: merge it "
-            "first, with what made it (in peft: merge_and_unload()), and repair the result"
+            "first, by its configuration or with what made it, and repair the result"
         )
     for norm in _PARTS:
         if number := sum(_has_parts(left, key, norm) for key in gone):

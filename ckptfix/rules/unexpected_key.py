@@ -42,7 +42,7 @@ from ckptfix.rules.several_state_dicts import choice_of_copies
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 """In the keys of low-rank adapters, beside or around the layers that they change."""
 
-_MERGE = "merge the adapter first, with what made it (in peft: merge_and_unload()), and repair the result"
+_MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
 
 
 @rule("FIT102", "unexpected-key")

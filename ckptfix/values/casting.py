@@ -94,7 +94,7 @@ def can_be_zeroed(spec: TensorSpec) -> bool:
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
     """The tensor with all its non-finite or all its subnormal numbers zero; they are changed when they are read."""
-    storage = Storage(f"without {which}", ZeroedBytes(spec, which, path))
+    storage = Storage(f"without {which}", ZeroedBytes(spec, which, path), parts=spec.storages)
     return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
 
 

@@ -38,6 +38,7 @@ from ckptfix.core.options import (
 )
 from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
+from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
 
@@ -93,6 +94,7 @@ class Treatment:
         settings = Settings(**self.settings)
         bare = replace(
             settings,
+            adapter=tuple(Path(text).name for text in settings.adapter),
             fill=settings.fill if settings.fill_file is None else "file",
             recalibrate=settings.recalibrate and "file",
             compare=settings.compare and ("source" if settings.compare == "source" else "file"),
@@ -112,6 +114,7 @@ class Treatment:
         named = {"like": self.like, "fill": settings.fill_file, "recalibrate": settings.recalibrate}
         named["compare"] = None if settings.compare == "source" else settings.compare
         yield from ((name, file) for name, file in named.items() if file is not None)
+        yield from (("adapter", path) for path in adapter_paths(settings.adapter))
         for text in settings.input:
             if Path(file := text.rpartition("=")[2]).is_file():
                 yield "input", file

@@ -23,6 +23,7 @@ FORMS = {
     Kind.NUMBER: float,
     Kind.NAMES: tuple[str, ...],
     Kind.INPUTS: tuple[str, ...],
+    Kind.FILES: tuple[str, ...],
     Kind.TEXT: str,
     Kind.FILE: str,
 }

@@ -18,10 +18,12 @@ from ckptfix.core.edits import (
     EDITS,
     Assemble,
     Cast,
+    Delta,
     Disarm,
     Drop,
     Edit,
     Fill,
+    MergeAdapter,
     Moments,
     Omit,
     Plain,
@@ -182,6 +184,9 @@ EXAMPLES: dict[str, Edit] = {
     "reshape": Reshape("a", (), (1,)),
     "plain": Plain("args", "argparse.Namespace", "dict"),
     "assemble": Assemble("a", "float32", (4, 2), (Part("b", ((0, 2), (0, 4)), ((0, 4), (0, 2)), axes=(1, 0)),)),
+    "merge-adapter": MergeAdapter(
+        "a", "float32", (4, 2), (Delta("lora", "linear", ("b", "c"), 0.5), Delta("", "rows", ("d",), rows=(3,))), True
+    ),
     "retag": Retag("cuda:3"),
     "rewrite": Rewrite("is cut short"),
     "disarm": Disarm("os.system"),

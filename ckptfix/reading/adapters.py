@@ -1,0 +1,271 @@
+"""Adapters: small files beside a model that say how its weights change, as peft, diffusers and kohya name them.
+
+Only names and shapes are read, and the configuration; what a layer changes is for the rules to find out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptfix.bytes.sources import Content
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import AdapterError, Opt
+from ckptfix.reading.opening import open_file
+
+CONFIG = "adapter_config.json"
+
+_ROLES = {
+    **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down"), "A"),
+    **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up"), "B"),
+    **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
+    **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
+    "lora_B.bias": "bias",
+}
+"""What a tensor of a layer is, by its name."""
+
+_NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
+_TENSOR = re.compile(
+    rf"(?P<module>.+)\.(?P<role>{_NAME})(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?P<leaf>\.weight|\.bias)?"
+)
+_SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
+_PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora$")
+_COMPONENT = re.compile(
+    r"(?P<dotted>unet|text_encoder(?:_\d)?|transformer|prior)\.|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))_"
+)
+_FOREIGN = re.compile(r"(?:^|[._])(hada_\w+|lokr_\w+|oft_\w+|boft_\w+|vera_\w+|dora_scale|lora_mid)(?:\.|$)")
+_BASE = "base_model.model."
+
+_SIMPLE = re.compile(r"[\w.\-|()\\^$\[\]]*(?:(?<!\))[*+][\w.\-|()\\^$\[\]]*){0,2}")
+"""Patterns of layers that take no more than some thousand steps, whatever they are matched with."""
+
+_VARIANTS = {
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "alora_invocation_tokens": "aLoRA, which applies after certain tokens only,",
+    "arrow_config": "Arrow",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+    "layer_replication": "layer_replication, by which the model has more layers than its file,",
+}
+"""Settings of peft under which the product of two matrices is not all that changes."""
+
+_REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights`` for which the base, too, was changed before the training."""
+
+
+@dataclass(frozen=True)
+class AdapterLayer:
+    """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
+    ``bias``, ``scale``, ``tokens``, ``alpha``)."""
+
+    module: str
+    """Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a
+    file of kohya."""
+    component: str
+    depth: int
+    """How many layers of adapters it was wrapped in."""
+    keys: Mapping[str, str]
+    is_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter: its layers, and the tensors that it has whole. ``path`` is empty for one inside of its base."""
+
+    path: str
+    checkpoint: Checkpoint
+    config: Mapping[str, Any] | None
+    layers: tuple[AdapterLayer, ...]
+    saved: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the model to those of the adapter."""
+    weight: float = 1.0
+
+    @property
+    def is_peft(self) -> bool:
+        """Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base."""
+        return self.config is not None and not self.is_kohya and all(not layer.component for layer in self.layers)
+
+    @property
+    def is_kohya(self) -> bool:
+        """Whether the names have underscores for dots."""
+        return any(layer.component.startswith("lora_") for layer in self.layers)
+
+    def spec(self, layer: AdapterLayer, role: str) -> TensorSpec | None:
+        """Return the spec of a tensor of a layer."""
+        return self.checkpoint.specs.get(layer.keys.get(role, ""))
+
+    def settings(self, layer: AdapterLayer) -> Mapping[str, Any] | None:
+        """Return the configuration of the component of a layer."""
+        start = f"{layer.component}."
+        parts = {key.removeprefix(start): value for key, value in (self.config or {}).items() if key.startswith(start)}
+        return parts or self.config
+
+    def rank(self, layer: AdapterLayer) -> int:
+        """Return the rank of a layer."""
+        config, one = self.settings(layer), self.spec(layer, "A")
+        stored = 0 if one is None or not one.shape else one.shape[0]
+        if config is None or self.is_kohya or "r" not in config:
+            return stored
+        return int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
+
+    def scaling(self, layer: AdapterLayer) -> float:
+        """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
+        config, rank = self.settings(layer), self.rank(layer)
+        if "alpha" in layer.keys:
+            alpha = float(self.checkpoint.read(layer.keys["alpha"]))
+        elif config is not None and "lora_alpha" in config:
+            alpha = _by_pattern(config, "alpha_pattern", layer.module, config["lora_alpha"])
+        elif layer.component:
+            alpha = rank  # as diffusers takes it
+        else:
+            raise AdapterError(
+                f"{self.path or self.checkpoint.path}: nothing says lora_alpha, by which the change is scaled; put the "
+                f"adapter's {CONFIG} beside it, or name it with ",
+                Opt("adapter", CONFIG),
+            )
+        is_root = config is not None and bool(config.get("use_rslora"))
+        return self.weight * alpha / (math.sqrt(rank) if is_root else rank)
+
+
+def open_adapter(text: str, base: Checkpoint) -> Adapter:
+    """Open what ``--adapter`` names: a folder, a file of weights, or the configuration of an adapter that is inside of
+    its base; ``=0.5`` at the end of the text is its weight. Raises ``AdapterError`` if it cannot be merged at all."""
+    path, weight = _weighted(text)
+    file = Path(path)
+    if file.suffix == ".json":
+        adapter = adapter_in(base, "", _config(file))
+    else:
+        folder = file if file.is_dir() else file.parent
+        config = _config(folder / CONFIG) if (folder / CONFIG).is_file() else None
+        adapter = adapter_in(open_file(path), path, config)
+    if not adapter.layers:
+        raise AdapterError(
+            f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
+        )
+    _refuse(adapter, path)
+    return Adapter(adapter.path, adapter.checkpoint, adapter.config, adapter.layers, adapter.saved, weight)
+
+
+def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
+    """Return the adapter whose tensors a checkpoint holds, by their names; one without layers if there is none."""
+    is_whole = config is not None  # that of a file of peft, in which no names begin with a component of a pipeline
+    config = config or _noted_config(checkpoint)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    embeddings: set[tuple[str, str]] = set()
+    names: set[str] = set()
+    saved: dict[str, str] = {}
+    for key in checkpoint.specs:
+        match = _TENSOR.fullmatch(key)
+        if match is None:
+            if path or ".modules_to_save." in key:
+                saved[_SAVED.sub("", key).removeprefix(_BASE)] = key
+            names.update(name for name in _SAVED.findall(key) if name)
+            continue
+        role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
+        component = None if is_whole else _COMPONENT.match(match["module"])
+        prefix = "" if component is None else component["dotted"] or component["kohya"]
+        module = match["module"][len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
+        found.setdefault((prefix, module), {})[role] = key
+        if "embedding" in match["role"]:
+            embeddings.add((prefix, module))
+        if match["name"]:
+            names.add(match["name"])
+    if len(names) > 1:
+        raise AdapterError(
+            f"{path or checkpoint.path}: holds {len(names)} adapters ({', '.join(sorted(names))}); save each by itself "
+            "and merge them one after the other"
+        )
+    layers = []
+    for (prefix, module), keys in found.items():
+        if keys.keys() == {"alpha"}:
+            continue  # a parameter of the model with this name
+        parts = _PROCESSOR.sub(_of_processor, module).split(".")
+        plain = ".".join(part for part in parts if part != "base_layer")
+        layers.append(AdapterLayer(plain, prefix, parts.count("base_layer"), keys, (prefix, module) in embeddings))
+    return Adapter(path, checkpoint, config, tuple(layers), saved)
+
+
+def _of_processor(match: re.Match[str]) -> str:
+    return ".to_out.0" if match[1] == "to_out" else f".{match[1]}"
+
+
+def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders and files that ``--adapter`` names, without their weights."""
+    return tuple(_weighted(text)[0] for text in texts)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    path, equals, number = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return text, 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        return text, 1.0  # and opening it says that there is no such file
+    if not math.isfinite(weight):
+        raise AdapterError(Opt("adapter", text), ": the weight of an adapter is a finite number, such as 0.5")
+    return path, weight
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    content = Content.of_file(str(file))
+    try:
+        parsed = content.bounds.parse_json(bytes(content.buffer[:]))
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{file}: invalid JSON ({error}); take it from where the adapter comes from") from error
+    if not isinstance(parsed, dict):
+        raise AdapterError(f"{file}: not the configuration of an adapter; take it from where the adapter comes from")
+    return parsed
+
+
+def _noted_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the configuration that diffusers writes into the header of a safetensors file."""
+    for remark in checkpoint.remarks:
+        if remark.kind is Kind.NOTE and remark.place == "lora_adapter_metadata":
+            try:
+                parsed = json.loads(remark.data["text"])
+            except (ValueError, RecursionError):
+                return None
+            return parsed if isinstance(parsed, dict) else None
+    return None
+
+
+def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
+    """Return the number of the first pattern that matches the end of a module's name, as peft does."""
+    patterns = config.get(name) or {}
+    for pattern, number in patterns.items():
+        if not _SIMPLE.fullmatch(pattern):
+            raise AdapterError(f"the {name} of {CONFIG} has the pattern {pattern!r:.80}; write the layers out by name")
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(number) if not isinstance(number, int) else number
+    return default
+
+
+def _refuse(adapter: Adapter, path: str) -> None:
+    """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
+    config = adapter.config or {}
+    kind = str(config.get("peft_type", "LORA")).upper()
+    foreign = next((match[1] for key in adapter.checkpoint.specs if (match := _FOREIGN.search(key))), None)
+    if kind not in ("LORA", "IA3") or (foreign is not None and adapter.path):
+        what = kind if kind not in ("LORA", "IA3") else foreign
+        raise AdapterError(
+            f"{path}: an adapter of the type {what}; ckptfix merges LoRA, DoRA and IA3: merge it with what trained it "
+            "(in peft: merge_and_unload())"
+        )
+    for name, words in _VARIANTS.items():
+        if config.get(name):
+            raise AdapterError(f"{path}: trained with {words} and cannot be merged by its matrices alone; use peft")
+    how = config.get("init_lora_weights")
+    if isinstance(how, str) and how.lower().startswith(_REBUILT):
+        raise AdapterError(
+            f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )

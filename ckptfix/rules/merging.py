@@ -1,0 +1,377 @@
+"""Which tensors of a checkpoint an adapter changes, and how: by the names of its layers and the shapes of both."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import AdapterError
+from ckptfix.reading.adapters import Adapter, AdapterLayer
+
+_WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
+"""What peft puts into the names of a model in which it has wrapped layers."""
+
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
+_TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
+_DROPPED = 3
+"""Leading segments of a layer's name that the base may lack."""
+
+
+@dataclass
+class Merge:
+    """What the adapters change in a checkpoint: the deltas of each key, in order, and what is added."""
+
+    deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))
+    added: dict[str, Fill] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    """Components of a pipeline that the checkpoint does not hold, with the number of their layers."""
+
+
+def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Iterator[Edit]:
+    """Yield the edits of a merge. Two names of one tensor stay that, except where one of them is replaced."""
+    specs = checkpoint.specs
+    for key, deltas in merge.deltas.items():
+        yield MergeAdapter(key, specs[key].dtype, specs[key].shape, tuple(deltas), undo)
+    yield from merge.added.values()
+
+
+def find_merge(checkpoint: Checkpoint, adapters: Sequence[Adapter], undo: bool = False) -> Merge:
+    """Return what the adapters change. Raises ``AdapterError`` for one that does not belong to the checkpoint."""
+    merge = Merge()
+    twins: dict[object, list[str]] = defaultdict(list)
+    for key, spec in checkpoint.specs.items():
+        twins[spec.view].append(key)
+    for adapter in adapters:
+        for key, delta in _deltas(checkpoint, adapter, merge):
+            if undo and (delta.form not in _TAKEN_OFF or len(delta.factors) > 2):
+                raise AdapterError(
+                    f"{adapter.path}: {key} cannot be given back: the adapter has "
+                    f"{'the norms of DoRA' if len(delta.factors) > 2 else 'new values for it'}, and the old ones are "
+                    "in no file; take the base itself"
+                )
+            # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
+            is_copy = delta.form == "whole" and ".base_layer." not in delta.factors[0]
+            for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
+                if delta not in merge.deltas[name]:
+                    merge.deltas[name].append(delta)
+    return merge
+
+
+def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[tuple[str, Delta]]:
+    specs = checkpoint.specs
+    groups: dict[str, list[AdapterLayer]] = defaultdict(list)
+    for layer in adapter.layers:
+        groups[layer.component].append(layer)
+    names = {component: _Names(checkpoint, adapter, layers) for component, layers in groups.items()}
+    if not any(each.found for each in names.values()):
+        raise next(iter(names.values())).mismatch()
+    for component, each in names.items():
+        if not each.found and len(names) > 1:
+            merge.left[component] = len(groups[component])
+            del groups[component]
+        elif not each.is_complete:
+            raise each.mismatch()
+    first = next(iter(names.values()))
+    for key, stored in adapter.saved.items():
+        yield from _whole(checkpoint, adapter, first.renamed(key), stored, merge)
+    for component, layers in groups.items():
+        keys = [names[component].key_of(layer) for layer in layers]
+        turned = _Orientation(adapter, [(layer, specs[key]) for layer, key in zip(layers, keys, strict=True)])
+        for layer, key in zip(layers, keys, strict=True):
+            yield from _of_layer(checkpoint, adapter, layer, key, turned)
+
+
+class _Names:
+    """The tensors that the layers of an adapter are beside of, by the names of the layers.
+
+    The names are those of the base, or differ from them by the same prefix on every layer."""
+
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, layers: list[AdapterLayer]) -> None:
+        self.checkpoint, self.adapter, self.layers = checkpoint, adapter, layers
+        self.dot = "_" if adapter.is_kohya else "."
+        self.known: dict[str, list[str]] = defaultdict(list)
+        for key, spec in checkpoint.specs.items():
+            module, _, leaf = key.rpartition(".")
+            # A layer beside a parameter, such as that of all experts, has the name of its module too.
+            if leaf in ("weight", "in_proj_weight") or len(spec.shape) == 3:
+                self.known[self.dot.join(module.split("."))].append(key)
+        self.dropped, self.prefix, self.found = self._find()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer has its tensor."""
+        return len(self.found) == len({layer.module for layer in self.layers})
+
+    def renamed(self, name: str) -> str:
+        """Return the key of the base for one of the adapter's model."""
+        return self.prefix + ".".join(name.split(".")[self.dropped :])
+
+    def _find(self) -> tuple[int, str, dict[str, str]]:
+        modules = list(dict.fromkeys(layer.module for layer in self.layers))
+        best: tuple[int, str, dict[str, str]] = (0, "", {})
+        for dropped in range(_DROPPED + 1 if self.dot == "." else 1):
+            tails = {module: self.dot.join(module.split(self.dot)[dropped:]) for module in modules}
+            if not all(tails.values()):
+                break
+            complete = []
+            for prefix in self._prefixes(next(iter(tails.values()))):
+                found = {module: prefix + tail for module, tail in tails.items() if prefix + tail in self.known}
+                if len(found) == len(modules):
+                    complete.append((dropped, prefix, found))
+                if len(found) > len(best[2]):
+                    best = dropped, prefix, found
+            exact = [each for each in complete if not each[1]]
+            if len(exact or complete) > 1:
+                raise AdapterError(
+                    f"{self.adapter.path}: its layers may be those below {_either(each[1] for each in complete)} of "
+                    f"{self.checkpoint.path}; pick one with its own file"
+                )
+            if complete:
+                best = (exact or complete)[0]
+                break
+        return best
+
+    def _prefixes(self, tail: str) -> list[str]:
+        """Return what the base may have before the names of the layers, by one of them."""
+        return [name.removesuffix(tail) for name in self.known if name == tail or name.endswith(self.dot + tail)]
+
+    def key_of(self, layer: AdapterLayer) -> str:
+        """Return the tensor that a layer changes. Raises ``AdapterError`` if it may be one of several."""
+        keys = self.known[self.found[layer.module]]
+        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
+        if len(keys) > 1 and one is not None and two is not None:
+            sizes = {one.shape[-1], two.shape[0]} if one.shape and two.shape else set()
+            keys = [key for key in keys if set(self.checkpoint.specs[key].shape[-2:]) == sizes] or keys
+        if len(keys) > 1:
+            raise AdapterError(
+                f"{self.adapter.path}: the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}; "
+                "merge it with what trained it"
+            )
+        return keys[0]
+
+    def mismatch(self) -> AdapterError:
+        """Return what to say of layers that are not in the base."""
+        path, base = self.adapter.path or self.checkpoint.path, self.checkpoint.path
+        lacking = [layer.module for layer in self.layers if layer.module not in self.found]
+        number = len(self.layers)
+        named = (self.adapter.config or {}).get("base_model_name_or_path")
+        own = f"; it was trained on {named}" if isinstance(named, str) and named else ""
+        for module in lacking:
+            packed = next(
+                (name for name in _PACKED for key in (f"{module}.{name}",) if key in self.checkpoint.entries), ""
+            )
+            if packed:
+                return AdapterError(
+                    f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
+                    "quantised, and quantise the result"
+                )
+        return AdapterError(
+            f"{path}: does not belong to {base}: {len(lacking)} of its {counted(number, 'layer')} are not there, such "
+            f"as {lacking[0] if lacking else ''}{own}; give the base that it was trained on"
+        )
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(name or "the top" for name in names)
+
+
+class _Orientation:
+    """Whether layers have the inputs first, as Conv1D of transformers has: their shapes say so, but for square ones,
+    for which those beside them speak, and the configuration if there are none."""
+
+    def __init__(self, adapter: Adapter, layers: list[tuple[AdapterLayer, TensorSpec]]) -> None:
+        self.adapter = adapter
+        self.by_name: dict[str, set[bool]] = defaultdict(set)
+        for layer, spec in layers:
+            one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
+            if one is None or two is None or layer.is_embedding or len(spec.shape) != 2:
+                continue
+            outputs, inputs = two.shape[0], one.shape[-1]
+            if outputs != inputs and spec.shape in ((outputs, inputs), (inputs, outputs)):
+                for name in self._names(layer):
+                    self.by_name[name].add(spec.shape == (inputs, outputs))
+
+    def of(self, layer: AdapterLayer) -> bool:
+        """Return whether a square layer has the inputs first."""
+        for name in self._names(layer):
+            if seen := self.by_name.get(name):
+                if len(seen) == 1:
+                    return next(iter(seen))
+                raise AdapterError(
+                    f"{self.adapter.path}: nothing says whether the square {layer.module} has its inputs first; merge "
+                    "it with peft and the model itself"
+                )
+        return bool((self.adapter.settings(layer) or {}).get("fan_in_fan_out"))
+
+    @staticmethod
+    def _names(layer: AdapterLayer) -> tuple[str, ...]:
+        """Return the neighbourhoods of a layer, the closest first."""
+        parent, _, leaf = layer.module.rpartition(".")
+        return f"leaf {leaf}", f"parent {parent}", ""
+
+
+def _of_layer(
+    checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
+) -> Iterator[tuple[str, Delta]]:
+    spec = checkpoint.specs[key]
+    if spec.dtype not in _FLOATS or spec.storage is None or spec.quantizer is not None:
+        raise AdapterError(
+            f"{checkpoint.path}: {key} is stored as {spec.dtype}, that is quantised; merge into the weights that were "
+            "quantised, and quantise the result"
+        )
+    path = adapter.path
+    narrow = not adapter.is_peft
+    if "scale" in layer.keys:
+        yield from _scales(checkpoint, adapter, layer, key)
+        return
+    if "tokens" in layer.keys:
+        yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
+        return
+    one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
+    if one is None or two is None:
+        raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
+    scaling = adapter.scaling(layer)
+    factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
+    yield key, _product(adapter, layer, key, spec, scaling, factors, turned, narrow)
+    if "bias" in layer.keys:
+        bias = f"{key.rpartition('.')[0]}.bias"
+        if bias not in checkpoint.specs:
+            raise AdapterError(f"{path}: {layer.module} has a bias to add, and the base has none there")
+        yield bias, Delta(path, "bias", (layer.keys["bias"],), scaling, is_narrow=narrow, rounds=narrow)
+
+
+def _product(
+    adapter: Adapter,
+    layer: AdapterLayer,
+    key: str,
+    spec: TensorSpec,
+    scaling: float,
+    factors: tuple[str, ...],
+    turned: _Orientation,
+    narrow: bool,
+) -> Delta:
+    one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
+    rank = adapter.rank(layer)
+    leaf = key.rpartition(".")[2]
+    if layer.is_embedding and len(one) == len(two) == 2:
+        fits = one[0] == two[1] == rank and spec.shape == (one[1], two[0])
+        delta = Delta(adapter.path, "linear", factors, scaling, True, narrow or len(factors) < 3, narrow)
+    elif len(spec.shape) == 3 and len(one) == 2 and leaf not in ("weight",):
+        experts = spec.shape[0]
+        fits = one[0] == two[1] == rank * experts and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
+        is_turned = spec.shape[1:] == (one[1], two[0])
+        delta = Delta(adapter.path, "experts", factors, scaling, is_turned, True, narrow)
+    elif len(spec.shape) > 2:
+        fits = len(one) == len(two) == len(spec.shape) and one[0] == two[1] == rank and two[0] == spec.shape[0]
+        fits = fits and one[1:] == spec.shape[1:] and set(two[2:]) == {1}
+        form = "linear" if spec.shape[2:] == (1, 1) else "conv"
+        delta = Delta(adapter.path, form, factors, scaling, rounds=narrow, is_narrow=narrow)
+    else:
+        fits = len(one) == len(two) == 2 and one[0] == two[1] == rank
+        fits = fits and spec.shape in ((two[0], one[1]), (one[1], two[0]))
+        is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
+        rounds = narrow or leaf == "in_proj_weight" or layer.depth > 0 or _is_parameter(adapter, layer, leaf)
+        delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
+    if not fits:
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "
+            f"{key} {list(spec.shape)} of the base; give the base that it was "
+            "trained on"
+        )
+    return delta
+
+
+def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
+    """Whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
+    targets = (adapter.settings(layer) or {}).get("target_parameters") or ()
+    return any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
+
+
+def _scales(checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str) -> Iterator[tuple[str, Delta]]:
+    spec, scale = checkpoint.specs[key], adapter.checkpoint.specs[layer.keys["scale"]]
+    if adapter.weight != 1:
+        raise AdapterError(f"{adapter.path}: IA3 multiplies, and takes no weight; leave out ={adapter.weight:g}")
+    size = max(scale.shape, default=0)
+    is_output = scale.shape[:1] == (size,)
+    outputs, inputs = spec.shape[0], spec.shape[1] if len(spec.shape) > 1 else 0
+    is_turned = len(spec.shape) == 2 and bool((adapter.config or {}).get("fan_in_fan_out"))
+    if is_turned:
+        outputs, inputs = inputs, outputs
+    if (
+        scale.numel != size
+        or len(scale.shape) != 2
+        or len(spec.shape) != 2
+        or size != (outputs if is_output else inputs)
+    ):
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has {list(scale.shape)} numbers, which do not fit {key} "
+            f"{list(spec.shape)}; give the base that it was trained on"
+        )
+    yield key, Delta(adapter.path, "scale", (layer.keys["scale"],), transposed=is_turned)
+    bias = f"{key.rpartition('.')[0]}.bias"
+    if is_output and bias in checkpoint.specs:
+        yield bias, Delta(adapter.path, "scale", (layer.keys["scale"],))
+
+
+def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tuple[int, ...]:
+    given = (adapter.config or {}).get("trainable_token_indices")
+    if isinstance(given, Mapping):
+        ends = [name for name in given if f".{layer.module}".endswith(f".{name}")]
+        given = given[ends[0]] if ends else None
+    values = adapter.checkpoint.specs[layer.keys["tokens"]]
+    rows = tuple(given) if isinstance(given, list) and all(type(row) is int for row in given) else ()
+    if not rows or values.shape != (len(rows), *spec.shape[1:]) or not all(0 <= row < spec.shape[0] for row in rows):
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has new rows {list(values.shape)}, for which trainable_token_indices of "
+            f"its configuration names no rows of {list(spec.shape)}; fetch the adapter again"
+        )
+    return rows
+
+
+def _whole(
+    checkpoint: Checkpoint, adapter: Adapter, key: str, stored: str, merge: Merge
+) -> Iterator[tuple[str, Delta]]:
+    """Yield the replacement of a tensor by that which the adapter has whole."""
+    value, spec = adapter.checkpoint.specs[stored], checkpoint.specs.get(key)
+    if adapter.weight != 1:
+        raise AdapterError(
+            f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
+        )
+    if spec is None:
+        modules = (adapter.config or {}).get("modules_to_save") or ()
+        if not any(f".{name}." in f".{key}" for name in modules):
+            raise AdapterError(
+                f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
+                "trained on"
+            )
+        merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
+    elif spec.shape != value.shape:
+        raise AdapterError(
+            f"{adapter.path}: has {key} as {list(value.shape)} and the base as {list(spec.shape)}: give the base that "
+            "it was trained on, resized as it was then"
+        )
+    else:
+        yield key, Delta(adapter.path, "whole", (stored,))
+
+
+def edits_within(checkpoint: Checkpoint, adapter: Adapter) -> Iterator[Edit]:
+    """Yield the edits that merge an adapter which was saved inside of its base, and give the base its own names."""
+    own = {key for layer in adapter.layers for key in layer.keys.values()} | set(adapter.saved.values())
+    names = {key: plain_name(key) for key in checkpoint.entries if key not in own}
+    base = checkpoint.with_entries({name: checkpoint.entries[key] for key, name in names.items()}, None)
+    stored = {name: key for key, name in names.items()}
+    for edit in merge_edits(base, find_merge(base, [adapter])):
+        yield replace(edit, key=stored[edit.key]) if isinstance(edit, MergeAdapter) else edit
+    yield from renames(names)
+    yield from map(Drop, sorted(own))
+
+
+def plain_name(key: str) -> str:
+    """Return the name of a tensor in the model before peft wrapped it."""
+    return ".".join(part for part in key.removeprefix("base_model.model.").split(".") if part not in _WRAPPERS)

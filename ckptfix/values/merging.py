@@ -1,0 +1,244 @@
+"""Tensors with an adapter merged into them: computed when they are read, some rows at a time, with the operations of
+peft in their order, so that the result has the same bits as its ``merge_and_unload()``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Delta, MergeAdapter
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.reading.folders.chunks import RowMajorBytes
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 1 << 22
+"""Bytes of a block in float32. Two blocks are in memory at a time, and the factors of one layer."""
+
+MOST = 1 << 25
+"""Bytes in float32 of a tensor that may be in memory as a whole."""
+
+FEWEST = 16
+"""Rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows."""
+
+Factors = Sequence[TensorSpec]
+
+
+def merged_spec(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> TensorSpec:
+    """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` are those of each delta."""
+    used = (storage for each in factors for factor in each for storage in factor.storages)
+    parts = tuple(dict.fromkeys((*spec.storages, *used)))
+    storage = Storage(
+        edit.key, MergedBytes(spec, edit, factors, path), spec.storage.device if spec.storage else "cpu", parts=parts
+    )
+    return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})
+
+
+def is_merged(checkpoint: Checkpoint) -> bool:
+    """Return whether an adapter was merged into a tensor of this view of a checkpoint."""
+    storages = [storage for spec in checkpoint.specs.values() for storage in spec.storages]
+    while storages:
+        storage = storages.pop()
+        if isinstance(storage.source, MergedBytes):
+            return True
+        storages += storage.parts
+    return False
+
+
+class MergedBytes:
+    """The bytes of a tensor in row-major order, with an adapter merged into it or taken off again."""
+
+    def __init__(self, spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> None:
+        self.spec, self.edit, self.factors, self.path = spec, edit, factors, path
+        self.nbytes = spec.nbytes
+        # Rows of experts are those of all experts, one after another.
+        self.shape = spec.shape if len(spec.shape) > 1 else (*spec.shape, 1)[-2:] if spec.shape else (1, 1)
+        if any(delta.form == "experts" for delta in edit.deltas):
+            self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
+        self.row = math.prod(self.shape[1:]) * spec.itemsize
+        self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of the merged tensor."""
+        out = bytearray(stop - start)
+        for number in range(start // self.row // self.height, -(-stop // (self.row * self.height))):
+            # The last block takes the rows that are too few for one of their own.
+            first, last = self.bounds(min(number, self.blocks - 1))
+            begin, end = max(start, first * self.row), min(stop, last * self.row)
+            if begin < end:
+                block = _merged_rows(self, first, last)
+                out[begin - start : end - start] = block[begin - first * self.row : end - first * self.row]
+        return memoryview(out)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the rows are cut into."""
+        whole, rest = divmod(self.shape[0], self.height)
+        return max(whole + (rest >= FEWEST), 1)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return the first and one past the last row of a block."""
+        first = number * self.height
+        return first, self.shape[0] if number == self.blocks - 1 else first + self.height
+
+    def weight(self, first: int, last: int) -> torch.Tensor:
+        """Return rows of the tensor as they are in the file."""
+        import torch
+
+        from ckptfix.reading.tensors import torch_dtype
+
+        raw = bytearray(RowMajorBytes(self.spec, self.path).read(first * self.row, last * self.row))
+        return torch.frombuffer(raw, dtype=torch_dtype(self.spec.dtype)).view(last - first, *self.shape[1:])
+
+
+@lru_cache(maxsize=2)
+def _merged_rows(source: MergedBytes, first: int, last: int) -> memoryview:
+    import torch
+
+    from ckptfix.reading.live import bytes_of
+
+    weight = source.weight(first, last)
+    if not weight.numel():
+        return memoryview(b"")
+    layers = _layers(source)
+    for layer in reversed(layers) if source.edit.undo else layers:
+        weight = layer.take_off(weight, first, last) if source.edit.undo else layer.add(weight, first, last)
+    return bytes_of(weight.contiguous().flatten().view(torch.uint8))
+
+
+@lru_cache(maxsize=2)
+def _layers(source: MergedBytes) -> list[_Layer]:
+    """The layers of the adapters with their factors in memory."""
+    return [
+        _Layer(source, delta, [_factor(factor, source, delta) for factor in factors])
+        for delta, factors in zip(source.edit.deltas, source.factors, strict=True)
+    ]
+
+
+def _factor(spec: TensorSpec, source: MergedBytes, delta: Delta) -> torch.Tensor:
+    """Return a factor in the precision in which peft computes: that of an adapter that it has loaded."""
+    import torch
+
+    from ckptfix.reading.tensors import torch_dtype
+
+    raw = bytearray(RowMajorBytes(spec, source.path).read(0, spec.nbytes))
+    values = torch.frombuffer(raw, dtype=torch_dtype(spec.dtype)).view(spec.shape)
+    dtype = torch_dtype(source.spec.dtype)
+    if delta.is_narrow:
+        values = values.to(dtype)
+    return values.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+class _Layer:
+    """A layer of an adapter, with its factors, beside the tensor that it changes."""
+
+    def __init__(self, source: MergedBytes, delta: Delta, factors: list[torch.Tensor]) -> None:
+        self.source, self.delta, self.factors = source, delta, factors
+        self._norms: torch.Tensor | None = None
+
+    def add(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return these rows of the tensor with the layer merged into them."""
+        form, dtype = self.delta.form, weight.dtype
+        if form == "rows":
+            for row, values in zip(self.delta.rows, self.factors[0], strict=True):
+                if first <= row < last:
+                    weight[row - first] = values.to(dtype)
+            return weight
+        if form == "whole":
+            return self.factors[0].view(-1, *weight.shape[1:])[first:last].to(dtype)
+        if form == "scale":
+            return (weight * self._scales(weight, first, last)).to(dtype)
+        if self._has_magnitude:
+            return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
+        weight += self.change(first, last, dtype)
+        return weight
+
+    def take_off(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return these rows without the layer, to the rounding of the sum that was stored."""
+        dtype = weight.dtype
+        if self.delta.form == "scale":
+            return (weight / (self._scales(weight, first, last) + 1e-8)).to(dtype)
+        weight -= self.change(first, last, dtype).to(dtype)
+        return weight
+
+    def change(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what these rows change by."""
+        change = self._product(first, last) * self.delta.scaling
+        return change.to(dtype) if self.delta.rounds else change
+
+    def _product(self, first: int, last: int) -> torch.Tensor:
+        import torch
+
+        form, one = self.delta.form, self.factors[0]
+        if form == "bias":
+            return one[first:last].unsqueeze(1)
+        two = self.factors[1]
+        if form == "experts":
+            return torch.cat(list(self._of_experts(first, last)))
+        if form == "conv":
+            convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
+            return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
+        if one.ndim > 2:  # of a convolution with one pixel
+            return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *one.shape[1:])
+        return (two @ one[:, first:last]).T if self.delta.transposed else two[first:last] @ one
+
+    def _of_experts(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        one, two = self.factors
+        experts, height = self.source.spec.shape[0], self.source.spec.shape[1]
+        ones = one.reshape(experts, -1, one.shape[-1])
+        twos = two.reshape(two.shape[0], -1, experts)
+        for expert in range(first // height, -(-last // height)):
+            begin, end = max(first - expert * height, 0), min(last - expert * height, height)
+            product = twos[:, :, expert] @ ones[expert]
+            yield (product.T if self.delta.transposed else product)[begin:end]
+
+    def _scales(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        scales = self.factors[0]
+        if weight.shape[1:] == (1,):
+            return scales.reshape(-1, 1)[first:last]
+        if weight.ndim > 2:
+            scales = scales.transpose(0, 1)
+        if self.delta.transposed:
+            scales = scales.T
+        return scales[first:last] if scales.shape[0] > 1 else scales
+
+    @property
+    def _has_magnitude(self) -> bool:
+        return self.delta.form in ("linear", "conv") and len(self.factors) == 3
+
+    def _ratio(self, first: int, last: int) -> torch.Tensor:
+        """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
+        import torch
+
+        from ckptfix.reading.tensors import torch_dtype
+
+        magnitude, source = self.factors[2], self.source
+        dtype = torch_dtype(source.spec.dtype)
+        if self.delta.transposed:
+            if self._norms is None:
+                self._norms = self._norms_of_columns(dtype).to(magnitude.dtype)
+            return (magnitude / self._norms).view(1, -1)
+        whole = self._whole(first, last, dtype)
+        norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=tuple(range(1, whole.ndim)))
+        return (magnitude.flatten()[first:last] / norms).view(-1, *(1,) * (whole.ndim - 1))
+
+    def _whole(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.source.weight(first, last) + self.change(first, last, dtype)
+
+    def _norms_of_columns(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the norms over all rows. Those of a tensor that is too large to be in memory at once are summed in
+        float64: closer to the truth than peft's, and so perhaps not the same in the last bit."""
+        import torch
+
+        source = self.source
+        if source.spec.numel * 4 <= MOST:
+            norms: torch.Tensor = torch.linalg.vector_norm(self._whole(0, source.shape[0], dtype).T, dim=1)
+            return norms
+        blocks = (self._whole(*source.bounds(number), dtype) for number in range(source.blocks))
+        squares: torch.Tensor = reduce(torch.add, (block.double().square().sum(0) for block in blocks))
+        return squares.sqrt()

@@ -1,0 +1,66 @@
+"""Adapters that peft trains and merges, for the tests that merge them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+LORA = peft.LoraConfig
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LINEAR = ["q", "block.0.fc"]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(96, 32), Conv1D(32, 32)
+
+
+class Net(nn.Module):
+    """One layer of each kind that peft puts an adapter to; ``q`` has more rows than one block of the merge has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.q = nn.Linear(32, 33)
+        self.block = nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(32, 32), "attn": Attention()})])
+        self.conv, self.pixel = nn.Conv2d(3, 40, 3), nn.Conv2d(8, 12, 1)
+        self.line = nn.Conv1d(4, 20, 5)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 5)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def trained(config, folder: Path, dtype=torch.float32, make=net) -> Path:
+    """Save an adapter of ``make()`` with other numbers than those of its start."""
+    model = peft.get_peft_model(make(dtype), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens", "ia3_")):
+            parameter.data.normal_(1.0 if "ia3" in name or "magnitude" in name else 0.0, 0.2)
+        elif name.endswith(".bias") and getattr(config, "bias", "none") != "none":
+            parameter.data.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(adapters, dtype=torch.float32, make=net):
+    first, *others = adapters
+    model = peft.PeftModel.from_pretrained(make(dtype), first)
+    for number, other in enumerate(others):
+        model.load_adapter(other, str(number))
+    return model.merge_and_unload(adapter_names=["default", *map(str, range(len(others)))]).state_dict()
+
+
+def changed_config(folder: Path, **values) -> Path:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return folder

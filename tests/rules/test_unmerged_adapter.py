@@ -1,0 +1,188 @@
+"""FIL108: an adapter merged into its base has the bytes that peft's merge_and_unload() gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckptfix
+from ckptfix.core.plan import Plan
+from ckptfix.errors import AdapterError, UsageError
+from ckptfix.rules.unmerged_adapter import unmerged_adapter
+from tests.checks import assert_same, bytes_of
+from tests.rules.adapters import DTYPES, LINEAR, LORA, merged_by_peft, net, trained
+from tests.rules.healthy import HEALTHY
+from tests.rules.proposals import propose
+
+CASES = {
+    **{f"rank {r}": LORA(r=r, lora_alpha=9, target_modules=LINEAR) for r in (1, 4, 16, 64)},
+    "rslora and patterns": LORA(
+        r=4, lora_alpha=9, use_rslora=True, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}, target_modules=LINEAR
+    ),
+    "modules_to_save": LORA(r=4, target_modules=["q"], modules_to_save=["head"]),
+    "biases": LORA(r=4, target_modules=["q"], bias="all"),
+    "biases of the adapter": LORA(r=4, target_modules=LINEAR, lora_bias=True),
+    "embedding": LORA(r=4, target_modules=["embed", "q"]),
+    "convolutions": LORA(r=4, target_modules=["conv", "pixel", "line"]),
+    "Conv1D": LORA(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "a square Conv1D alone": LORA(r=4, target_modules=["c_proj"], fan_in_fan_out=True),
+    "a square Conv1D beside linear layers": LORA(r=4, target_modules=["c_attn", "c_proj", "q"]),
+    "tokens": LORA(r=4, target_modules=["q"], trainable_token_indices={"embed": [3, 49]}),
+    "a parameter": LORA(r=4, target_modules=["q"], target_parameters=["fc.weight"]),
+    "IA3": peft.IA3Config(target_modules=["q", "fc"], feedforward_modules=["fc"]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
+    adapter = trained(config, tmp_path / "adapter", dtype)
+    want = merged_by_peft([adapter], dtype)
+    before = net(dtype).state_dict()
+    repaired, report = ckptfix.repair_state_dict(before, adapter=adapter, select="FIL108")
+    assert_same(repaired, want)
+    assert report.exit_code == 0
+    assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
+
+
+DORA = LORA(r=5, target_modules=["embed", "q", "conv", "pixel", "c_attn"], use_dora=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("most", [1 << 25, 0], ids=["whole", "streamed"])
+def test_dora_is_within_one_rounding_of_peft(most, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merging.MOST", most)
+    adapter = trained(DORA, tmp_path / "adapter", dtype)
+    want = merged_by_peft([adapter], dtype)
+    repaired, _ = ckptfix.repair_state_dict(net(dtype).state_dict(), adapter=adapter, select="FIL108")
+    for key, value in want.items():
+        if most:
+            assert bytes_of(repaired[key]) == bytes_of(value), key
+        # Two roundings of the result, and those of the sums in the norm of peft, which has float32 for them.
+        bound = 4 * torch.finfo(dtype).eps * value.double().abs()
+        assert ((repaired[key].double() - value.double()).abs() <= bound).all(), key
+
+
+def test_a_matrix_of_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    for number, config in enumerate((LORA(r=5, target_modules=["q", "embed", "conv", "line", "c_attn"]), DORA)):
+        adapter = trained(config, tmp_path / str(number))
+        repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+        assert_same(repaired, merged_by_peft([adapter]))
+
+
+def test_several_adapters_and_weights(tmp_path):
+    paths = [
+        trained(LORA(r=r, target_modules=["q"], modules_to_save=saved), tmp_path / str(r))
+        for r, saved in ((2, None), (3, None), (4, ["head"]))
+    ]
+    want = merged_by_peft(paths[:2])
+    assert_same(ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")[0], want)
+    model = peft.PeftModel.from_pretrained(net(), paths[0])
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.set_scale("default", 0.3)
+    half, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[0]}=0.3", select="FIL108")
+    assert_same(half, model.merge_and_unload().state_dict())
+    with pytest.raises(AdapterError, match="whole, to which no weight applies"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[2]}=0.5")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unmerge_gives_the_base_back_to_the_rounding_of_the_sum(dtype, tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q", "conv", "embed"], lora_bias=False), tmp_path / "adapter", dtype)
+    base = net(dtype).state_dict()
+    merged, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    back, _ = ckptfix.repair_state_dict(merged, adapter=adapter, unmerge=True, select="FIL108")
+    unit = torch.finfo(dtype).eps
+    for key, value in base.items():
+        change = (merged[key].double() - value.double()).abs()
+        bound = unit * (merged[key].double().abs() + change + value.double().abs())
+        assert ((back[key].double() - value.double()).abs() <= bound).all(), key
+    model = peft.PeftModel.from_pretrained(net(dtype), adapter)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert_same(back, model.unload().state_dict())
+
+
+def test_a_tied_weight_changes_under_both_names(tmp_path):
+    def make(dtype=torch.float32):
+        model = net(dtype)
+        model.last = nn.Linear(32, 50, bias=False)
+        model.last.weight = model.embed.weight
+        return model
+
+    for number, names in enumerate((["embed"], ["last"], ["embed", "last"])):
+        adapter = trained(LORA(r=4, target_modules=names), tmp_path / str(number), make=make)
+        want = merged_by_peft([adapter], make=make)
+        repaired, _ = ckptfix.repair_state_dict(make().state_dict(), adapter=adapter, select="FIL108")
+        if len(names) == 1:
+            assert_same(repaired, want)
+        assert repaired["last.weight"].data_ptr() == repaired["embed.weight"].data_ptr()
+    adapter = trained(LORA(r=4, target_modules=["q"], modules_to_save=["last"]), tmp_path / "whole", make=make)
+    repaired, _ = ckptfix.repair_state_dict(make().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], make=make))
+
+
+def test_files_in_and_out(tmp_path):
+    """From shards and a .bin to shards; a saved plan does the same."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    want = merged_by_peft([adapter])
+    base = tmp_path / "base.safetensors"
+    save_file(net().state_dict(), base)
+    (tmp_path / "shards").mkdir()
+    shards = ckptfix.repair(
+        base, output=tmp_path / "shards" / "model.safetensors", shard_size="10KB", only_changes=False
+    )
+    torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    done = ckptfix.repair(
+        str(shards.report.output), adapter=adapter, output=tmp_path / "out.safetensors", shard_size="10KB"
+    )
+    files = sorted(tmp_path.glob("out-*.safetensors"))
+    assert len(files) > 2
+    got = {key: value for file in files for key, value in load_file(file).items()}
+    assert_same(dict(sorted(got.items())), dict(sorted(want.items())))
+    plan = Plan.from_json(json.loads(json.dumps(done.plan.to_json())))
+    ckptfix.repair(base, plan=plan, output=tmp_path / "planned.safetensors")
+    assert_same(dict(sorted(load_file(tmp_path / "planned.safetensors").items())), dict(sorted(want.items())))
+
+
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
+def test_noop_models_as_they_are_born(make):
+    assert propose(unmerged_adapter, make().state_dict()) == []
+
+
+def test_settings_that_do_not_go_together(tmp_path):
+    with pytest.raises(UsageError, match="needs the adapter"):
+        ckptfix.repair_state_dict({}, unmerge=True)
+    (tmp_path / "model.pth").write_bytes(b"")
+    saved = trained(LORA(r=4, target_modules=["q"], modules_to_save=["head"]), tmp_path / "adapter")
+    with pytest.raises(AdapterError, match="cannot be given back"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=saved, unmerge=True)
+    (saved / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match="nothing says lora_alpha"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
+
+
+def test_a_model_that_was_saved_with_its_adapter_inside(tmp_path):
+    config = LORA(r=4, target_modules=["embed", *LINEAR], modules_to_save=["head"])
+    adapter = trained(config, tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
+    file = tmp_path / "whole.pth"
+    torch.save(whole, file)
+    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
+    assert not found.remedies[0].is_complete
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
+    settings: dict[str, Any] = dict(found.remedies[0].options)
+    repaired, report = ckptfix.repair_state_dict(torch.load(file), **settings)
+    want = merged_by_peft([adapter])
+    assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
+    assert report.exit_code == 0
