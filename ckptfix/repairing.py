@@ -18,6 +18,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
@@ -25,7 +26,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import DamageWarning, Opt, one_line
+from ckptfix.errors import DamageWarning, Opt, UsageError, one_line
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.report.display import log_edits, report_lines, report_rows
 
@@ -96,14 +97,18 @@ def check(
 ) -> Report:
     """Report what is wrong with a checkpoint and what a repair would do about it; write nothing.
 
+    Of a URL only the ranges that are looked at are fetched, and the values only with ``values=True``.
     ``ckptfix.Settings`` describes the settings.
     """
+    unread = _is_remote(source) and settings.setdefault("values", False) is False
     checked = checked_settings(settings, model, like, "check")
     checkpoint = open_source(source, checked)
     model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, donor_of(target, checked), _measure(model, model_args, checked))
-    return replace(report_on(checkpoint, target, diagnosis, checked), fixed=(), edits=())
+    report = report_on(checkpoint, target, diagnosis, checked)
+    remarks = ("the values behind a URL are read only with --values, which fetches the whole file",) if unread else ()
+    return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *remarks))
 
 
 def repair(
@@ -135,6 +140,12 @@ def repair(
     from ckptfix.engine.destination import Destination, differs, state_of
     from ckptfix.reading.adapters import adapter_paths
 
+    if _is_remote(source) and (output is not None or beside or in_place):
+        if not dry_run:
+            from ckptfix.bytes.remote import download_advice
+
+            raise UsageError(f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}")
+        output, beside, in_place = None, False, False
     checked = checked_settings(settings, model, like)
     before = state_of(source) if in_place else None
     checkpoint = open_source(source, checked)
@@ -189,6 +200,10 @@ def _arguments(model: nn.Module | str | None, given: Arguments, checkpoint: Chec
     from ckptfix.modules.lightning import with_saved_arguments
 
     return with_saved_arguments(given, checkpoint)
+
+
+def _is_remote(source: Source) -> bool:
+    return isinstance(source, str) and is_url(source)
 
 
 def _target(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
@@ -59,7 +60,11 @@ def open_file(
         if file is None:
             return open_document(read_folder(path, salvage, read_document), weights, salvage=salvage, narrow=narrow)
         path = file
-    if member is None and (document := _read_ranks(path, salvage)) is not None:
+    if is_url(path):
+        from ckptfix.reading.folders.folders import weights_url
+
+        path = weights_url(path)
+    elif member is None and (document := _read_ranks(path, salvage)) is not None:
         return open_document(document, weights, salvage=salvage, narrow=narrow)
     content = Content.of_file(path)
     if member is not None or sniffing.may_be_wrapped(content):

@@ -145,6 +145,8 @@ def _mapped(file: OpenFile) -> mmap | None:
     What is written to its pages never reaches the file, and its removal changes nothing. But as after
     ``torch.load(mmap=True)``, a file that is written in place changes the tensors, and one that is cut short kills the
     process that looks at them (SIGBUS)."""
+    if file.is_remote:
+        return None
     try:
         return mmap(file.descriptor, 0, access=ACCESS_COPY)
     except (OSError, ValueError):

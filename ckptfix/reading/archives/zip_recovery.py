@@ -27,7 +27,7 @@ from ckptfix.bytes.sources import Content
 from ckptfix.bytes.torn import TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
-from ckptfix.errors import HostileError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Stream
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
@@ -485,6 +485,14 @@ _RECORDS64 = END64.size + LOCATOR.size
 def list_members(content: Content) -> ZipIndex:
     """Return the members of an archive. Raises ``HostileError`` where there is no end of them."""
     listing, fault = _directory(content)
+    if content.is_remote:
+        if fault:  # to go by the headers, all of the file would have to be fetched
+            from ckptfix.bytes.remote import download_advice
+
+            raise UnreadableError(
+                f"{content.path}: {fault}; to see what of it is whole, {download_advice(content.path)}"
+            )
+        return listing  # a request for each header is too much: it is compared when its member is read
     repair = DirectoryRepair(content, listing)
     if not fault and repair.is_in_place:
         return repair.repair()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
@@ -41,6 +41,7 @@ WEIGHTS = frozenset(
 )
 """Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder."""
 
+_PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _LISTED = 6
 
 
@@ -56,6 +57,38 @@ def weights_file(path: str) -> str | None:
     except OSError:
         return None  # the reader of the folder says why
     return str(folder / names[0])
+
+
+IN_REPOSITORIES = (
+    *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")),
+    *(f"diffusion_pytorch_model.{kind}{end}" for kind in ("safetensors", "bin") for end in ("", ".index.json")),
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+"""The same, and the indexes of shards, in the order in which these libraries look for them in a repository, which may
+hold the same weights in several formats."""
+
+
+def weights_url(url: str) -> str:
+    """Return the URL of the weights in a repository or folder behind a URL; the URL itself if it is that of a file.
+
+    Raises ``UnreadableError`` if there are none, or several."""
+    url = url.rstrip("/")
+    last = PurePosixPath(url.partition("://")[2])
+    if last.suffix.lower() in (*SUFFIXES, *_PACKED, ".json") and len(last.parts) > (2 if url.startswith("hf:") else 1):
+        return url
+    from ckptfix.bytes.remote import files_beside
+
+    names = files_beside(url)
+    if names is None:
+        return url
+    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES or name.endswith(".index.json")]
+    chosen = next((name for name in IN_REPOSITORIES if name in likely), likely[0] if len(likely) == 1 else None)
+    if chosen is None and likely:
+        raise UnreadableError(f"{url}: several files may be meant; name one of them, such as {url}/{likely[0]}")
+    if chosen is None:
+        raise UnreadableError(f"{url}: no checkpoint is there{f'; it holds {_some(names)}' if names else ''}")
+    return f"{url}/{chosen}"
 
 
 def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:

@@ -6,12 +6,15 @@ that leads out of the folder is refused."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Protocol
 
+from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError
 
@@ -114,6 +117,74 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def name_unpacked(name: str) -> str:
     """Return the name of a file before it was compressed."""
     return next((name.removesuffix(suffix) for suffix in PACKED if name.endswith(suffix)), name)
+
+
+class Folder(Protocol):
+    """Where shards are."""
+
+    def names(self) -> list[str]:
+        """Return the names of the files in it, as far as they are known."""
+
+    def find(self, name: str, said_by: str) -> str | None:
+        """Return the path of a file that ``said_by`` names; None if it is not there. Raises ``HostileError`` for a
+        name that leads out of the folder."""
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder of this machine."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self.path.iterdir() if path.is_file())
+        except OSError as error:
+            raise UnreadableError(f"{self.path}: cannot be listed: {error.strerror or error}") from error
+
+    def find(self, name: str, said_by: str) -> str | None:
+        # Most names are known by the listing: an index may name any number of files that are not there.
+        if "/" in name or "\\" in name or not name or "\0" in name or name in self._present:
+            file = file_inside(self.path, name, said_by)
+            return str(file) if os.path.isfile(file) else None  # noqa: PTH113 - that of Path raises if a name is too long
+        return None
+
+    @cached_property
+    def _present(self) -> frozenset[str]:
+        return frozenset(self.names())
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """The folder of a URL. An HTTP server does not list it, so what an index names is taken to be there."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        return self._listed or []
+
+    def find(self, name: str, said_by: str) -> str | None:
+        if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name or "://" in name:
+            raise HostileError(f"{said_by}: it names the file {name!r:.80}, which leads out of the folder")
+        is_absent = self._listed is not None and "/" not in name and name not in self._listed
+        return None if is_absent else f"{self.url}/{name}"
+
+    @cached_property
+    def _listed(self) -> list[str] | None:
+        from ckptfix.bytes.remote import files_beside
+
+        return files_beside(self.url)
+
+
+def folder_of(path: str) -> Folder:
+    """Return the folder of a file."""
+    return RemoteFolder(path.rpartition("/")[0]) if is_url(path) else LocalFolder(Path(path).parent)
 
 
 def file_inside(folder: Path, name: str, said_by: str) -> Path:

@@ -7,7 +7,6 @@ that two shards hold. Any of these is damage; loaders that look one way only fil
 
 from __future__ import annotations
 
-import os
 from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,11 @@ from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.shard_index import (
     PACKED,
+    Folder,
+    LocalFolder,
     Numbering,
     ShardIndex,
-    file_inside,
+    folder_of,
     is_index,
     name_unpacked,
     parse_index,
@@ -114,10 +115,10 @@ def read(content: Content, salvage: bool = False) -> Document:
         raise UnreadableError(
             f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
         )
-    return _merge(content.path, Path(content.path).parent, content.path, salvage)
+    return _merge(content.path, folder_of(content.path), content.path, salvage)
 
 
-def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
+def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
     """Return the document of the shards that an index names; of the only set in the folder where it cannot be read."""
     try:
         content = Content.of_file(index)
@@ -137,9 +138,9 @@ def _merge(path: str, folder: Path, index: str, salvage: bool) -> Document:
     return merge.document()
 
 
-def _beside(folder: Path, index: ShardIndex) -> Numbering | None:
+def _beside(folder: Folder, index: ShardIndex) -> Numbering | None:
     """Return the only set of shards in a folder, if it is complete and no file that the index names exists."""
-    present = {name_unpacked(name) for name in _file_names(folder)}
+    present = {name_unpacked(name) for name in folder.names()}
     sets = _sets(folder)
     is_stale = len(sets) == 1 and present.isdisjoint(index.files) and present.issuperset(sets[0].names())
     return sets[0] if is_stale else None
@@ -147,7 +148,7 @@ def _beside(folder: Path, index: ShardIndex) -> Numbering | None:
 
 def looks_like(folder: Path) -> bool:
     """Return whether a folder holds an index or numbered shards."""
-    return bool(_indexes(folder) or _sets(folder))
+    return bool(_indexes(folder) or _sets(LocalFolder(folder)))
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
@@ -158,29 +159,29 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         names = ", ".join(path.name for path in indexes)
         raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
     if indexes:
-        return _merge(str(folder), folder, str(chosen or indexes[0]), salvage)
-    sets = _sets(folder)
+        return _merge(str(folder), LocalFolder(folder), str(chosen or indexes[0]), salvage)
+    sets = _sets(LocalFolder(folder))
     if len(sets) > 1:
         names = ", ".join(str(numbering) for numbering in sets)
         raise UnreadableError(
             f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; put each in its own folder"
         )
-    return _Merge(str(folder), folder, None, salvage).document()
+    return _Merge(str(folder), LocalFolder(folder), None, salvage).document()
 
 
 class _Merge:
     """One merging of shards: which of them open, where every key is, and what does not agree."""
 
-    def __init__(self, path: str, folder: Path, index: ShardIndex | None, salvage: bool) -> None:
+    def __init__(self, path: str, folder: Folder, index: ShardIndex | None, salvage: bool) -> None:
         self.path, self.folder, self.index, self.salvage = path, folder, index, salvage
         self.weight_map = index.weight_map if index is not None else {}
-        self.said_by = index.path if index is not None else str(folder / "shards")
+        self.said_by = index.path if index is not None else f"{folder}/shards"
         self.opened: dict[str, Checkpoint] = {}
         self.entries: OrderedDict[str, Any] = OrderedDict()
         self.lost: dict[str, TensorSpec | None] = {}
         self.damage: list[Fact] = []
         self.absent: list[str] = []
-        self.present = frozenset(_file_names(folder))
+        self.present = frozenset(folder.names())
         self.wanted = self._files()
         self.remarks: list[Fact] = []
 
@@ -222,17 +223,12 @@ class _Merge:
 
     def _open(self, name: str) -> None:
         stored = next((other for other in (name, *(name + suffix for suffix in PACKED)) if other in self.present), name)
-        # Most names are known by the listing of the folder: an index may name any number of files that are not there.
-        if stored in self.present or "/" in name or "\\" in name or not name or "\0" in name:
-            file = file_inside(self.folder, stored, self.said_by)
-            is_there = os.path.isfile(file)  # noqa: PTH113 - that of Path raises if a name is too long
-        else:
-            is_there = False
-        if not is_there:
+        file = self.folder.find(stored, self.said_by)
+        if file is None:
             self.absent.append(name)
             return
         try:
-            shard = self.opened[name] = _open_shard(str(file), self.salvage)
+            shard = self.opened[name] = _open_shard(file, self.salvage)
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             return
@@ -343,17 +339,10 @@ def _open_shard(path: str, salvage: bool) -> Checkpoint:
     return replace(open_document(read_document(content, salvage), salvage=True), member=content.member)
 
 
-def _file_names(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        raise UnreadableError(f"{folder}: cannot be listed: {error.strerror or error}") from error
-
-
 def _indexes(folder: Path) -> list[Path]:
-    return [folder / name for name in _file_names(folder) if name.endswith(".index.json")]
+    return [folder / name for name in LocalFolder(folder).names() if name.endswith(".index.json")]
 
 
-def _sets(folder: Path) -> list[Numbering]:
-    found = (Numbering.of(name_unpacked(name)) for name in _file_names(folder))
+def _sets(folder: Folder) -> list[Numbering]:
+    found = (Numbering.of(name_unpacked(name)) for name in folder.names())
     return list(dict.fromkeys(numbering for numbering in found if numbering is not None))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content
+from ckptfix.bytes.sources import Content, SoughtBytes
 from ckptfix.bytes.torn import TornBytes, missing_bytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
@@ -22,7 +22,7 @@ from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
-from ckptfix.reading.archives.zip_directory import Member
+from ckptfix.reading.archives.zip_directory import Member, header_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
 from ckptfix.reading.weights.document import Document
@@ -102,6 +102,8 @@ class Archive:
         if place is not None:
             return self.content.source(*place)
         info, content, found = self.members[name], self.content, self.listing.found
+        if content.is_remote and info.compress_type == _STORED and not why_closed(info.flag_bits, _STORED):
+            return SoughtBytes(info.compress_size, lambda: self._remote_member(info))
         if found is not None and info.filename in found.open_at:
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
         start = self.listing.data_start(content, info)
@@ -137,9 +139,23 @@ class Archive:
         stop = start + info.compress_size
         return PackedBytes(self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
 
+    def _remote_member(self, info: Member) -> ByteSource:
+        """The bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
+        content = self.content
+        header = read_header(content, info.header_offset)
+        is_it = header is not None and header.is_signed and header_name(info, header) == info.orig_filename
+        if header is None or not is_it or header.start + info.compress_size > content.size:
+            from ckptfix.bytes.remote import download_advice
+
+            raise UnreadableError(
+                f"{content.path}: member {info.filename} is not where the archive's directory says; "
+                f"{download_advice(content.path)}"
+            )
+        return content.source(header.start, info.compress_size)
+
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         """What is left of a storage in a damaged archive; None where the storage is whole."""
-        if name in self._sound:
+        if name in self._sound or self.content.is_remote:
             return None
         if self.found is None:
             if name is None or self._is_there(self.members[name]):
