@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptfix.comparison import Difference, diff
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.plan import Plan
+    from ckptfix.core.rename_map import RenameMap
     from ckptfix.core.report import Report
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.spec import TensorSpec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptfix.loading import load
+    from ckptfix.modules.mapping import infer_map
     from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
 
@@ -42,6 +44,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Recalibration",
+    "RenameMap",
     "Repair",
     "RepairSettings",
     "Report",
@@ -53,6 +56,7 @@ __all__ = [
     "WriteError",
     "check",
     "diff",
+    "infer_map",
     "load",
     "open_checkpoint",
     "recalibrate",
@@ -68,8 +72,10 @@ _HOMES = {
     "TensorSpec": "core.spec",
     "Plan": "core.plan",
     "Recalibration": "modules.recalibration",
+    "RenameMap": "core.rename_map",
     "Report": "core.report",
     "diff": "comparison",
+    "infer_map": "modules.mapping",
     "load": "loading",
     "recalibrate": "modules.recalibration",
 }

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from ckptfix.rules import RULES
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = "check repair migrate inspect diff rule explain".split()
+COMMANDS = "check repair migrate inspect diff map rule explain".split()
 FAMILIES = {
     "FIL": "The file and its container",
     "KEY": "Names",

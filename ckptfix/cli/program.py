@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ckptfix.core.options import Option
 
-COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "rule", "explain")
+COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "map", "rule", "explain")
 """The commands in the order of ``--help``. Each is the function of its name in the module of its name."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -17,13 +17,13 @@ from typing import Any
 from ckptfix.core.shell import no_option
 from ckptfix.errors import Opt, UsageError
 
-CHECK, REPAIR, MIGRATE, INSPECT, DIFF, RULE, EXPLAIN = "check repair migrate inspect diff rule explain".split()
+CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()
 
 _WRITES = (REPAIR, MIGRATE)
 _REPAIRS = (CHECK, *_WRITES)
 _READS = (*_REPAIRS, INSPECT, DIFF)
 _FITS = (*_REPAIRS, EXPLAIN)
-_ALL = (*_READS, RULE, EXPLAIN)
+_ALL = (*_READS, MAP, RULE, EXPLAIN)
 
 
 class Kind(Enum):
@@ -146,10 +146,10 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Another checkpoint that this one has to fit. This runs no code."),
     ),
     "Reading": (
-        _setting("weights", Kind.TEXT, (*_READS, EXPLAIN), metavar="NAME",
+        _setting("weights", Kind.TEXT, (*_READS, MAP, EXPLAIN), metavar="NAME",
             help="Which state_dict of the file, by the name that `ckptfix inspect` shows; or the prefix of one of"
             " several sets of keys (teacher)."),
-        Option("other_weights", Kind.TEXT, (DIFF,), metavar="NAME",
+        Option("other_weights", Kind.TEXT, (DIFF, MAP), metavar="NAME",
             help="The state_dict of B, if its name is not that of A."),
         _setting("member", Kind.TEXT, (*_REPAIRS, INSPECT, EXPLAIN), metavar="NAME", scope=Scope.ONE_FILE,
             help="Which file of an archive (.zip, .tar.gz) that holds several."),
@@ -175,6 +175,10 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Also apply the fixes that invent, drop or change a value, or that nothing confirms."),
         _setting("rename_layers", Kind.SWITCH, _REPAIRS,
             help="Rename the layers of another implementation by the inferred map, even if the map is only likely."),
+        _setting("rename_map", Kind.FILE, _REPAIRS, metavar="FILE",
+            help="Rename, split and fuse tensors as this map says; `ckptfix map A B` infers one."),
+        _setting("rename", Kind.INPUTS, _REPAIRS, metavar="OLD=NEW",
+            help="Give keys another name, by patterns: 'encoder.*=backbone.*', 'blocks.{n}.ln.*=layer.{n}.norm.*'."),
         _setting("fill", Kind.FILE, _REPAIRS, metavar="target|FILE|twin", words=("target", "twin"),
             help="Fill missing tensors from the model's initial values (untrained), or from another checkpoint; with"
             " --replace broken ones too, also from the file's other set of weights (twin)."),
@@ -260,6 +264,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         Option("output_format", Kind.TEXT, (DIFF, MIGRATE), default="full", choices=("full", "json"),
             scope=Scope.CONFIG, is_for_once=True,
             help="How the result is written to stdout."),
+        Option("output_format", Kind.TEXT, (MAP,), default="full", choices=("full", "json", "python"), is_for_once=True,
+            help="How the map is written: as text, as a file for --rename-map, or as a Python function."),
         Option("report", Kind.FILE, _REPAIRS, metavar="FILE", is_for_once=True,
             help="Also write the report as a self-contained HTML page."),
         Option("quiet", Kind.SWITCH, _ALL, short="-q", scope=Scope.CONFIG, is_for_once=True,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
 
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*")
@@ -61,6 +62,8 @@ class CheckSettings(TypedDict, total=False):
     ignore: str | Sequence[str]
     unsafe_fixes: bool
     rename_layers: bool
+    rename_map: RenameMap | str | os.PathLike[str] | None
+    rename: str | Sequence[str]
     fill: str | os.PathLike[str] | None
     adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     unmerge: bool
@@ -117,7 +120,8 @@ class Settings:
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
     complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
-    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely. ``fill`` is ``target``,
+    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely, ``rename_map`` one of the
+    user (a ``RenameMap``, or the path of one), and ``rename`` single patterns (``OLD=NEW``). ``fill`` is ``target``,
     ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of
     which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
     rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
@@ -144,6 +148,8 @@ class Settings:
     accept: tuple[str, ...] = ()
     unsafe_fixes: bool = False
     rename_layers: bool = False
+    rename_map: RenameMap | str | None = None
+    rename: tuple[str, ...] = ()
     fill: str | None = None
     adapter: tuple[str, ...] = ()
     unmerge: bool = False

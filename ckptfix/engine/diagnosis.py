@@ -86,7 +86,9 @@ def diagnose(
             statistics = context.statistics and context.statistics.of(view)
             context = replace(context, checkpoint=view, statistics=statistics, plan=plan)
     if plan:  # without one, every rule has seen the result already
-        _refuse_unstable(context, settings, plan)
+        # What the user's map said is done.
+        done = replace(settings, rename_map=None)
+        _refuse_unstable(replace(context, settings=done), done, plan)
     figures = context.statistics.known if context.statistics is not None else {}
     return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
 
@@ -103,7 +105,7 @@ def carry_out(
     from ckptfix.engine.applying import Supplies, apply_plan
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
-    left = diagnose(result, target, replace(settings, unsafe_fixes=False), donor)
+    left = diagnose(result, target, replace(settings, unsafe_fixes=False, rename_map=None), donor)
     return Diagnosis(left.findings, (), plan, result, left.figures)
 
 

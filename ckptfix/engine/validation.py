@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.options import CHECK, REPAIR, settings_of
+from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
@@ -49,7 +50,9 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         replace=_texts("replace", settings.replace),
         adapter=_paths("adapter", settings.adapter),
         input=_texts("input", settings.input),
+        rename=_texts("rename", settings.rename),
     )
+    settings = replace(settings, rename_map=_rename_map(settings))
     if settings.replace and settings.fill is None:
         raise UsageError(
             Opt("replace"),
@@ -101,6 +104,26 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
         raise UsageError(Opt("recalibrate"), " runs data through the model; add ", factory)
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
         raise UsageError(Opt("recalibrate", settings.recalibrate), ": there is no such file; check the path")
+
+
+def _rename_map(settings: Settings) -> RenameMap | None:
+    """Return the rules of the file and the patterns that were given by themselves, None without any."""
+    given = settings.rename_map
+    if given is None and not settings.rename:
+        return None
+    from ckptfix.maps.resolving import parsed  # most repairs need no map
+
+    rules: list[MapRule] = []
+    for text in settings.rename:
+        old, equals, new = text.partition("=")
+        if not (old and equals and new):
+            raise UsageError(Opt("rename", text), ": write it as OLD=NEW, such as encoder.*=backbone.*")
+        rules.append(MapRule(old, new))
+    if given is not None and not isinstance(given, RenameMap):
+        given = read_map(given)
+    whole = RenameMap((*(given.rules if given is not None else ()), *rules), given.name if given is not None else "")
+    parsed(whole)  # raises for a rule without a meaning
+    return whole
 
 
 def _codes(name: str, given: object) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Form, Row, show_as
 from ckptfix.core.edits import Edit
 from ckptfix.core.plan import Plan
+from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Report
 from ckptfix.report.style import Line, Paper
 
@@ -67,4 +68,13 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 show_as(Report, Form(report_lines, report_rows))
 show_as(Checkpoint, Form(_checkpoint_lines))
+
+
+def _map_lines(rename_map: RenameMap) -> list[str]:
+    from ckptfix.report.edits import map_lines
+
+    return [repr(rename_map), *map_lines(rename_map)]
+
+
 show_as(Plan, Form(_plan_lines))
+show_as(RenameMap, Form(_map_lines))

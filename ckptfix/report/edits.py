@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptfix.core.edits import (
@@ -29,6 +31,7 @@ from ckptfix.core.edits import (
 )
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import extent
+from ckptfix.core.rename_map import LABELS, RenameMap
 from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 
@@ -45,14 +48,17 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     A long key list under a line is indented and cut after ``limit`` lines.
     """
     lines: list[str] = []
-    for change, renames in _grouped(_of(edits, Rename), lambda edit: rename_pattern(edit.key, edit.to)):
+    for renames in _alike(_of(edits, Rename), lambda edit: rename_pattern(edit.key, edit.to)):
+        change = _numbered([rename_pattern(edit.key, edit.to) for edit in renames])
         lines.append(f"rename {counted(len(renames), 'key')}: {change[0]} → {change[1]}")
         if limit is None:
             lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
     for change, modules in _grouped(_of(edits, RenameModule), lambda edit: rename_pattern(edit.module, edit.to)):
         lines.append(f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
-    for change, made in _grouped(_of(edits, Assemble), lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
-        lines.append(f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0])}")
+    users = Counter(part.source for edit in _of(edits, Assemble) for part in edit.parts)
+    for made in _alike(_of(edits, Assemble), lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
+        change = _numbered([rename_pattern(edit.parts[0].source, edit.key) for edit in made])
+        lines.append(f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0], users)}")
     lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
     for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
         lines += _fill_lines("fill", origin, fills, limit)
@@ -131,7 +137,34 @@ def _change(edit: MergeAdapter) -> str:
     return f"merge {', '.join(names)} into {{}}"
 
 
-def _how(edit: Assemble) -> str:
+def map_lines(rename_map: RenameMap) -> Iterator[str]:
+    """Yield the rules of a map with the label of those that are not certain, and the keys that no rule names."""
+    for rule in rename_map.rules:
+        others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
+        yield f"{rule}{f'  ({rule.label}{others})' if rule.label in LABELS[1:] else ''}"
+    yield from _listed("no source for {} of the target", rename_map.missing, 12)
+    yield from _listed("no place for {} of the source", rename_map.unused, 12)
+
+
+def _alike(edits: Iterable[E], pattern: Callable[[E], tuple[str, str]]) -> Iterator[list[E]]:
+    """Yield the edits with the same pattern, the numbers of layers left out."""
+    yield from (group for _, group in _grouped(edits, lambda edit: _numbered([pattern(edit), ("", "")])))
+
+
+def _numbered(patterns: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Return the first of several patterns; if they differ, with ``{n}`` for the numbers that both its sides have."""
+    old, new = patterns[0]
+    numbers = [[segment for segment in side.split(".") if segment.isdigit()] for side in (old, new)]
+    if numbers[0] != numbers[1] or len(set(patterns)) == 1:
+        return old, new
+    names = iter("nmklij")
+    for _ in numbers[0]:
+        name = f"{{{next(names, 'n')}}}"
+        old, new = (re.sub(r"(?<![^.])\d+(?![^.])", name, side, count=1) for side in (old, new))
+    return old, new
+
+
+def _how(edit: Assemble, users: Mapping[str, int]) -> str:
     """Return what is done to the parts of a tensor, beside giving it another name."""
     words = []
     sources = dict.fromkeys(part.source for part in edit.parts)
@@ -139,7 +172,7 @@ def _how(edit: Assemble) -> str:
         words.append(f"of {len(sources)} tensors")
     if any(extent(part.box) != extent(part.place) and not part.axes for part in edit.parts):
         words.append("reshaped")
-    if any(start for part in edit.parts for start, _ in part.box) or len(edit.parts) > len(sources):
+    if any(users[source] > 1 for source in sources):
         words.append("split")
     if any(part.axes for part in edit.parts):
         words.append("transposed")

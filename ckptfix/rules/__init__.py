@@ -21,6 +21,7 @@ class Needs(Enum):
     TARGET = "target"
     VALUES = "values"
     OPTIMIZER = "optimizer"
+    MAP = "map of names"
     FORWARD_TEST = "forward test"
 
     def are_met(self, context: Context) -> bool:
@@ -31,6 +32,8 @@ class Needs(Enum):
             return context.statistics is not None
         if self is Needs.OPTIMIZER:
             return has_optimizer(context.checkpoint.root)
+        if self is Needs.MAP:
+            return context.settings.rename_map is not None
         return self is Needs.NAMES
 
 
@@ -85,6 +88,7 @@ RULES: tuple[Listed, ...] = (
     Listed("FIL107", "wrong-name-hash"),
     Listed("KEY101", "wrapper-segment"),
     Listed("KEY102", "wrapper-prefix"),
+    Listed("KEY107", "renamed-by-map", Needs.MAP, wanted_by="rename_map"),
     Listed("KEY103", "missing-wrapper-prefix", Needs.TARGET),
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),

@@ -6,11 +6,14 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptfix.rules
+from ckptfix.core.rename_map import MapRule, RenameMap
+from ckptfix.core.settings import Settings
 from ckptfix.rules import RULES, Listed, Needs
 from tests.rules.proposals import context
 
@@ -58,8 +61,9 @@ def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
     """It is not even imported then, so it had better be right."""
     state = {"module.fc.weight": torch.full((4, 4), float("nan")), "module.fc.bias": torch.zeros(4)}
     model = torch.nn.Linear(4, 4)
-    met = context(state, model)
-    unmet = replace(met, target=None) if rule.needs is Needs.TARGET else replace(met, statistics=None)
+    met = context(state, model, rename_map=RenameMap((MapRule("module.fc.weight", "fc.weight"),)))
+    without: dict[Needs, dict[str, Any]] = {Needs.TARGET: {"target": None}, Needs.MAP: {"settings": Settings()}}
+    unmet = replace(met, **without.get(rule.needs, {"statistics": None}))
     assert not rule.needs.are_met(unmet)
     assert rule.needs.are_met(met) is (rule.needs is not Needs.FORWARD_TEST)
     assert list(rule.rule.propose(unmet)) == list(rule.propose(unmet)) == []

@@ -1,0 +1,118 @@
+"""A map from the names and the layout of one implementation to those of another, as rules that a person can edit.
+
+    blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3
+
+``ckptfix.maps`` says what the patterns and the steps mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.display import Displayed
+from ckptfix.core.finding import counted
+from ckptfix.errors import Opt, UsageError
+
+MAP_VERSION = 1
+"""The version of a map's JSON form."""
+
+LABELS = ("certain", "likely", "ambiguous")
+AMBIGUOUS = LABELS[2]
+
+
+@dataclass(frozen=True)
+class MapRule:
+    """One line of a map: the keys of the source, the keys of the target, and what is done on the way.
+
+    ``label`` says how far an inferred rule can be trusted, empty for one written by hand; one that is ``ambiguous`` is
+    not applied. ``alternatives`` are other patterns of the source that fit as well. An ``optional`` rule may match no
+    key."""
+
+    source: str
+    target: str
+    steps: tuple[str, ...] = ()
+    label: str = ""
+    alternatives: tuple[str, ...] = ()
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join((f"{self.source} → {self.target}", *self.steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rule as a JSON object; what is empty is left out."""
+        values = (self.source, self.target, [*self.steps], self.label, [*self.alternatives], self.optional)
+        return {name: value for name, value in zip(_FIELDS, values, strict=True) if value}
+
+
+_FIELDS = ("from", "to", "steps", "label", "alternatives", "optional")
+
+
+@dataclass(frozen=True)
+class RenameMap(Displayed):
+    """The rules of a map, in order. ``name`` is the file or the library that they come from.
+
+    ``missing`` are the keys of the target that an inferred map has no source for, ``unused`` the keys of the source
+    that it has no place for."""
+
+    rules: tuple[MapRule, ...]
+    name: str = ""
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<RenameMap: {counted(len(self.rules), 'rule')}>"
+
+    def json_text(self) -> str:
+        """Return the map as JSON, a rule per line."""
+        rows = ",\n".join(f"    {json.dumps(rule.to_json(), ensure_ascii=False)}" for rule in self.rules)
+        fields = {"ckptfix-map": MAP_VERSION, "missing": [*self.missing], "unused": [*self.unused]}
+        head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items() if value)
+        return f'{{\n{head},\n  "rules": [\n{rows}\n  ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, data: Any, name: str = "") -> RenameMap:
+        """Return the map of JSON data. Raises ``UsageError`` that names the rule if it is not one."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
+            raise UsageError(f"{name}: not a map of ckptfix; ckptfix map A B --output-format json writes one")
+        if data.get("ckptfix-map") != MAP_VERSION:
+            raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
+        return cls(tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1)), name)
+
+
+def read_map(path: str | os.PathLike[str]) -> RenameMap:
+    """Return the map in a file. Raises ``UsageError`` if there is none."""
+    name = os.fspath(path)
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(Opt("rename_map", name), f": cannot be read: {error.strerror}; check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(Opt("rename_map", name), f": invalid JSON ({error})") from error
+    return RenameMap.from_json(data, name)
+
+
+def _rule(where: str, data: Any) -> MapRule:
+    if not isinstance(data, Mapping) or not data.keys() <= set(_FIELDS):
+        raise UsageError(f"{where} is {data!r:.80}; a rule is an object with {', '.join(_FIELDS)}")
+    given = {"steps": [], "label": "", "alternatives": [], "optional": False, **data}
+    for name in ("from", "to"):
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise UsageError(f"{where} has no {name!r}: name the keys, such as blocks.{{n}}.weight")
+    for name in ("steps", "alternatives"):
+        if not isinstance(given[name], list) or not all(isinstance(text, str) for text in given[name]):
+            raise UsageError(f"{where}: {name!r} has to be a list of strings")
+    if given["label"] not in ("", *LABELS) or not isinstance(given["optional"], bool):
+        raise UsageError(f"{where}: 'label' is one of {', '.join(LABELS)}, 'optional' is true or false")
+    return MapRule(
+        given["from"],
+        given["to"],
+        tuple(given["steps"]),
+        given["label"],
+        tuple(given["alternatives"]),
+        given["optional"],
+    )

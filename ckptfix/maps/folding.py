@@ -1,0 +1,371 @@
+"""Fold an inferred map into rules: one for all layers of a stack, for weight and bias, and for what is split."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ckptfix.core.parts import Bounds, Part, Shape, full
+from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
+from ckptfix.errors import InternalError
+from ckptfix.maps.inference import Inference, Match
+from ckptfix.maps.layout import Cut, Rearrange, Steps, normal, shares
+from ckptfix.maps.names import segments
+from ckptfix.maps.resolving import Line, Shapes
+
+_DIGITS = re.compile(r"\d+")
+LETTERS = "nmklijpqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """Tensors of the source that become tensors of the target, with nothing else involved."""
+
+    source: str
+    target: str
+    """Keys as patterns: lists in braces for what is joined and split, and ``{e}`` for what is stacked."""
+    steps: tuple[str, ...]
+    keys: tuple[str, ...]
+    """The keys of the target."""
+
+    @property
+    def template(self) -> tuple[str, str, tuple[str, ...]]:
+        return _hashed(self.source), _hashed(self.target), self.steps
+
+    @property
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _numbers(self.source), _numbers(self.target)
+
+
+def fold(inference: Inference) -> RenameMap:
+    """Return the rules for what changes in an inferred map; each rule gives exactly the parts that were inferred."""
+    source, target = inference.source, inference.target
+    moved = {
+        key: match
+        for key, match in inference.matches.items()
+        if match.parts != (Part(key, full(target[key]), full(target[key])),)
+    }
+    order = {key: at for at, key in enumerate(source)}
+    components = sorted(_components(moved), key=lambda keys: order[moved[keys[0]].parts[0].source])
+    rules = list(_rules([_instance(component, moved, source, target) for component in components]))
+    exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
+    for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
+        exact[at] = list(_exact(*rules[at], inference, [rule for found in exact.values() for rule, _ in found]))
+    return RenameMap(tuple(_labelled(*each, moved) for at in sorted(exact) for each in exact[at]))
+
+
+def _components(moved: Mapping[str, Match]) -> Iterator[list[str]]:
+    """Yield the keys of the target that share sources, together."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for key, match in moved.items():
+        for part in match.parts:
+            users[part.source].append(key)
+    seen: set[str] = set()
+    for key in moved:
+        if key not in seen:
+            component, todo = {key: None}, [key]
+            while todo:
+                for part in moved[todo.pop()].parts:
+                    new = [other for other in users[part.source] if other not in component]
+                    component |= dict.fromkeys(new)
+                    todo += new
+            seen |= component.keys()
+            yield [key for key in moved if key in component] if len(component) > 1 else [key]
+
+
+def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, target: Shapes) -> _Instance:
+    """Return how a component comes about. Raises ``InternalError`` if no steps do what was inferred."""
+    parts = {key: moved[key].parts for key in keys}
+    sources = list(dict.fromkeys(part.source for pieces in parts.values() for part in pieces))
+    own = {key: source[key] for key in sources}
+    for steps, ours, theirs in _candidates(sources, keys, parts, source, target):
+        instance = _Instance(_named(ours, steps.stack), _named(theirs, steps.unstack), steps.texts(), tuple(keys))
+        with suppress(ValueError):
+            if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, target):
+                return instance
+    raise InternalError(f"no rule makes {', '.join(keys)} of {', '.join(sources)}; this is a bug of ckptfix")
+
+
+def _candidates(
+    sources: list[str], keys: list[str], parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes
+) -> Iterator[tuple[Steps, list[list[str]], list[list[str]]]]:
+    """Yield what could be the steps, with the keys of both sides by their number in a stack and their place."""
+    first = parts[keys[0]][0]
+    turned = first.axes == (1, 0) and not first.view
+    axes = Rearrange((("a",), ("b",)), (("b",), ("a",))) if turned else None
+    if len(sources) == len(keys) == 1:
+        yield Steps(rearrange=axes or _reshaped(source[sources[0]], target[keys[0]])), [sources], [keys]
+    elif len(sources) == 1:
+        pieces = sorted((parts[key][0].box, key) for key in keys)
+        boxes = [box[::-1] if turned else box for box, _ in pieces]
+        for unstack, split, rows in _cuts(boxes, [key for _, key in pieces], {len(target[key]) for key in keys}):
+            yield Steps(rearrange=axes, unstack=unstack, split=split), [sources], rows
+    elif len(keys) == 1:
+        placed = sorted(parts[keys[0]], key=lambda part: part.place)
+        boxes = [part.place[::-1] if turned else part.place for part in placed]
+        for stack, concat, rows in _cuts(
+            boxes, [part.source for part in placed], {len(source[key]) for key in sources}
+        ):
+            yield Steps(concat=concat, stack=stack, rearrange=axes), rows, [keys]
+    else:
+        ours = list(dict.fromkeys(part.source for key in keys for part in parts[key]))
+        sizes = [[shapes[key][0] for key in side] for shapes, side in ((source, ours), (target, keys))]
+        concat, split = (Cut(shares(rows)) for rows in sizes)
+        yield Steps(concat=concat, split=split), [ours], [keys]
+
+
+def _cuts(boxes: list[Bounds], keys: list[str], ndims: set[int]) -> Iterator[tuple[bool, Cut | None, list[list[str]]]]:
+    """Yield whether boxes are a stack and how they are cut, with their keys by number and place."""
+    differ = [axis for axis in range(len(boxes[0])) if len({box[axis] for box in boxes}) > 1]
+    is_stack = differ[:1] == [0] and ndims == {len(boxes[0]) - 1}
+    rows = [list(range(len(boxes)))]
+    if is_stack:
+        rows = [list(row) for _, row in groupby(range(len(boxes)), key=lambda at: boxes[at][0])]
+        differ = differ[1:]
+    if len(differ) <= 1:
+        cut = None
+        if differ:
+            axis = differ[0]
+            cut = Cut(shares([stop - start for start, stop in (boxes[at][axis] for at in rows[0])]), axis - is_stack)
+        yield is_stack, cut, [[keys[at] for at in row] for row in rows]
+
+
+def _reshaped(shape: Shape, wanted: Shape) -> Rearrange | None:
+    """Return the axes for a reshape that keeps the order of the elements; None if the shapes are equal."""
+    if shape == wanted:
+        return None
+    before: list[tuple[str, ...]] = []
+    after: list[tuple[str, ...]] = []
+    sizes: list[tuple[str, int]] = []
+    names = iter("abcdefghijklmnop")
+    at = to = 0
+    while at < len(shape) or to < len(wanted):
+        here, there = (side[place] if place < len(side) else 1 for side, place in ((shape, at), (wanted, to)))
+        if here == there and at < len(shape) and to < len(wanted):
+            name = "1" if here == 1 else next(names)
+            before.append((name,))
+            after.append((name,))
+            at, to = at + 1, to + 1
+        elif at < len(shape) and here == 1:
+            before.append(("1",))
+            at += 1
+        elif to < len(wanted) and there == 1:
+            after.append(("1",))
+            to += 1
+        else:
+            ours, theirs = _run(shape, at, there), _run(wanted, to, here)
+            many, group = (ours, shape[at : at + ours]) if here < there else (theirs, wanted[to : to + theirs])
+            axes = [(next(names), size) for size in group]
+            whole, single = (tuple(name for name, _ in axes),), [(name,) for name, _ in axes]
+            before += single if here < there else whole
+            after += whole if here < there else single
+            sizes += axes[1:] if here > there else []
+            at, to = (at + many, to + 1) if here < there else (at + 1, to + many)
+    return Rearrange(tuple(before), tuple(after), tuple(sizes))
+
+
+def _run(shape: Shape, start: int, size: int) -> int:
+    """Return how many axes from ``start`` on have ``size`` elements together."""
+    count, product = 0, 1
+    while product < size and start + count < len(shape):
+        product *= shape[start + count]
+        count += 1
+    return count
+
+
+# ---- names
+
+
+def _named(grid: list[list[str]], is_stack: bool) -> str:
+    """Return the keys of a grid as one pattern."""
+    rows = [_listed(row) for row in grid]
+    if not is_stack:
+        return rows[0]
+    numbers = [_numbers(row) for row in rows]
+    place = next((at for at, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1), -1)
+    found = list(_DIGITS.finditer(rows[0]))[place]
+    return f"{rows[0][: found.start()]}{{e}}{rows[0][found.end() :]}"
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """Return keys as one pattern: ``{q,k,v}_proj.weight``."""
+    if len(keys) == 1:
+        return keys[0]
+    start = _common(keys)
+    end = min(_common([key[::-1] for key in keys]), min(map(len, keys)) - start - 1)
+    while start and keys[0][start - 1] not in "._":
+        start -= 1
+    while end > 0 and keys[0][-end] not in "._":
+        end -= 1
+    middles = [key[start : len(key) - max(end, 0)] for key in keys]
+    return f"{keys[0][:start]}{{{','.join(middles)}}}{keys[0][len(keys[0]) - end :] if end > 0 else ''}"
+
+
+def _common(keys: Sequence[str]) -> int:
+    return next((at for at, chars in enumerate(zip(*keys, strict=False)) if len(set(chars)) > 1), min(map(len, keys)))
+
+
+def _outside(text: str) -> list[re.Match[str]]:
+    """Return the numbers of a pattern that are not in braces."""
+    return [
+        found
+        for found in _DIGITS.finditer(text)
+        if text.count("{", 0, found.start()) == text.count("}", 0, found.start())
+    ]
+
+
+def _hashed(text: str) -> str:
+    return _put(text, ["#"] * len(_outside(text)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(found[0]) for found in _outside(text))
+
+
+def _put(text: str, values: Sequence[str]) -> str:
+    """Return the pattern with other texts in the place of its numbers."""
+    pieces, end = [], 0
+    for found, value in zip(_outside(text), values, strict=True):
+        pieces += [text[end : found.start()], value]
+        end = found.end()
+    return "".join(pieces) + text[end:]
+
+
+# ---- numbers
+
+
+def _fitted(instances: list[_Instance]) -> Iterator[tuple[MapRule, list[_Instance]]]:
+    """Yield the rules for the instances of one template: one, if the numbers of one side follow from the other's."""
+    ours, theirs = _columns(instances)
+    texts = [[str(column[0]) for column in side] for side in (ours, theirs)]
+    names = iter(LETTERS)
+    named: dict[int, str] = {}
+    for at, column in enumerate(ours):
+        if len(set(column)) > 1:
+            same = (_relation(ours[other], column, name) for other, name in named.items())
+            known = next((text for name, text in filter(None, same) if len(name) == 3), "")
+            if not known:
+                named[at] = next(names)
+            texts[0][at] = known or f"{{{named[at]}}}"
+    scaled: set[int] = set()
+    for to, column in enumerate(theirs):
+        if len(set(column)) > 1:
+            for at, name in named.items():
+                if at not in scaled and (found := _relation(ours[at], column, name)):
+                    texts[1][to] = found[1]
+                    if found[0] != f"{{{name}}}":
+                        scaled.add(at)
+                        texts[0][at] = found[0]
+                    break
+            else:
+                for some in _divided(instances, ours, theirs):
+                    yield from _fitted(some)
+                return
+    one = instances[0]
+    yield MapRule(_put(one.source, texts[0]), _put(one.target, texts[1]), one.steps), instances
+
+
+def _columns(instances: Sequence[_Instance]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the numbers at each place of both patterns."""
+    ours, theirs = zip(*(each.numbers for each in instances), strict=True)
+    return list(zip(*ours, strict=True)), list(zip(*theirs, strict=True))
+
+
+def _relation(ours: Sequence[int], theirs: Sequence[int], name: str) -> tuple[str, str] | None:
+    for scale in (1, 2, 3, 4) if len(set(ours)) > 2 else (1,):
+        for one, other, turned in ((ours, theirs, False), (theirs, ours, True)):
+            offset = other[0] - scale * one[0]
+            if all(b == scale * a + offset for a, b in zip(one, other, strict=True)):
+                number = f"{{{scale if scale > 1 else ''}{name}{f'{offset:+d}' if offset else ''}}}"
+                return (number, f"{{{name}}}") if turned else (f"{{{name}}}", number)
+    return None
+
+
+def _divided(
+    instances: list[_Instance], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+) -> Iterator[list[_Instance]]:
+    """Yield the instances in groups, by the number with the fewest values."""
+    columns = [column for column in (*ours, *theirs) if len(set(column)) > 1]
+    column = min(columns, key=lambda column: len(set(column)))
+    for value in dict.fromkeys(column):
+        yield [each for each, own in zip(instances, column, strict=True) if own == value]
+
+
+# ---- rules
+
+
+def _rules(instances: Iterable[_Instance]) -> Iterator[tuple[MapRule, list[_Instance]]]:
+    groups: dict[tuple[str, str, tuple[str, ...]], list[_Instance]] = defaultdict(list)
+    for instance in instances:
+        groups[instance.template].append(instance)
+    yield from _with_endings(each for group in groups.values() for each in _fitted(group))
+
+
+def _with_endings(rules: Iterable[tuple[MapRule, list[_Instance]]]) -> Iterator[tuple[MapRule, list[_Instance]]]:
+    """Put rules together that differ in the last segment of both keys only: ``.weight`` and ``.bias``."""
+    groups: dict[tuple[object, ...], list[tuple[str, MapRule, list[_Instance]]]] = {}
+    for rule, instances in rules:
+        last, end = segments(rule.source)[-1], segments(rule.target)[-1]
+        front, other = rule.source.removesuffix(last), rule.target.removesuffix(end)
+        key = (front, other, rule.steps) if last == end and "{" not in last and front else (rule,)
+        groups.setdefault(key, []).append((last, rule, instances))
+    for group in groups.values():
+        lasts = sorted((last for last, _, _ in group), key=lambda last: last != "weight")
+        rule = group[0][1]
+        if len(group) > 1 and len(set(lasts)) == len(lasts):
+            source, target = (
+                f"{key.removesuffix(group[0][0])}{{{','.join(lasts)}}}" for key in (rule.source, rule.target)
+            )
+            yield replace(rule, source=source, target=target), [each for _, _, more in group for each in more]
+        else:
+            yield from ((rule, instances) for _, rule, instances in group)
+
+
+def _exact(
+    rule: MapRule, instances: list[_Instance], inference: Inference, others: Sequence[MapRule]
+) -> Iterator[tuple[MapRule, list[_Instance]]]:
+    """Yield the rule, or several that are narrower if it would move more than was inferred."""
+    line = Line.parse(rule)
+    narrower = [other for other in map(Line.parse, others) if other.width < line.width]
+    left = {
+        key: shape
+        for key, shape in inference.source.items()
+        if line.source.match(key) and not any(other.source.match(key) for other in narrower)
+    }
+    parts = {key: inference.matches[key].parts for each in instances for key in each.keys}
+    try:
+        is_exact = _gives(line, parts, left, inference.target)
+    except ValueError:
+        is_exact = False
+    if is_exact or len(instances) == 1:
+        yield rule, instances
+        return
+    ours, theirs = _columns(instances)
+    if all(len(set(column)) == 1 for column in (*ours, *theirs)):
+        yield from ((MapRule(each.source, each.target, each.steps), [each]) for each in instances)
+        return
+    for some in _divided(instances, ours, theirs):
+        for narrow, each in _rules(some):
+            yield from _exact(narrow, each, inference, others)
+
+
+def _gives(line: Line, parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes) -> bool:
+    made = dict(line.expand(source, target))
+    return made.keys() == parts.keys() and all(
+        move.shape == target[key] and _placed(move.parts) == _placed(parts[key]) for key, move in made.items()
+    )
+
+
+def _placed(parts: Iterable[Part]) -> list[Part]:
+    return sorted(map(normal, parts), key=lambda part: (part.place, part.source))
+
+
+def _labelled(rule: MapRule, instances: list[_Instance], moved: Mapping[str, Match]) -> MapRule:
+    matches = [moved[key] for each in instances for key in each.keys]
+    label = min(match.label for match in matches)
+    others = dict.fromkeys(_hashed(other).replace("#", "{n}") for match in matches for other in match.alternatives)
+    return replace(rule, label=LABELS[2 - label], alternatives=tuple(others))

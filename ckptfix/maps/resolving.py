@@ -1,0 +1,239 @@
+"""What a map says about the keys of one file: each key of the target with the parts of the file that it is made of."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ckptfix.core.parts import Part, Shape, full
+from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
+from ckptfix.errors import PlanError
+from ckptfix.maps.layout import Grid, Steps
+from ckptfix.maps.patterns import Binding, Pattern, Variable, parse
+
+Shapes = Mapping[str, Shape]
+Cell = tuple[int | str, int | str]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor of the target: its shape, its parts, and the rule that says so."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+    rule: MapRule
+
+
+@dataclass(frozen=True)
+class Line:
+    """A rule with its patterns and steps parsed.
+
+    ``joined`` and ``parted`` are the variables that only one side has: several tensors there are one on the other side.
+    """
+
+    rule: MapRule
+    source: Pattern
+    target: Pattern
+    steps: Steps
+    joined: Variable | None
+    stacked: Variable | None
+    parted: Variable | None
+    unstacked: Variable | None
+
+    @classmethod
+    def parse(cls, rule: MapRule) -> Line:
+        """Return the parsed rule. Raises ``ValueError`` if it has no meaning."""
+        source, target, steps = parse(rule.source), parse(rule.target), Steps.parse(rule.steps)
+        mine = [variable for variable in _distinct(source) if variable.name not in target.names]
+        theirs = [variable for variable in _distinct(target) if variable.name not in source.names]
+        if not steps.concat and not steps.split:  # {weight,bias} → {gamma,beta}
+            pairs = list(zip([v for v in mine if v.options], [v for v in theirs if v.options], strict=False))
+            if any(len(one.options) != len(other.options) for one, other in pairs):
+                raise ValueError("the two lists in braces have different lengths; concat or split is missing")
+            target = target.renamed({other.name: one.name for one, other in pairs})
+            mine = [variable for variable in mine if variable.name not in target.names]
+            theirs = [variable for variable in _distinct(target) if variable.name not in source.names]
+        joined, stacked = _only(mine, bool(steps.concat), steps.stack, "concat", "stack")
+        parted, unstacked = _only(theirs, bool(steps.split), steps.unstack, "split", "unstack")
+        return cls(rule, source, target, steps, joined, stacked, parted, unstacked)
+
+    @property
+    def width(self) -> int:
+        """The number of variables for numbers and texts: a rule with fewer of them is more specific."""
+        return sum("," not in name for name in self.source.names)
+
+    def inverse(self) -> MapRule:
+        """Return the rule that undoes this one."""
+        return replace(self.rule, source=self.rule.target, target=self.rule.source, steps=self.steps.inverse().texts())
+
+    def expand(self, source: Shapes, target: Shapes | None = None) -> Iterator[tuple[str, Move]]:
+        """Yield the tensors that the rule makes of the tensors of a file. Raises ``ValueError`` if it does not fit.
+
+        The shapes of the target give sizes that the rule leaves open."""
+        groups: dict[tuple[tuple[str, int | str], ...], dict[Cell, str]] = defaultdict(dict)
+        shared = sorted(self.source.names & self.target.names)
+        for key in source:
+            values = self.source.match(key)
+            if values is not None:
+                cell = (
+                    values[self.stacked.name] if self.stacked else 0,
+                    values[self.joined.name] if self.joined else 0,
+                )
+                cells = groups[tuple((name, values[name]) for name in shared)]
+                if cell in cells:
+                    raise ValueError(f"{cells[cell]} and {key} have the same place in the target")
+                cells[cell] = key
+        if not self.rule.optional:
+            self._refuse_unmatched([dict(group) for group in groups])
+        for group, cells in groups.items():
+            yield from self._assembled(dict(group), self._grid(cells, source), target)
+
+    def _refuse_unmatched(self, found: list[dict[str, int | str]]) -> None:
+        if not found:
+            raise ValueError("no key of the file matches")
+        for variable in _distinct(self.source):
+            for at, option in enumerate(variable.options if variable != self.joined else ()):
+                if not any(group.get(variable.name) == at for group in found):
+                    raise ValueError(f"no key of the file matches with {option}")
+
+    def _grid(self, cells: Mapping[Cell, str], source: Shapes) -> Grid:
+        """Return the keys by their number and their place; none of them may be missing."""
+        numbers = sorted({int(number) for number, _ in cells})
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise ValueError(f"the numbers {numbers} of {{{self.stacked.name if self.stacked else ''}}} have a gap")
+        options = self.joined.options if self.joined else ("",)
+        for number in numbers:
+            for at, option in enumerate(options):
+                if (number, at) not in cells:
+                    raise ValueError(f"{next(iter(cells.values()))} has no sibling {option}")
+        return [[(key := cells[number, at], source[key]) for at in range(len(options))] for number in numbers]
+
+    def _assembled(self, values: Binding, grid: Grid, target: Shapes | None) -> Iterator[tuple[str, Move]]:
+        pattern = self.target
+        numbers = [v.name for v in _distinct(pattern) if v.is_number and v.name not in values and v != self.unstacked]
+        extra = {each.name: 0 for each in (self.parted, self.unstacked) if each}
+        if numbers:
+            fits = [found for key in target or () if (found := pattern.match(key)) and values.items() <= found.items()]
+            choices = {tuple(found[name] for name in numbers) for found in fits}
+            if len(choices) != 1:
+                raise ValueError(f"nothing says what {{{numbers[0]}}} is; give a target")
+            values = {**values, **dict(zip(numbers, choices.pop(), strict=True))}
+        if self.steps == Steps():
+            ((key, shape),) = grid[0]
+            yield pattern.key(values), Move(shape, (Part(key, full(shape), full(shape)),), self.rule)
+            return
+        first = target.get(pattern.key({**values, **extra})) if target is not None else None
+        wanted: list[int | None] | None = None
+        if first is not None:
+            wanted = [None if self.steps.split and at == self.steps.split.axis else n for at, n in enumerate(first)]
+            wanted = [None, *wanted] if self.steps.unstack else wanted
+        names = len(self.parted.options) if self.parted else 1
+        for number, row in enumerate(self.steps.apply(grid, names, wanted)):
+            for at, (shape, parts) in enumerate(row):
+                own = {each.name: n for each, n in ((self.unstacked, number), (self.parted, at)) if each}
+                yield pattern.key({**values, **own}), Move(shape, parts, self.rule)
+
+
+def _distinct(pattern: Pattern) -> tuple[Variable, ...]:
+    return tuple({variable.name: variable for variable in pattern.variables}.values())
+
+
+def _only(
+    variables: list[Variable], cuts: bool, stacks: bool, cut: str, stack: str
+) -> tuple[Variable | None, Variable | None]:
+    """Return the variable that a side joins or splits, and the one that it stacks or unstacks."""
+    lists = [variable for variable in variables if variable.options]
+    numbers = [variable for variable in variables if variable.is_number]
+    if stars := [variable for variable in variables if variable not in lists + numbers]:
+        raise ValueError(f"one side has {len(stars)} * more than the other")
+    if len(lists) != cuts:
+        raise ValueError(
+            f"{cut} needs a list in braces that only one side has"
+            if cuts
+            else f"{{{lists[0].name}}} is only on one side; {cut} is missing"
+        )
+    if stacks and len(numbers) != 1:
+        raise ValueError(f"{stack} needs one number in braces that only one side has")
+    return (lists[0] if cuts else None), (numbers[0] if stacks else None)
+
+
+def resolve(
+    rename_map: RenameMap, source: Shapes, target: Shapes | None = None, others: Collection[str] = ()
+) -> dict[str, Move]:
+    """Return what the map makes of the tensors of a file; ``others`` are the keys of the file that are no tensors.
+
+    A map that only fits backwards is applied backwards. Raises ``PlanError`` that names the rule for a key that the
+    file or the target does not have, two sources for one element, and an uneven split."""
+    lines = parsed(rename_map)
+    if not any(line.source.match(key) for line in lines for key in source):
+        back = inverse(rename_map)
+        if any(line.source.match(key) for line in parsed(back) for key in source):
+            rename_map, lines = back, parsed(back)
+    moves: dict[str, Move] = {}
+    users: dict[str, MapRule] = {}
+    shares = _shares(lines, source)
+    for number, line in enumerate(lines):
+        if line.rule.label == AMBIGUOUS:
+            continue
+        with _naming(rename_map, number):
+            found = dict(line.expand(shares[number], target))
+            for key, move in found.items():
+                if target is not None and key not in target:
+                    if line.rule.optional:
+                        break
+                    raise ValueError(f"the target has no key {key}{_hint(key, target)}")
+                if key in moves:
+                    raise ValueError(f"{key} has a source already, by {moves[key].rule}")
+                for part in move.parts:
+                    if users.setdefault(part.source, line.rule) is not line.rule:
+                        raise ValueError(f"{part.source} is used already, by {users[part.source]}")
+                moves[key] = move
+    for key, move in moves.items():
+        if key not in users and (key in source or key in others):
+            with _naming(rename_map, [line.rule for line in lines].index(move.rule)):
+                raise ValueError(f"the file has another {key}, which would be overwritten")
+    return moves
+
+
+def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
+    """Return the tensors of the file for each rule: without those that a rule with fewer variables names."""
+    widths = [line.width for line in lines]
+    left, found = dict(source), {}
+    for width in sorted(set(widths)):
+        found[width] = dict(left)
+        for line, own in zip(lines, widths, strict=True):
+            if own == width:
+                left = {key: shape for key, shape in left.items() if line.source.match(key) is None}
+    return [found[width] for width in widths]
+
+
+def parsed(rename_map: RenameMap) -> list[Line]:
+    """Return the rules parsed. Raises ``PlanError`` that names the rule that has no meaning."""
+    lines = []
+    for number, rule in enumerate(rename_map.rules):
+        with _naming(rename_map, number):
+            lines.append(Line.parse(rule))
+    return lines
+
+
+def inverse(rename_map: RenameMap) -> RenameMap:
+    """Return the map that undoes this one."""
+    return replace(rename_map, rules=tuple(line.inverse() for line in parsed(rename_map)))
+
+
+@contextmanager
+def _naming(rename_map: RenameMap, number: int) -> Iterator[None]:
+    """Add the rule to an error."""
+    try:
+        yield
+    except ValueError as error:
+        where = f"{rename_map.name or 'the map'}: rule {number + 1} ({rename_map.rules[number]})"
+        raise PlanError(f"{where}: {error}; correct the rule") from error
+
+
+def _hint(key: str, keys: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, keys, 1)
+    return f", but {close[0]}" if close else ""

@@ -1,0 +1,69 @@
+"""The map between two files or models: ``ckptfix map A B`` and ``ckptfix.infer_map``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.parts import Shape
+from ckptfix.core.rename_map import RenameMap
+from ckptfix.core.settings import Settings
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Slot
+from ckptfix.engine.diagnosis import diagnose
+from ckptfix.errors import UsageError
+from ckptfix.maps.folding import fold
+from ckptfix.maps.inference import COUNTER, infer
+from ckptfix.modules.factory import target_of
+from ckptfix.reading.opening import Source, open_source
+from ckptfix.rules import FOR_NAMES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def infer_map(
+    source: Source | nn.Module,
+    target: Source | nn.Module,
+    *,
+    weights: str | None = None,
+    other_weights: str | None = None,
+) -> RenameMap:
+    """Return the map from the names and the layout of one file or model to those of another; no tensor is read.
+
+    Each side is a file, a state_dict, a model, or a factory (``pkg.mod:name``, whose code runs); ``weights`` and
+    ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
+    first. Raises ``UsageError`` if not even a name can be matched."""
+    ours, theirs = _shapes(source, weights), _shapes(target, other_weights)
+    inference = infer(ours, theirs)
+    if not inference.matches:
+        raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
+    missing, unused = tuple(inference.missing), tuple(inference.unused)
+    return replace(fold(inference), name=f"{_name(source)} → {_name(target)}", missing=missing, unused=unused)
+
+
+def _shapes(side: Source | nn.Module, weights: str | None) -> Mapping[str, Shape]:
+    """Return the shapes of what can be moved: floats, and counters of batches."""
+    specs: Mapping[str, Slot | TensorSpec]
+    if isinstance(side, (os.PathLike, Mapping)) or (isinstance(side, str) and not _is_factory(side)):
+        settings = Settings(select=FOR_NAMES, weights=weights, values=False)
+        specs = diagnose(open_source(side, settings), None, settings).result.specs
+    else:
+        specs = target_of(side, None).slots
+    return {
+        key: spec.shape
+        for key, spec in specs.items()
+        if spec.shape is not None and (DTYPES[spec.dtype].is_float or key.rpartition(".")[2] == COUNTER)
+    }
+
+
+def _is_factory(side: str) -> bool:
+    return ":" in side and "/" not in side and not Path(side).exists()
+
+
+def _name(side: object) -> str:
+    return os.fspath(side) if isinstance(side, (str, os.PathLike)) else type(side).__name__

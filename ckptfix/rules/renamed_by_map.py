@@ -1,0 +1,81 @@
+"""KEY107 renamed-by-map: the user's map gives the layers other names or another layout.
+
+## What it finds
+The keys that the rules of `--rename-map FILE` and the patterns of `--rename OLD=NEW` name. `ckptfix map A B` infers
+such a map and prints it; it can be edited by hand, and applies to other sizes of the same family. A map that only fits
+backwards is applied backwards.
+
+A rule is `from → to` with patterns of keys: `{n}` is a number (`{n+1}`, `{2n+1}` are computed from it), `{a,b}` one of
+several texts, and `*` any text. What only one side has is joined or taken apart by the steps: `concat`, `stack`, axes
+in another order as einops writes them (`(h d t) ... -> (h t d) ... with d=64 t=2`, or `transpose`), `unstack`,
+`split 3` (or the shares: `split 4:1:1`). Of two rules that name a key, the one with fewer variables applies.
+
+## Why it matters
+Nothing else brings the layers of another implementation under the names of a model if neither names nor shapes say
+which is which.
+
+## Fix safety
+The fix is what the user asks for: it is applied without another flag. Every value stays bit for bit. A rule is refused
+if it names a key that the file or the target does not have, gives two sources to one element, or splits unevenly; one
+with `"optional": true` may name keys that are not there. A rule with the label `ambiguous` is not applied: choose its
+source in the file, and remove the label.
+
+## Example
+    ckptfix map vit_timm.pth vit_transformers.safetensors --output-format json > vit.json
+    ckptfix repair vit_large_timm.pth --rename-map vit.json
+    # blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3
+
+## Sources
+The notation of axes is that of einops (https://einops.rocks)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.coverage import obstacles
+from ckptfix.core.edits import Assemble, Edit, Rename
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.parts import Part, full
+from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
+from ckptfix.core.spec import TensorSpec
+from ckptfix.maps.resolving import resolve
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule("KEY107", "renamed-by-map")
+def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose what the user's map says."""
+    checkpoint, target, given = context.checkpoint, context.target, context.settings.rename_map
+    if not isinstance(given, RenameMap) or (target is not None and not any(obstacles(checkpoint, target))):
+        return
+    entries = checkpoint.entries
+    # A rule may rename what is no tensor; any other step than a name needs a shape.
+    shapes = {key: entry.shape if isinstance(entry, TensorSpec) else () for key, entry in entries.items()}
+    wanted = None
+    if target is not None:
+        wanted = {key: slot.shape or () for key, slot in target.slots.items()} | dict.fromkeys(target.entries, ())
+    edits: list[Edit] = []
+    moves = resolve(given, shapes, wanted)
+    for key, move in moves.items():
+        (part, *others) = move.parts
+        whole = full(shapes[part.source])
+        if not others and shapes[part.source] == move.shape and part == Part(part.source, whole, whole):
+            edits += [Rename(part.source, key)] * (part.source != key)
+        else:
+            entry = entries[part.source]
+            edits.append(Assemble(key, entry.dtype if isinstance(entry, TensorSpec) else "", move.shape, move.parts))
+    if edits:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(edits), 'key')} that the map gives another name or layout",
+            keys=tuple(moves),
+            evidence={"map": given.name or "given", "rules": len(given.rules)},
+            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+        )
+    if unclear := [each for each in given.rules if each.label == AMBIGUOUS]:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(unclear), 'rule')} of the map with several sources that fit",
+            evidence={"rules": [str(each) for each in unclear]},
+            remedies=advise(f"choose their sources in {given.name or 'the map'}, and remove the label 'ambiguous'"),
+        )
