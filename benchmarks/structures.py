@@ -1,85 +1,465 @@
-"""Writes the table of known structures: ``python -m benchmarks.structures`` with torchvision and timm installed.
+"""Writes the table of known structures, ``ckptfix/known/structures.bin``.
 
-Each model is built twice on the meta device, with two numbers of classes: the tensors that differ are its head. The
-rest is told by a digest of its names and shapes, so that `ckptfix migrate --init` knows an architecture without either
-library."""
+``python -m benchmarks.structures timm torchvision …`` builds every model of these libraries on the meta device, writes
+what it found to ``build/structures``, and packs all that lies there; without an argument it only packs. Libraries that
+do not go together in one environment are gathered one after the other.
+
+A model is built with its defaults, then with a number of classes, of input channels and of words that no layer has (a
+prime): sizes that are a multiple of one are not numbers in the table but ``c``, ``4c``, ``i`` or ``v``. It is built
+once more for larger images, which shows the tables of positions."""
 
 from __future__ import annotations
 
+import gzip
+import importlib
+import inspect
+import json
+import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckptfix.zoo.drafting.recognition import PATH, head_widths, structure_digest
+from ckptfix.core.target import BUFFER, Target, target_from_module
+from ckptfix.known.table import PATH, SKETCH, expanded, fixed, hash_of
 
-Shapes = dict[str, tuple[int, ...]]
-Build = Callable[[int], torch.nn.Module]
+RAW = Path("build/structures")
+CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
+MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
+SECONDS, KEYS = 60, 20_000
+"""What takes longer to build, or has more tensors, is left out."""
+
+Build = Callable[..., torch.nn.Module]
+"""Takes ``classes``, ``channels``, ``words`` and ``image``, if it can."""
+
+Models = Iterator[tuple[str, Build, int]]
+"""Names, and the usual size of images; 0 if there is none."""
 
 
-def torchvision_models() -> Iterator[tuple[str, Build]]:
-    """The classifiers of torchvision that are no quantised ones."""
-    from torchvision import models
-
-    for name in models.list_models(module=models):
-        yield (
-            f"torchvision:{name}",
-            lambda classes, name=name: models.get_model(name, weights=None, num_classes=classes),
-        )
+# ---- libraries
 
 
-def timm_models() -> Iterator[tuple[str, Build]]:
-    """Every architecture of timm."""
+def timm_models() -> Models:
     import timm
 
+    def build(name: str, image: int = 0, **given: int) -> torch.nn.Module:
+        arguments: dict[str, Any] = _renamed(given, classes="num_classes", channels="in_chans")
+        if image:
+            arguments["img_size"] = image
+        return timm.create_model(name, **arguments)
+
     for name in timm.list_models():
-        yield f"timm:{name}", lambda classes, name=name: timm.create_model(name, num_classes=classes)
+        settings = timm.get_pretrained_cfg(name)
+        yield name, partial(build, name), settings.input_size[-1] if settings is not None else 0
 
 
-def shapes_of(build: Build, classes: int) -> Shapes:
-    """Names and shapes of a model's state_dict."""
+def torchvision_models() -> Models:
+    from torchvision import models
+
+    def build(name: str, image: int = 0, **given: int) -> torch.nn.Module:
+        arguments: dict[str, Any] = {"weights": None}
+        if image:
+            arguments["image_size"] = image
+        if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+            arguments["weights_backbone"] = None
+        return models.get_model(name, **arguments, **_renamed(given, classes="num_classes"))
+
+    # torchvision builds a quantised model as a float one before it is converted, under the names of that one.
+    # Only ViT takes a size of images.
+    return ((name, partial(build, name), 224) for name in models.list_models() if not name.startswith("quantized_"))
+
+
+def transformers_models() -> Models:
+    import transformers
+
+    def build(cls: Any, image: int = 0, **given: int) -> torch.nn.Module:
+        config = cls.config_class()
+        if image:
+            config.image_size = image
+        for name, value in _renamed(given, classes="num_labels", channels="num_channels", words="vocab_size").items():
+            if name not in ("num_labels",) and not isinstance(getattr(config, name, None), int):
+                raise TypeError(f"no {name}")
+            setattr(config, name, value)
+        return cls(config)
+
+    for name in sorted(dir(transformers)):
+        with suppress(Exception):  # what needs a package that is not installed
+            cls = getattr(transformers, name)
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, transformers.PreTrainedModel)
+                and cls.config_class is not None
+                and not name.endswith(("PreTrainedModel", "PretrainedModel"))
+            ):
+                size = getattr(cls.config_class(), "image_size", 0)
+                yield name, partial(build, cls), size if isinstance(size, int) else 0
+
+
+def diffusers_models() -> Models:
+    import diffusers
+
+    def build(cls: Any, **given: int) -> torch.nn.Module:
+        return cls(**_renamed(given, channels="in_channels"))
+
+    for name in sorted(dir(diffusers)):
+        with suppress(Exception):  # what needs a package that is not installed
+            cls = getattr(diffusers, name)
+            if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and cls is not diffusers.ModelMixin:
+                yield name, partial(build, cls), 0
+
+
+def open_clip_models() -> Models:
+    import open_clip
+
+    def build(name: str, image: int = 0) -> torch.nn.Module:
+        # Its own device would be the CPU.
+        return open_clip.create_model(
+            name,
+            device="meta",
+            force_image_size=image or None,
+            load_weights=False,
+            pretrained_image=False,
+            pretrained_text=False,
+        )
+
+    for name in open_clip.list_models():
+        size = open_clip.get_model_config(name)["vision_cfg"].get("image_size", 0)
+        yield name, partial(build, name), size if isinstance(size, int) else 0
+
+
+def smp_models() -> Models:
+    import segmentation_models_pytorch as smp
+
+    def build(decoder: str, encoder: str, **given: int) -> torch.nn.Module:
+        names = _renamed(given, classes="classes", channels="in_channels")
+        return smp.create_model(decoder, encoder, encoder_weights=None, **names)
+
+    decoders = "unet unetplusplus manet linknet fpn pspnet deeplabv3 deeplabv3plus pan upernet segformer dpt".split()
+    encoders = (
+        *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+        *(f"efficientnet-b{number}" for number in range(8)),
+        *(f"timm-efficientnet-b{number}" for number in range(5)),
+        *(f"mit_b{number}" for number in range(6)),
+        *"resnext50_32x4d se_resnet50 se_resnext50_32x4d densenet121 vgg16_bn mobilenet_v2 tu-convnext_tiny".split(),
+        *"tu-vit_base_patch16_224 tu-vit_base_patch16_224.augreg_in21k tu-mobilenetv3_large_100".split(),
+    )
+    return (
+        (f"{decoder}-{encoder}", partial(build, decoder, encoder), 0) for decoder in decoders for encoder in encoders
+    )
+
+
+def torchaudio_models() -> Models:
+    from torchaudio import models
+
+    makers = [name for name in dir(models) if name.startswith(("wav2vec2_", "hubert_", "wavlm_", "conv_tasnet_"))]
+    for name in (*makers, "hdemucs_low", "hdemucs_medium", "hdemucs_high"):
+        if callable(maker := getattr(models, name, None)):
+            yield name, maker, 0
+
+
+LIBRARIES: dict[str, tuple[str, Callable[[], Models]]] = {
+    "timm": ("timm", timm_models),
+    "torchvision": ("torchvision", torchvision_models),
+    "transformers": ("transformers", transformers_models),
+    "diffusers": ("diffusers", diffusers_models),
+    "open_clip": ("open_clip", open_clip_models),
+    "smp": ("segmentation_models_pytorch", smp_models),
+    "torchaudio": ("torchaudio", torchaudio_models),
+}
+
+
+def _renamed(given: Mapping[str, int], **names: str) -> dict[str, int]:
+    if unknown := given.keys() - names.keys():
+        raise TypeError(f"takes no {', '.join(unknown)}")
+    return {names[name]: value for name, value in given.items()}
+
+
+# ---- one model
+
+Dim = int | str
+Entry = tuple[str, tuple[Dim, ...], str, bool]
+"""Key, shape, dtype, and whether it is a buffer."""
+
+
+def gather(name: str, build: Build, image: int) -> dict[str, Any]:
+    """Return a model as plain data."""
+    base = _target(build)
+    plain = _entries(base)
+    marked, sizes = plain, dict[str, int]()
+    choices: list[tuple[str, ...]] = [
+        ("classes", "channels", "words"),
+        ("classes", "channels"),
+        ("classes", "words"),
+        ("channels", "words"),
+        ("classes",),
+        ("channels",),
+        ("words",),
+    ]
+    for chosen in choices:
+        with suppress(Exception):  # it takes no such argument, or cannot be built so
+            other = _entries(_target(partial(build, **{each: MARKS[each][1] for each in chosen})))
+            found = [(key, _marked(shape, chosen), dtype, buffer) for key, shape, dtype, buffer in other]
+            if (solved := _sizes(found, plain)) is not None:
+                marked, sizes = found, solved
+                break
+    if "i" not in "".join(str(size) for _, shape, _, _ in marked for size in shape):
+        marked, sizes = _with_stem(marked, sizes)
+    with suppress(Exception):  # it takes no size of images
+        larger = {key: shape for key, shape, _, _ in _entries(_target(partial(build, image=2 * image or None)))}
+        usual = {key: shape for key, shape, _, _ in plain}
+        if larger.keys() == usual.keys() and larger != usual and image:
+            marked = [
+                (key, _with_image(shape, usual.get(key, ()), larger.get(key, ())), dtype, buffer)
+                for key, shape, dtype, buffer in marked
+            ]
+            sizes["s"] = image
+    return {
+        "name": name,
+        "sizes": sizes,
+        "entries": marked,
+        "ties": base.ties,
+        "transient": sorted(base.transient),
+        "others": sorted(base.entries),
+    }
+
+
+def _target(build: Callable[[], torch.nn.Module]) -> Target:
+    signal.alarm(SECONDS)
     try:
         with torch.device("meta"):
-            model = build(classes)
+            target = target_from_module(build())
     except (NotImplementedError, RuntimeError):  # it computes with its weights when it is built
-        model = build(classes)
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        target = target_from_module(build())
+    finally:
+        signal.alarm(0)
+    if len(target.slots) > KEYS:
+        raise ValueError(f"{len(target.slots)} tensors")
+    return target
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    """Digest, head with its widths, and name of each model."""
-    for name, build in (*torchvision_models(), *timm_models()):
-        try:
-            one, other = shapes_of(build, 1000), shapes_of(build, 7)
-        except Exception as error:  # noqa: BLE001 - whatever a model wants that is not there: it is left out, and told
-            print(f"{name}: {error!r:.100}", file=sys.stderr)
-            continue
-        head = sorted({key for key in one if one[key] != other.get(key)})
-        if not head or set(one) != set(other):
-            print(f"{name}: has no plain head", file=sys.stderr)
-            continue
-        modules = list(dict.fromkeys(key.rpartition(".")[0] for key in head))
-        yield structure_digest(one, modules), f"{','.join(modules)} {head_widths(one, modules)}", name
+def _entries(target: Target) -> list[Entry]:
+    return [(key, slot.shape or (), slot.dtype, slot.kind == BUFFER) for key, slot in target.slots.items()]
+
+
+def _marked(shape: Sequence[Dim], chosen: Iterable[str]) -> tuple[Dim, ...]:
+    return tuple(_mark(int(size), [MARKS[each] for each in chosen]) for size in shape)
+
+
+def _mark(size: int, marks: Iterable[tuple[str, int]]) -> Dim:
+    for letter, prime in marks:
+        if size and size % prime == 0:
+            return f"{size // prime if size != prime else ''}{letter}"
+        if size == prime + 1:
+            return f"{letter}+1"
+    return size
+
+
+def _with_image(shape: tuple[Dim, ...], usual: tuple[Dim, ...], larger: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Write the sizes that depend on the image as what they usually are and what they are for one twice as large."""
+    if not len(shape) == len(usual) == len(larger):
+        return shape
+    return tuple(size if one == two else f"{one}s{two}" for size, one, two in zip(shape, usual, larger, strict=True))
+
+
+def _sizes(found: list[Entry], plain: list[Entry]) -> dict[str, int] | None:
+    """The sizes with which the marked structure is the plain one; None if there are none."""
+    sizes: dict[str, int] = {}
+    usual = {key: shape for key, shape, _, _ in plain}
+    for key, shape, _, _ in found:
+        for size, real in zip(shape, usual.get(key, ()), strict=False):
+            if isinstance(size, str):
+                factor, letter, more = size.partition(size.strip("0123456789+")[0])
+                sizes[letter] = (int(real) - int(more or 0)) // int(factor or 1)
+    for key, shape, _, _ in found:
+        if key not in usual and any("c" in str(size) for size in shape):
+            sizes["c"] = 0
+    return sizes if _made(found, sizes) == plain else None
+
+
+def _made(found: list[Entry], sizes: Mapping[str, int]) -> list[Entry]:
+    made = []
+    for key, shape, dtype, buffer in found:
+        if sizes.get("c") != 0 or not any("c" in str(size) for size in shape):
+            made.append((key, tuple(_number(size, sizes) for size in shape), dtype, buffer))
+    return made
+
+
+def _number(size: Dim, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    letter = size.strip("0123456789+")[0]
+    factor, _, more = size.partition(letter)
+    return sizes.get(letter, 0) * int(factor or 1) + int(more or 0)
+
+
+def _with_stem(entries: list[Entry], sizes: dict[str, int]) -> tuple[list[Entry], dict[str, int]]:
+    """Mark the input channels of the first convolution, for a library that does not let them be chosen."""
+    for at, (key, shape, dtype, buffer) in enumerate(entries):
+        if len(shape) >= 4 and not buffer:
+            if shape[1] == 3:
+                entries[at] = (key, (shape[0], "i", *shape[2:]), dtype, buffer)
+                sizes = {**sizes, "i": 3}
+            break
+    return entries, sizes
+
+
+class _TooLong(Exception):
+    pass
+
+
+def _stop(*_: object) -> None:
+    raise _TooLong(f"more than {SECONDS} s")
+
+
+def gather_library(library: str) -> None:
+    """Write what the models of a library are to a file in ``build/structures``."""
+    package, models = LIBRARIES[library]
+    version = importlib.import_module(package).__version__
+    RAW.mkdir(parents=True, exist_ok=True)
+    file = RAW / f"{library}.jsonl.gz"
+    count = 0
+    with gzip.open(file.with_suffix(".part"), "wt", compresslevel=3) as out:
+        out.write(json.dumps({"library": library, "version": version}) + "\n")
+        for name, build, image in models():
+            try:
+                found = gather(f"{library}/{name}", build, image)
+            except Exception as error:  # noqa: BLE001 - whatever a model wants that is not there: it is left out, and told
+                print(f"{library}/{name}: {type(error).__name__} {str(error)[:100]!r}", file=sys.stderr, flush=True)
+                continue
+            count += 1
+            out.write(json.dumps(found, separators=(",", ":")) + "\n")
+    file.with_suffix(".part").replace(file)
+    print(f"{library} {version}: {count} models")
+
+
+# ---- the table
+
+BLOCK = 24
+"""Structures of one block: the more, the smaller the table, and the longer a look-up."""
+
+_SIGNS = set(" :=@~!;\n")
+
+
+class Nodes:
+    """The lines of one block: equal modules are one line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._known: dict[str, int] = {}
+
+    def add(self, line: str) -> int:
+        """Return the number of a line, which is new or known."""
+        if line not in self._known:
+            self._known[line] = len(self.lines)
+            self.lines.append(line)
+        return self._known[line]
+
+    def tree(self, items: Sequence[tuple[str, str]]) -> int:
+        """Return the line of a module. ``items`` are its keys, each with its sign and what follows it."""
+        words: list[str] = []
+        children: dict[str, list[tuple[str, str]]] = {}
+        for key, token in items:
+            name, dot, rest = key.partition(".")
+            if dot:
+                children.setdefault(name, []).append((rest, token))
+            else:
+                words.append(f"{token}{name}" if token in "~!" else f"{name}{token}")
+        runs: list[tuple[str, str, int]] = []
+        for name, inner in children.items():
+            line = self.tree(inner)
+            first, last, same = runs[-1] if runs else ("", "", -1)
+            if same == line and last.isdigit() and name == str(int(last) + 1):
+                runs[-1] = (first, name, line)
+            else:
+                runs.append((name, name, line))
+        words += [f"{first}@{line}" if first == last else f"{first}-{last}@{line}" for first, last, line in runs]
+        return self.add(" ".join(words))
+
+
+def _token(shape: Sequence[Dim], dtype: str, buffer: bool) -> str:
+    text = ".".join(map(str, shape))
+    return f"{'=' if buffer else ':'}{text}{'' if dtype == 'float32' else f'/{dtype}'}"
+
+
+def _content(model: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two models have to have in common to be of one structure."""
+    tokens = tuple((key, _token(shape, dtype, buffer)) for key, shape, dtype, buffer in model["entries"])
+    return tokens, tuple(model["transient"]), tuple(model["others"]), tuple(map(tuple, model["ties"]))
+
+
+def _natural(name: str) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def pack() -> None:
+    """Write the table of all that was gathered."""
+    versions, structures = {}, dict[tuple[Any, ...], list[tuple[str, dict[str, int]]]]()
+    for file in sorted(RAW.glob("*.jsonl.gz")):
+        with gzip.open(file, "rt") as lines:
+            head = json.loads(next(lines))
+            versions[head["library"]] = head["version"]
+            for model in map(json.loads, lines):
+                content = _content(model)
+                if content[0] and not any(_SIGNS & set(key) for key, _ in content[0]):
+                    structures.setdefault(content, []).append((model["name"], model["sizes"]))
+                else:
+                    print(f"{model['name']}: left out", file=sys.stderr)
+    ordered = sorted(structures.items(), key=lambda item: _natural(item[1][0][0]))
+    index, blocks, sketches = list[str](), list[bytes](), list[tuple[int, int]]()
+    for start in range(0, len(ordered), BLOCK):
+        nodes = Nodes()
+        roots = []
+        for number, (content, models) in enumerate(ordered[start : start + BLOCK], start):
+            tokens, transient, others, ties = content
+            hashes = sorted({hash_of(key, shape) for key, shape in fixed(dict(tokens)).items()})
+            sketches += [(value, number) for value in hashes[:SKETCH]]
+            items = [*tokens, *((key, "~") for key in transient), *((key, "!") for key in others)]
+            root = nodes.tree(items)
+            if [(key, token) for key, token in expanded(nodes.lines, root) if token not in "~!"] != list(tokens):
+                # Its keys are not in the order of its modules: each is written as it is.
+                root = nodes.add(
+                    " ".join(f"{key}{token}" if token not in "~!" else f"{token}{key}" for key, token in items)
+                )
+            roots.append((" ".join((str(root), *("=".join(group) for group in ties))), content, models))
+        places = [nodes.add(line) for line, _, _ in roots]
+        for place, (_, content, models) in zip(places, roots, strict=True):
+            words, shown = [], dict[str, int]()
+            for name, sizes in models:
+                own = "".join(f";{letter}{size}" for letter, size in sorted(sizes.items()))
+                words.append(name if sizes == shown else f"{name}{own}")
+                shown = shown or sizes
+            index.append(f"{len(blocks)} {place} {len(content[0])} {' '.join(words)}")
+        blocks.append(zlib.compress("\n".join(nodes.lines).encode(), 9))
+    ends = list(accumulate(map(len, blocks)))
+    head = f"{' '.join(f'{name}={version}' for name, version in versions.items())}\n{' '.join(map(str, ends))}\n"
+    text = zlib.compress((head + "\n".join(index)).encode(), 9)
+    sketches.sort()
+    hashes, owners = array("I", [value for value, _ in sketches]), array("H", [owner for _, owner in sketches])
+    if sys.byteorder != "little":
+        hashes.byteswap()
+        owners.byteswap()
+    first = f"ckptfix-structures {len(text)} {len(sketches)}\n".encode()
+    PATH.write_bytes(b"".join((first, text, hashes.tobytes(), owners.tobytes(), *blocks)))
+    sizes = f"index {len(text)}, sketches {6 * len(sketches)}, blocks {ends[-1]}"
+    print(f"{len(index)} structures of {sum(map(len, structures.values()))} models; bytes: {sizes}")
 
 
 def main() -> None:
-    """Write the table."""
+    """Gather the libraries that are named, and pack the table."""
     warnings.simplefilter("ignore")
-    # torchvision without its own operators, as where it is built for another torch: the models stand without them.
-    library: Any = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    found: dict[tuple[str, str], list[str]] = {}
-    for digest, head, name in rows():
-        found.setdefault((digest, head), []).append(name)
-    lines = [
-        f"{digest} {head} {' '.join(names)}\n"
-        for (digest, head), names in sorted(found.items(), key=lambda row: row[1])
-    ]
-    PATH.write_text("".join(lines), encoding="utf-8")
-    print(f"{len(lines)} structures of {sum(map(len, found.values()))} models")
+    signal.signal(signal.SIGALRM, _stop)
+    for library in sys.argv[1:]:
+        gather_library(library)
+    pack()
 
 
 if __name__ == "__main__":

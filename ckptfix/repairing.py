@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
 
+    from ckptfix.core.likeness import Likeness
     from ckptfix.core.plan import Plan
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.target import Target
@@ -108,7 +109,8 @@ def check(
     diagnosis = diagnose(checkpoint, target, checked, donor_of(target, checked), _measure(model, model_args, checked))
     report = report_on(checkpoint, target, diagnosis, checked)
     remarks = ("the values behind a URL are read only with --values, which fetches the whole file",) if unread else ()
-    return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *remarks))
+    likeness = _likeness(checkpoint, target)
+    return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *remarks), likeness=likeness)
 
 
 def repair(
@@ -170,7 +172,7 @@ def repair(
         diagnosis = diagnose(checkpoint, target, checked, donor, measure)
     else:
         diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure)
-    report = report_on(checkpoint, target, diagnosis, checked)
+    report = replace(report_on(checkpoint, target, diagnosis, checked), likeness=_likeness(checkpoint, target))
     is_changed = differs(checkpoint, diagnosis.plan, checked)
     if not is_changed and (only_changes or output is None):
         destination = None
@@ -214,6 +216,15 @@ def _target(
     from ckptfix.modules.factory import target_of
 
     return target_of(model, like, model_args, settings.seed)
+
+
+def _likeness(checkpoint: Checkpoint, target: Target | None) -> Likeness | None:
+    """Return the known architecture that a checkpoint is like, if there is nothing that it has to fit."""
+    if target is not None:
+        return None
+    from ckptfix.known.recognition import likeness_of
+
+    return likeness_of(checkpoint)
 
 
 def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> Measure | None:

@@ -18,7 +18,7 @@ from ckptfix.rules import RULES
 PACKAGE = Path(ckptfix.__file__).parent
 
 LAYERS = (
-    "errors core maps bytes reading writing values rules engine modules smoke report repairing loading "
+    "errors core maps bytes reading writing values rules known engine modules smoke report repairing loading "
     "comparison explain zoo cli"
 ).split()
 """The rooms, from the bottom up. A module imports from its own room and from those before it; ``comparison``,

@@ -32,5 +32,5 @@ def inspect(run: Run, path: str) -> int:
         elif form == "concise":
             console.write_plain(key_lines(checkpoint))
         else:
-            console.write(inspection_lines(checkpoint, size, console.verbose))
+            console.write(inspection_lines(checkpoint, size, console.verbose, choices))
     return 0

@@ -94,6 +94,7 @@ def environment() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     from ckptfix import __version__
+    from ckptfix.known.table import table
     from ckptfix.values.kernel import kernel
 
     try:
@@ -104,6 +105,7 @@ def environment() -> dict[str, str]:
         "ckptfix": __version__,
         "torch": torch,
         "Kernel": "compiled" if kernel() is not None else "none: pure Python, slower",
+        "Known models": ", ".join(f"{library} {release}" for library, release in table().versions.items()),
         "Python": platform.python_version(),
         "Platform": f"{platform.system()} {platform.release()} {platform.machine()}",
     }

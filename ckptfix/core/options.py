@@ -14,6 +14,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from ckptfix.core.likeness import KNOWN
 from ckptfix.core.shell import no_option
 from ckptfix.errors import Opt, UsageError
 
@@ -66,9 +67,9 @@ class Option:
     """An option of one or more commands.
 
     ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
-    ``no`` is the long flag that turns a switch off. ``words`` are values of a FILE that are not the name of a file.
-    ``default`` describes the default value in the help. ``is_setting``: the library takes it as a setting.
-    ``is_for_once``: the commands that ckptfix prints leave it out.
+    ``no`` is the long flag that turns a switch off. ``words`` are values of a FILE that are not the name of a file, and
+    ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
+    takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Option:
     default: str = ""
     choices: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
     flag: str = ""
     no: str = ""
     short: str = ""
@@ -91,6 +93,10 @@ class Option:
     def long(self) -> str:
         """The long flag: ``--unsafe-fixes``."""
         return self.flag or f"--{self.name.replace('_', '-')}"
+
+    def is_word(self, value: str) -> bool:
+        """Whether a value of a FILE is not the name of a file."""
+        return value in self.words or value.startswith(self.prefixes)
 
     @property
     def keys(self) -> Iterator[tuple[str, bool]]:
@@ -142,8 +148,9 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             " your code. The current directory is importable."),
         Option("model_args", Kind.ARGUMENTS, _FITS, metavar="JSON", scope=Scope.REPAIR, needs_model=True,
             help="Arguments of the model: an object of keyword arguments; for a factory, an array too."),
-        Option("like", Kind.FILE, _FITS, metavar="FILE", scope=Scope.REPAIR,
-            help="Another checkpoint that this one has to fit. This runs no code."),
+        Option("like", Kind.FILE, _FITS, metavar="FILE|known:NAME", scope=Scope.REPAIR, prefixes=(KNOWN,),
+            help="Another checkpoint that this one has to fit, or a known architecture (known:timm/resnet50, or"
+            " known:timm/resnet50[num_classes=10]). This runs no code."),
     ),
     "Reading": (
         _setting("weights", Kind.TEXT, (*_READS, MAP, EXPLAIN), metavar="NAME",
@@ -418,7 +425,7 @@ def from_toml(
 
 def _below(folder: Path, option: Option, value: Any) -> Any:
     """Return the value with its paths relative to the folder of the file that it was read from."""
-    if option.kind is Kind.FILE and value not in option.words and "://" not in value:
+    if option.kind is Kind.FILE and not option.is_word(value) and "://" not in value:
         return str(folder / value)
     if option.kind is Kind.FILES:
         return [str(folder / text) for text in ([value] if isinstance(value, str) else value)]

@@ -13,6 +13,7 @@ from ckptfix.core.finding import Finding, Fix, Level, Placeholder, Remedy, count
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.edits import Edit
+    from ckptfix.core.likeness import Likeness
     from ckptfix.core.smoke_result import SmokeResult
     from ckptfix.core.statistics import TensorStatistics
 
@@ -27,7 +28,8 @@ class Report(Displayed):
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
     them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
-    findings (which device was used, that a model could not be built on the meta device). ``figures`` are the statistics
+    findings (which device was used, that a model could not be built on the meta device). ``likeness`` is the known
+    architecture that the state_dict is or is like, if no target was given. ``figures`` are the statistics
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
     each of these; ``place`` is the path of the state_dict in the container of the result, and
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). They are no part of the
@@ -48,6 +50,7 @@ class Report(Displayed):
     smoke: SmokeResult | None = None
     output: str | None = None
     remarks: tuple[str, ...] = ()
+    likeness: Likeness | None = None
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     place: tuple[str | int, ...] = ()
@@ -100,6 +103,7 @@ class Report(Displayed):
             "smoke": None if self.smoke is None else _smoke(self.smoke),
             "output": self.output,
             "remarks": list(self.remarks),
+            "likeness": None if self.likeness is None else self.likeness.to_json(),
         }
 
 

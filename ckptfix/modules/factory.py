@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.likeness import KNOWN
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.modules.lightning import PREFIX, build_class
@@ -33,7 +34,8 @@ Arguments = Mapping[str, Any] | Sequence[Any]
 def target_of(
     model: nn.Module | str | None, like: str | os.PathLike[str] | None, arguments: Arguments = (), seed: int = 0
 ) -> Target:
-    """Return what a model, a factory (``pkg.mod:factory``) or else the reference file ``like`` wants."""
+    """Return what a model, a factory (``pkg.mod:factory``) or else ``like`` wants: a reference file, or a known
+    architecture (``known:timm/resnet50``)."""
     if isinstance(model, str):
         return target_from_factory(model, arguments, seed)
     if model is not None:
@@ -41,6 +43,10 @@ def target_of(
             raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
         return target_from_module(model)
     assert like is not None, "nothing to fit"
+    if (text := os.fspath(like)).startswith(KNOWN):
+        from ckptfix.known.table import known_target
+
+        return known_target(text.removeprefix(KNOWN))
     return target_from_checkpoint(open_file(os.fspath(like)))
 
 

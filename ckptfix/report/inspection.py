@@ -10,14 +10,17 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.options import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clause
+from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
+from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.writing.plain import NATIVE, known_form
 
@@ -39,6 +42,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         entry["tensors"] += 1
         entry["numel"] += spec.numel
     metadata = checkpoint.metadata
+    likeness = likeness_of(checkpoint)
     return {
         "version": REPORT_VERSION,
         "source": checkpoint.path,
@@ -65,6 +69,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "unknown_classes": classes(checkpoint.root, unknown_only=True),
         "damage": [clause(fact) for fact in checkpoint.damage],
         "lost": list(checkpoint.lost),
+        "likeness": None if likeness is None else likeness.to_json(),
         "remarks": [
             {"kind": fact.kind.value, "where": fact.place, "detail": clause(fact)} for fact in checkpoint.remarks
         ],
@@ -82,8 +87,13 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
     }
 
 
-def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbose: bool = False) -> Iterator[Line]:
-    """The facts for people."""
+def inspection_lines(
+    checkpoint: Checkpoint,
+    file_size: int | None = None,
+    verbose: bool = False,
+    choices: Mapping[str, Any] | None = None,
+) -> Iterator[Line]:
+    """The facts for people. ``choices`` are the options that a printed command repeats."""
     facts = inspect_checkpoint(checkpoint, file_size)
     limit = None if verbose else _SHOWN
     yield (
@@ -96,6 +106,8 @@ def inspection_lines(checkpoint: Checkpoint, file_size: int | None = None, verbo
     if facts["producer"]:
         yield f"written by: {facts['producer']}"
     yield f"state_dict: {_place(facts['container'])}"
+    if (likeness := likeness_of(checkpoint)) is not None:
+        yield from likeness_lines(likeness, CHECK, checkpoint.path, choices or {})
     others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
     for candidate in others:
         yield (

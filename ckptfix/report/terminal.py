@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Cast, Drop, Edit, Fill, Moments, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.figures import cut, elements, evidence_items, percent, quantity
 from ckptfix.report.folding import fold_keys
+from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling, mark, message_with_count
 
@@ -53,6 +55,9 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         is_clean = report.exit_code == 0 and not report.edits
         yield f"written: nothing{', as there is nothing to repair' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
+    if report.likeness is not None:
+        command = CHECK if telling.mode is Mode.CHECK else REPAIR
+        yield from likeness_lines(report.likeness, command, report.source, telling.choices)
     yield from advice_lines(report, telling)
     if report.output is not None and report.written_as:
         yield ("load it with: ", Span(loading_code(report), "strong"))

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.config import parse_toml
+from ckptfix.core.likeness import KNOWN
 from ckptfix.core.options import (
     REPAIR,
     Scope,
@@ -104,6 +105,7 @@ class Treatment:
             "model_args": self.model_args,
             "settings": asdict(bare),
             "output": self.output,
+            **({"like": self.like} if self.like is not None and self.like.startswith(KNOWN) else {}),
             "files": [[name, stamp_of(file)] for name, file in self.files()],
         }
         return json.dumps(facts, sort_keys=True, default=str)
@@ -111,7 +113,8 @@ class Treatment:
     def files(self) -> Iterator[tuple[str, str]]:
         """Yield what is read beside the source: the settings' names and their files."""
         settings = Settings(**self.settings)
-        named = {"like": self.like, "fill": settings.fill_file, "recalibrate": settings.recalibrate}
+        known = self.like is not None and self.like.startswith(KNOWN)
+        named = {"like": None if known else self.like, "fill": settings.fill_file, "recalibrate": settings.recalibrate}
         named["compare"] = None if settings.compare == "source" else settings.compare
         yield from ((name, file) for name, file in named.items() if file is not None)
         yield from (("adapter", path) for path in adapter_paths(settings.adapter))

@@ -62,6 +62,7 @@ def test_facts():
         "entries": {"packed": "tuple of 2"},
         "extras": {"epoch": "3", "args": "object of argparse.Namespace", "model.ema": "dict of 0"},
         "classes": {"argparse.Namespace": 1},
+        "likeness": None,
         "remarks": [{"kind": "protocol", "where": "data.pkl", "detail": "4"}],
         "keys": {
             "emb.weight": {"dtype": "float32", "shape": [20, 8]},

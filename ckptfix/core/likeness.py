@@ -1,0 +1,84 @@
+"""Which known architecture a state_dict is, as data: how well it fits, and what is different."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Fit(Enum):
+    """How well a state_dict fits a known architecture. All but the last name it."""
+
+    EXACT = "exact"
+    """Every key and shape is that of the model, with sizes that its arguments choose."""
+    HEADLESS = "headless"
+    """Every key and shape is, and those that depend on the number of classes are not there."""
+    OTHER_HEAD = "other-head"
+    """Every key and shape is, except for those of the head, which another one takes the place of."""
+    PART = "part"
+    """The keys under a prefix are those of the model, perhaps without its head; other keys are beside them."""
+    NEAR = "near"
+    """Most keys and shapes are: this is not the model, but nothing known is nearer."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A known architecture that a state_dict is or is like.
+
+    ``names`` are the models of this structure, such as ``timm/resnet50``, the plainest first, and ``versions`` the
+    releases of their libraries that were looked at. ``prefix`` is what the keys have before the names of the model, or
+    the wrapper's segments in them; ``outside`` counts the keys without it. ``sizes`` are the arguments of the first
+    model that give these shapes, by the names that ``--like known:NAME[…]`` takes, where they are not its defaults.
+    ``missing``, ``added`` and ``differing`` are keys of the model, of the file (without the prefix), and of both in
+    another shape; ``matching`` of ``tensors`` keys of the model are in the file as they are."""
+
+    names: tuple[str, ...]
+    fit: Fit
+    versions: Mapping[str, str] = field(hash=False)
+    prefix: str = ""
+    outside: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    matching: int = 0
+    tensors: int = 0
+    missing: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is known, and not only a near one."""
+        return self.fit is not Fit.NEAR
+
+    @property
+    def target(self) -> str:
+        """The first model with its sizes, as ``--like`` takes it: ``known:timm/resnet50[num_classes=10]``."""
+        sizes = dict(self.sizes) | ({"num_classes": 0} if self.fit is Fit.HEADLESS else {})
+        return f"{KNOWN}{self.names[0]}{bracketed(sizes)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the likeness as plain JSON data."""
+        return {
+            "names": list(self.names),
+            "fit": self.fit.value,
+            "versions": dict(self.versions),
+            "prefix": self.prefix,
+            "outside": self.outside,
+            "sizes": dict(self.sizes),
+            "matching": self.matching,
+            "tensors": self.tensors,
+            "missing": list(self.missing),
+            "added": list(self.added),
+            "differing": list(self.differing),
+            "target": self.target,
+        }
+
+
+KNOWN = "known:"
+"""What a target begins with that comes from the table of known architectures."""
+
+
+def bracketed(sizes: Mapping[str, int]) -> str:
+    """Return arguments as they follow the name of a model: ``[num_classes=10]``; nothing if there are none."""
+    return f"[{','.join(f'{name}={size}' for name, size in sizes.items())}]" if sizes else ""

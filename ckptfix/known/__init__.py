@@ -1,0 +1,1 @@
+"""Architectures of well-known libraries by their structure, without the libraries."""

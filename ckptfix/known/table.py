@@ -1,0 +1,335 @@
+"""The table of known structures: names, shapes, dtypes, buffers and ties of what the libraries build.
+
+``structures.bin`` is written by ``benchmarks/structures.py`` and has three parts. The index is a text with a line for
+each structure: its block, its place in that block, its number of tensors, its models. The sketches are the smallest
+hashes of the tensors of each structure, sorted, with the number of the structure, so that a few hashes of a file find
+what is like it (min-wise hashing). The blocks are packed texts: in a block a line is a module, with its tensors and the
+lines of its children, and equal modules are one line. A look-up reads the index, the sketches and a block or two.
+
+A size that the user chooses is a letter: ``c`` classes, ``i`` input channels, ``v`` words; ``4c`` and ``c+1`` are made
+of it. ``197s785`` is 197 for images of the usual size and 785 for those twice as large."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import zlib
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import isqrt
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_transient
+from ckptfix.core.likeness import KNOWN
+from ckptfix.errors import Opt, TargetError
+
+if TYPE_CHECKING:
+    from ckptfix.core.target import Target
+
+PATH = Path(__file__).with_name("structures.bin")
+
+SKETCH = 8
+"""Hashes of a structure."""
+
+WIDE = 3 * SKETCH
+"""Hashes of a file that are looked up: it may have other small ones, of its head, in between."""
+
+NAMES = {"c": "num_classes", "i": "in_chans", "v": "vocab_size", "s": "img_size"}
+"""What the sizes are called where the user writes them."""
+
+_SIZE = re.compile(r"(\d*)([civ])(\+1)?|(\d+)s(\d+)")
+_ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
+
+Sizes = Mapping[str, int]
+"""Chosen sizes by their letter."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a library, ``timm/resnet50``, and the sizes that it has without arguments."""
+
+    name: str
+    sizes: Sizes
+
+    @property
+    def library(self) -> str:
+        """The package, or a short name of it."""
+        return self.name.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What some models have in common: all names and shapes, but for the sizes that a user chooses.
+
+    ``tokens`` has for each tensor its sign (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and its
+    dtype after a slash if that is not float32."""
+
+    number: int
+    models: tuple[Model, ...]
+    tokens: Mapping[str, str]
+    transient: frozenset[str]
+    others: frozenset[str]
+    ties: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def shapes(self) -> Mapping[str, str]:
+        """The shapes by key, with dots: ``64.i.7.7``."""
+        return {key: token[1:].partition("/")[0] for key, token in self.tokens.items()}
+
+    def target(self, label: str, sizes: Sizes, usual: Sizes) -> Target:
+        """Return what a strict load into the model of these sizes wants; ``usual`` are those that it has by default."""
+        from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target  # a look at the table alone needs none of it
+
+        left_out = {key for key, shape in self.shapes.items() if sizes.get("c") == 0 and is_of_head(shape)}
+        slots = {}
+        for key, token in self.tokens.items():
+            if key not in left_out:
+                shape, _, dtype = token[1:].partition("/")
+                kind = BUFFER if token[0] == "=" else PARAMETER
+                slots[key] = Slot(dtype or "float32", shape_of(shape, sizes, usual), kind)
+        return Target(label, slots, self.others, self.transient, self.ties)
+
+
+def is_of_head(shape: str) -> bool:
+    """Whether a shape depends on the number of classes."""
+    return "c" in shape
+
+
+def is_free(shape: str) -> bool:
+    """Whether a shape depends on any size that the user chooses."""
+    return not shape.replace(".", "").isdigit() and bool(shape)
+
+
+def shape_of(shape: str, sizes: Sizes = MappingProxyType({}), usual: Sizes = MappingProxyType({})) -> tuple[int, ...]:
+    """Return a shape of the table as numbers. Raises ValueError if images of that size make no table of positions."""
+    return tuple(_number(size, sizes, usual) for size in shape.split(".")) if shape else ()
+
+
+def _number(size: str, sizes: Sizes, usual: Sizes) -> int:
+    if size.isdigit():
+        return int(size)
+    factor, letter, more, one, two = _parts(size)
+    if letter:
+        return int(factor or 1) * sizes[letter] + bool(more)
+    image, normal = sizes["s"], usual["s"]
+    if image == normal:
+        return int(one)
+    grown = _grown(int(one), int(two), image, normal)
+    if grown is None:
+        raise ValueError(size)
+    return grown
+
+
+def _grown(one: int, two: int, image: int, normal: int) -> int | None:
+    """What grows with the image from ``one`` to ``two`` when it is twice as large; None if that is no whole number.
+
+    A table has a row for each patch, and some more, or grows with the side of the image."""
+    if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
+        top, bottom = (one - extra) * image * image, normal * normal
+    else:
+        extra = 2 * one - two
+        top, bottom = (one - extra) * image, normal
+    return extra + top // bottom if top % bottom == 0 else None
+
+
+def _parts(size: str) -> tuple[str, str, str, str, str]:
+    match = _SIZE.fullmatch(size)
+    assert match is not None, f"the table is broken: {size}"
+    factor, letter, more, one, two = match.groups(default="")
+    return factor, letter, more, one, two
+
+
+def solve(shape: str, own: tuple[int, ...], usual: Sizes) -> dict[str, int] | None:
+    """Return the sizes with which a shape of the table is this one; None if there are none."""
+    sizes = shape.split(".") if shape else []
+    if len(sizes) != len(own):
+        return None
+    found: dict[str, int] = {}
+    for size, number in zip(sizes, own, strict=True):
+        if size.isdigit():
+            if int(size) != number:
+                return None
+            continue
+        factor, letter, more, one, two = _parts(size)
+        if letter:
+            value, rest = divmod(number - bool(more), int(factor or 1))
+        else:
+            letter, rest = "s", 0
+            value = _image(int(one), int(two), number, usual["s"])
+        if rest or value <= 0 or found.setdefault(letter, value) != value:
+            return None
+    return found
+
+
+def _image(one: int, two: int, own: int, normal: int) -> int:
+    """The size of the images for which a table has ``own`` rows; 0 if there is none."""
+    if one == own:
+        return normal
+    if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
+        square = (own - extra) * normal * normal
+        image = isqrt(square // (one - extra)) if own > extra else 0
+    else:
+        extra = 2 * one - two
+        image = (own - extra) * normal // (one - extra)
+    return image if image > 0 and _grown(one, two, image, normal) == own else 0
+
+
+# ---- the file
+
+
+def is_passing(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor says nothing of the architecture: it counts batches, or comes and goes between releases."""
+    return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape)
+
+
+def fixed(tokens: Mapping[str, str]) -> dict[str, str]:
+    """Return the shapes of the tensors that every model of a structure has as they are."""
+    shapes = {key: token[1:].partition("/")[0] for key, token in tokens.items()}
+    return {key: shape for key, shape in shapes.items() if not (is_free(shape) or is_passing(key, shape_of(shape)))}
+
+
+def hash_of(key: str, shape: str) -> int:
+    """Return the hash of a tensor, by which structures are found."""
+    return zlib.crc32(f"{key} {shape}".encode(errors="surrogatepass")) * 2654435761 & 0xFFFFFFFF
+
+
+class Table:
+    """The table, read as far as it is asked."""
+
+    def __init__(self, path: Path = PATH) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            index, sketches = (int(text) for text in file.readline().split()[1:])
+            text = zlib.decompress(file.read(index)).decode()
+            self._hashes, self._owners = array("I"), array("H")
+            self._hashes.frombytes(file.read(4 * sketches))
+            self._owners.frombytes(file.read(2 * sketches))
+            self._start = file.tell()
+        first, second, self._rows = text.split("\n", 2)
+        self.versions: Mapping[str, str] = dict(each.split("=") for each in first.split())
+        """The libraries, and the versions that were looked at."""
+        self._ends = [int(end) for end in second.split()]
+        self._lines = self._rows.split("\n")
+        self._blocks: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def similar(self, hashes: Iterable[int]) -> Counter[int]:
+        """Return the structures that have some of the smallest of these hashes, with how many."""
+        found: Counter[int] = Counter()
+        for value in hashes:
+            at = bisect_left(self._hashes, value)
+            while at < len(self._hashes) and self._hashes[at] == value:
+                found[self._owners[at]] += 1
+                at += 1
+        return found
+
+    def count(self, number: int) -> int:
+        """Return how many tensors a structure has."""
+        return int(self._lines[number].split(" ", 3)[2])
+
+    def names(self) -> Iterator[str]:
+        """Yield every model: ``timm/resnet50``."""
+        for line in self._lines:
+            yield from (word.partition(";")[0] for word in line.split(" ")[3:])
+
+    def find(self, name: str) -> tuple[Structure, Model] | None:
+        """Return the structure of a model by its name."""
+        match = re.search(rf"(?m)^.* {re.escape(name)}(?:;\S*)?(?: .*)?$", self._rows)
+        if match is None:
+            return None
+        structure = self.structure(self._rows.count("\n", 0, match.start()))
+        return structure, next(model for model in structure.models if model.name == name)
+
+    def structure(self, number: int) -> Structure:
+        """Return a structure by its number."""
+        block, line, _, *words = self._lines[number].split(" ")
+        models: list[Model] = []
+        for word in words:
+            name, *sizes = word.split(";")
+            own = {text[0]: int(text[1:]) for text in sizes}
+            models.append(Model(name, own or (models[0].sizes if models else own)))
+        lines = self._block(int(block))
+        root, *ties = lines[int(line)].split(" ")
+        tokens, transient, others = dict[str, str](), set[str](), set[str]()
+        for key, token in expanded(lines, int(root)):
+            if token == "~":
+                transient.add(key)
+            elif token == "!":
+                others.add(key)
+            else:
+                tokens[key] = token
+        groups = tuple(tuple(group.split("=")) for group in ties)
+        return Structure(number, tuple(models), tokens, frozenset(transient), frozenset(others), groups)
+
+    def _block(self, number: int) -> list[str]:
+        if number not in self._blocks:
+            start = self._ends[number - 1] if number else 0
+            with self._path.open("rb") as file:
+                file.seek(self._start + start)
+                packed = file.read(self._ends[number] - start)
+            self._blocks[number] = zlib.decompress(packed).decode().split("\n")
+        return self._blocks[number]
+
+
+def expanded(
+    lines: list[str], line: int, known: dict[int, list[tuple[str, str]]] | None = None
+) -> list[tuple[str, str]]:
+    """Return the tensors of a module and of its children, each with its token."""
+    known = {} if known is None else known
+    if line not in known:
+        items: list[tuple[str, str]] = []
+        for name, sign, rest in _ITEM.findall(lines[line]):
+            if sign == "@":
+                below = expanded(lines, int(rest), known)
+                first, dash, last = name.partition("-")
+                names = map(str, range(int(first), int(last) + 1)) if dash and first.isdigit() else (name,)
+                items += [(f"{each}.{key}", token) for each in names for key, token in below]
+            else:
+                items.append((name or rest, f"{sign}{rest}" if sign in ":=" else sign))
+        known[line] = items
+    return known[line]
+
+
+@cache
+def table() -> Table:
+    """Return the table that comes with ckptfix."""
+    return Table()
+
+
+def known_target(spec: str) -> Target:
+    """Return what a strict load into a known model wants; ``spec`` is ``timm/resnet50[num_classes=10]``.
+
+    Raises ``TargetError`` if there is no such model, or none of such sizes."""
+    name, bracket, rest = spec.partition("[")
+    label = f"{KNOWN}{spec}"
+    found = table().find(name)
+    if found is None:
+        close = difflib.get_close_matches(name, list(table().names()), 1, 0.4)
+        versions = ", ".join(f"{library} {version}" for library, version in table().versions.items())
+        hint = f"did you mean {close[0]}" if close else "the names are like timm/resnet50"
+        raise TargetError(Opt("like", label), f": no known model is called {name} ({versions}); {hint}")
+    structure, model = found
+    letters = {argument: letter for letter, argument in NAMES.items()}
+    sizes = dict(model.sizes)
+    for argument in filter(None, rest.removesuffix("]").split(",")) if bracket else ():
+        own, _, value = (part.strip() for part in argument.partition("="))
+        letter = letters.get(own, "")
+        if letter not in sizes or not value.isascii() or not value.isdigit() or (value == "0" and letter != "c"):
+            takes = ", ".join(f"{NAMES[each]}={size}" for each, size in sizes.items()) or "none"
+            raise TargetError(Opt("like", label), f": {argument} is not an argument of {name}; it takes {takes}")
+        sizes[letter] = int(value)
+    try:
+        return structure.target(label, sizes, model.sizes)
+    except ValueError as error:
+        raise TargetError(
+            Opt("like", label),
+            f": images of {sizes['s']} make no whole number of patches; those of {model.sizes['s']} do",
+        ) from error

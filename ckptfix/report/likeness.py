@@ -1,0 +1,83 @@
+"""Which known architecture a file is, in words, and the command that compares it with that one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from ckptfix.core.finding import counted
+from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.options import command_words
+from ckptfix.core.shell import typed
+from ckptfix.report.style import Line, Span
+
+_FEW = 2
+"""Other models of the same structure that are named; of more there is the number."""
+
+_MODULES = 3
+"""Modules that a difference names."""
+
+_SIZES: Mapping[str, Callable[[int], str]] = {
+    "num_classes": lambda size: f"{size} class{'es' if size != 1 else ''}",
+    "in_chans": lambda size: counted(size, "input channel"),
+    "vocab_size": lambda size: f"a vocabulary of {size}",
+    "img_size": lambda size: f"images of {size} x {size}",
+}
+
+
+def likeness_lines(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield what a file is like, and the command that goes on from there."""
+    text = likeness_text(likeness)
+    yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
+    if likeness.is_named:
+        words = command_words(command, source, {**choices, "like": likeness.target})
+        yield ("  compare: ", Span(typed(words), "command"))
+
+
+def likeness_text(likeness: Likeness) -> str:
+    """Return the model with what is different in the file."""
+    first, *others = (name.replace("/", " ", 1) for name in likeness.names)
+    also = f" (also {', '.join(others)})" if others else ""
+    if len(others) > _FEW:
+        also = f" (one of {len(likeness.names)} of this structure: {', '.join(others[:_FEW])} …)"
+    if likeness.fit is Fit.NEAR:
+        return f"no known model; the nearest is {first}{also}: {', '.join(_differences(likeness))}"
+    parts = [f"{first}{also}{_head(likeness)}"]
+    parts += [_SIZES[name](size) for name, size in likeness.sizes.items()]
+    if likeness.prefix:
+        parts.append(f"under `{likeness.prefix}`")
+    beside = (
+        f"; {counted(likeness.outside, 'key')} of the file {'is' if likeness.outside == 1 else 'are'} outside of it"
+    )
+    return ", ".join(parts) + (beside if likeness.outside else "")
+
+
+def _head(likeness: Likeness) -> str:
+    if likeness.added or likeness.differing:
+        return f" with another head ({_modules([*likeness.added, *likeness.differing])})"
+    return " without its head" if likeness.missing else ""
+
+
+def _differences(likeness: Likeness) -> Iterator[str]:
+    """What keeps a file from being the nearest model."""
+    if likeness.prefix:
+        yield f"under `{likeness.prefix}`"
+    if likeness.missing:
+        yield f"{len(likeness.missing)} of its {likeness.tensors} keys missing ({_modules(likeness.missing)})"
+    if likeness.differing:
+        yield f"{counted(len(likeness.differing), 'key')} of another shape ({_modules(likeness.differing)})"
+    if likeness.added or likeness.outside:
+        yield f"{counted(len(likeness.added) + likeness.outside, 'key')} that it does not have" + (
+            f" ({_modules(likeness.added)})" if likeness.added else ""
+        )
+
+
+def _modules(keys: Collection[str]) -> str:
+    """The modules of keys, as short as they are told apart."""
+    for depth in (1, 2, 3):
+        counts = Counter(".".join(key.split(".")[:depth]) for key in keys)
+        if len(counts) > 1 or depth == 3 or all(key.count(".") <= depth for key in keys):
+            break
+    more = ", …" if len(counts) > _MODULES else ""
+    return ", ".join(f"`{name}`" for name, _ in counts.most_common(_MODULES)) + more

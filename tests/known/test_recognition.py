@@ -1,0 +1,162 @@
+"""A model is named if all of its trunk is there, whatever is around it; nothing else is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ckptfix.core.likeness import Fit
+from ckptfix.known.recognition import recognise
+from ckptfix.known.table import known_target
+
+
+def shapes(spec):
+    return {key: slot.shape for key, slot in known_target(spec).slots.items()}
+
+
+R50, VIT = shapes("torchvision/resnet50"), shapes("torchvision/vit_b_16")
+TRUNK = {key: shape for key, shape in R50.items() if not key.startswith("fc.")}
+
+
+def under(prefix, own):
+    return {prefix + key: shape for key, shape in own.items()}
+
+
+def facts(own):
+    found = recognise(own)
+    assert found is not None
+    assert "torchvision/resnet50" in found.names or "torchvision/vit_b_16" in found.names
+    return found.fit, found.prefix, found.outside, dict(found.sizes)
+
+
+# ---- what is not known
+
+
+CUSTOM = {f"layers.{i}.{name}": (64, 64) for i in range(30) for name in ("q", "k", "v")}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"fc.weight": (10, 2), "fc.bias": (10,)}, id="a layer"),
+        pytest.param(CUSTOM, id="a net of its own"),
+        pytest.param({key: (*shape[:-1], 2 * shape[-1]) if shape else shape for key, shape in R50.items()}, id="wider"),
+        pytest.param({key: (4096, *shape[1:]) for key, shape in R50.items() if shape}, id="its names in other shapes"),
+        pytest.param(
+            {f"w{number}": shape for number, shape in enumerate(R50.values())}, id="its shapes by other names"
+        ),
+        pytest.param({key: R50[key] for key in list(R50)[:80]}, id="a quarter of it"),
+        pytest.param({f"k{number}": (3,) for number in range(30_000)}, id="more than any model has"),
+    ],
+)
+def test_nothing_is_said_of_what_is_like_nothing(own):
+    assert recognise(own) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "missing", "added", "differing"),
+    [
+        ({key: shape for key, shape in TRUNK.items() if not key.startswith("layer4.2.")}, 17, 0, 0),
+        (R50 | {"layer1.0.se.fc.weight": (4, 4)}, 0, 1, 0),
+        (R50 | {"layer4.2.conv3.weight": (2048, 512, 3, 3)}, 0, 0, 1),
+        (R50 | {"gamma": (1,)}, 0, 1, 0),
+        (TRUNK | {f"neck.{number}.weight": (1, 1) for number in range(100)}, 2, 100, 0),
+    ],
+    ids=["a block is missing", "a layer in a block", "another kernel", "a loose parameter", "more than a head"],
+)
+def test_what_differs_in_its_trunk_is_near_and_says_where(own, missing, added, differing):
+    found = recognise(own)
+    assert found is not None
+    assert (found.fit, found.is_named) == (Fit.NEAR, False)
+    assert "torchvision/resnet50" in found.names
+    assert (len(found.missing), len(found.added), len(found.differing)) == (missing, added, differing)
+
+
+def test_two_sets_of_weights_are_no_one_model():
+    found = recognise(under("student.", R50) | under("teacher.", R50))
+    assert found is None
+
+
+def test_a_token_more_is_no_larger_image():
+    found = recognise(VIT | {"encoder.pos_embedding": (1, 198, 768)})
+    assert found is not None
+    assert (found.fit, found.differing) == (Fit.NEAR, ("encoder.pos_embedding",))
+
+
+def test_heads_of_two_sizes_are_another_head_at_most():
+    inception = shapes("torchvision/inception_v3")
+    found = recognise(inception | {"fc.weight": (7, 2048), "fc.bias": (7,)})
+    assert found is not None
+    assert "num_classes" not in found.sizes or found.fit is not Fit.EXACT
+
+
+# ---- what is
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (R50, (Fit.EXACT, "", 0, {})),
+        (dict(reversed(R50.items())), (Fit.EXACT, "", 0, {})),
+        ({key: shape for key, shape in R50.items() if "num_batches" not in key}, (Fit.EXACT, "", 0, {})),
+        (R50 | {"total_ops": (1,), "layer1.total_params": (1,)}, (Fit.EXACT, "", 0, {})),
+        (R50 | {"fc.weight": (7, 2048), "fc.bias": (7,)}, (Fit.EXACT, "", 0, {"num_classes": 7})),
+        (R50 | {"conv1.weight": (64, 1, 7, 7)}, (Fit.EXACT, "", 0, {"in_chans": 1})),
+        (VIT | {"encoder.pos_embedding": (1, 577, 768)}, (Fit.EXACT, "", 0, {"img_size": 384})),
+        (under("module.", R50), (Fit.EXACT, "module.", 0, {})),
+        (under("module.module.", R50) | {"n_averaged": ()}, (Fit.EXACT, "module.module.", 0, {})),
+        (under("_orig_mod.", R50), (Fit.EXACT, "_orig_mod.", 0, {})),
+        (under("model.backbone.", R50), (Fit.EXACT, "model.backbone.", 0, {})),
+        (under("module._orig_mod.net.", VIT), (Fit.EXACT, "module._orig_mod.net.", 0, {})),
+        (TRUNK, (Fit.HEADLESS, "", 0, {})),
+        (under("encoder.", TRUNK), (Fit.HEADLESS, "encoder.", 0, {})),
+        (TRUNK | {"fc.0.weight": (5, 2048), "fc.2.weight": (3, 5)}, (Fit.OTHER_HEAD, "", 0, {})),
+        (TRUNK | {"classifier.weight": (5, 2048), "classifier.bias": (5,)}, (Fit.OTHER_HEAD, "", 0, {})),
+        (under("model.", R50) | {"loss.weight": (1000,)}, (Fit.PART, "model.", 1, {})),
+    ],
+    ids=str,
+)
+def test_a_model_is_known_whatever_is_around_it(own, expected):
+    assert facts(own) == expected
+
+
+def test_a_segment_in_the_middle_of_the_keys():
+    own = {key.replace("layer1.", "layer1._checkpoint_wrapped_module."): shape for key, shape in R50.items()}
+    assert facts(own) == (Fit.EXACT, "_checkpoint_wrapped_module.", 0, {})
+
+
+def test_names_of_old_releases():
+    dense = shapes("torchvision/densenet121")
+    old = {key.replace("norm1.", "norm.1.").replace("conv1.", "conv.1."): shape for key, shape in dense.items()}
+    assert old.keys() != dense.keys()
+    found = recognise(old)
+    assert found is not None
+    assert (found.fit, found.names[0]) == (Fit.EXACT, "torchvision/densenet121")
+
+
+def test_the_target_is_the_very_structure():
+    own = R50 | {"fc.weight": (7, 2048), "fc.bias": (7,), "conv1.weight": (64, 1, 7, 7)}
+    found = recognise(own)
+    assert found is not None
+    assert shapes(found.target.removeprefix("known:")) == own
+    found = recognise(TRUNK)
+    assert found is not None
+    assert shapes(found.target.removeprefix("known:")) == TRUNK
+
+
+SCRIPT = """
+import sys
+from ckptfix.known.recognition import recognise
+from ckptfix.known.table import known_target
+known_target("torchvision/resnet50")
+assert recognise({"a.weight": (1,), **{f"b.{n}": (n,) for n in range(20)}}) is None
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy"}))
+"""
+
+
+def test_no_torch_is_needed():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stderr, done.stdout.split()) == ("", [])

@@ -1,0 +1,82 @@
+"""What a file is like, in one line and with the command that goes on from there."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.report.likeness import likeness_lines, likeness_text
+
+NAMES = ("timm/vit_small_patch16_224",)
+
+
+def like(**facts):
+    return Likeness(**{"names": NAMES, "fit": Fit.EXACT, "versions": {"timm": "1"}, **facts})
+
+
+@pytest.mark.parametrize(
+    ("likeness", "text"),
+    [
+        (like(), "timm vit_small_patch16_224"),
+        (
+            like(sizes={"num_classes": 10}, prefix="module."),
+            "timm vit_small_patch16_224, 10 classes, under `module.`",
+        ),
+        (like(sizes={"num_classes": 1, "in_chans": 1}), "timm vit_small_patch16_224, 1 class, 1 input channel"),
+        (
+            like(sizes={"img_size": 384, "vocab_size": 9}),
+            "timm vit_small_patch16_224, images of 384 x 384, a vocabulary of 9",
+        ),
+        (
+            like(names=("timm/resnet50", "torchvision/resnet50")),
+            "timm resnet50 (also torchvision resnet50)",
+        ),
+        (
+            like(names=("timm/a", "timm/b", "timm/c", "timm/d")),
+            "timm a (one of 4 of this structure: timm b, timm c …)",
+        ),
+        (like(fit=Fit.HEADLESS, missing=("head.weight",)), "timm vit_small_patch16_224 without its head"),
+        (
+            like(fit=Fit.OTHER_HEAD, missing=("head.weight",), added=("head.0.weight", "head.0.bias", "head.2.weight")),
+            "timm vit_small_patch16_224 with another head (`head.0`, `head.2`)",
+        ),
+        (
+            like(fit=Fit.PART, prefix="encoder.", outside=2, missing=("head.weight",)),
+            "timm vit_small_patch16_224 without its head, under `encoder.`; 2 keys of the file are outside of it",
+        ),
+        (
+            like(fit=Fit.NEAR, missing=("layer4.0.a", "layer4.1.b", "fc.w"), tensors=9, differing=("x.w",)),
+            "no known model; the nearest is timm vit_small_patch16_224: 3 of its 9 keys missing (`layer4`, `fc`), "
+            "1 key of another shape (`x`)",
+        ),
+        (
+            like(fit=Fit.NEAR, added=("blocks.0.se.w", "blocks.1.se.w"), prefix="net."),
+            "no known model; the nearest is timm vit_small_patch16_224: under `net.`, 2 keys that it does not have "
+            "(`blocks.0`, `blocks.1`)",
+        ),
+    ],
+)
+def test_the_words(likeness, text):
+    assert likeness_text(likeness) == text
+
+
+def lines(likeness, **choices):
+    return [
+        "".join(str(getattr(piece, "text", piece)) for piece in line)
+        for line in likeness_lines(likeness, "check", "my file.pth", choices)
+    ]
+
+
+def test_the_command_keeps_the_options_and_names_the_target():
+    found = lines(like(sizes={"num_classes": 10}), values=False)
+    target = "'known:timm/vit_small_patch16_224[num_classes=10]'"
+    assert found[1:] == [f"  compare: ckptfix check 'my file.pth' --like {target} --no-values"]
+
+
+def test_the_target_of_a_trunk_has_no_head():
+    assert like(fit=Fit.HEADLESS).target == "known:timm/vit_small_patch16_224[num_classes=0]"
+    assert like(fit=Fit.OTHER_HEAD).target == "known:timm/vit_small_patch16_224"
+
+
+def test_what_is_only_near_has_no_command():
+    assert len(lines(like(fit=Fit.NEAR, missing=("a.b",)))) == 1
