@@ -30,6 +30,7 @@ def test_what_a_bug_report_needs(tmp_path):
     assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == [
         "torch",
         "Kernel",
+        "Known models",
         "Python",
         "Platform",
     ]

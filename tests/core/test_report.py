@@ -35,6 +35,7 @@ def test_an_empty_report():
         "smoke": None,
         "output": None,
         "remarks": [],
+        "likeness": None,
     }
 
 
