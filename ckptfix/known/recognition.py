@@ -25,7 +25,7 @@ from ckptfix.known.table import (
     solve,
     table,
 )
-from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
+from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, strip_segments, without_segments
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names and shapes of a state_dict."""
@@ -130,24 +130,26 @@ def modern_name(name: str) -> str:
 
 
 def _views(shapes: Shapes) -> Iterator[_View]:
-    """The names as they are, then without wrappers and as newer releases have them, then without one first segment
-    after the other that most of them share."""
-    names = {key: key for key in shapes}
-    yield _view(shapes, names, "", 0)
-    plain = {key: modern_name(bare(key)) for key in shapes}
-    segments = sorted(
-        {part for key in shapes if has_wrapper_segment(key) for part in key.split(".")} & WRAPPER_SEGMENTS
-    )
-    if plain != names and colliding(shapes, plain) is None:
-        names = plain
-        yield _view(shapes, names, _prefix(names, segments), 0)
+    """The names without the segments of wrappers, then without one first segment after the other that most of them
+    share. After that the same with names as newer releases have them, and without ``module`` inside of them."""
+    plain = {key: strip_segments(key) for key in shapes}
+    if colliding(shapes, plain) is not None:
+        plain = {key: key for key in shapes}
+    segments = sorted({part for key in without_segments(shapes) for part in key.split(".")} & WRAPPER_SEGMENTS)
+    modern = {key: modern_name(bare(key)) for key in shapes}
+    yield from _shorter(shapes, plain, segments)
+    if modern != plain and colliding(shapes, modern) is None:
+        yield from _shorter(shapes, modern, segments)
+
+
+def _shorter(shapes: Shapes, names: dict[str, str], segments: list[str]) -> Iterator[_View]:
     for _ in range(_DEPTH):
+        yield _view(shapes, names, _prefix(names, segments), len(shapes) - len(names))
         firsts = Counter(name.partition(".")[0] for name in names.values() if "." in name)
         first, count = max(firsts.items(), key=lambda item: item[1], default=("", 0))
         if 2 * count <= len(names):
             return
         names = {key: name[len(first) + 1 :] for key, name in names.items() if name.startswith(f"{first}.")}
-        yield _view(shapes, names, _prefix(names, segments), len(shapes) - len(names))
 
 
 def _view(shapes: Shapes, names: Mapping[str, str], prefix: str, outside: int) -> _View:
