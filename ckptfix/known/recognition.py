@@ -249,7 +249,7 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
         key.startswith(places) or is_elsewhere(key) for key in added
     )
     is_small = len(missing) + len(added) + len(differing) <= _SMALL * matching
-    return Fit.OTHER_HEAD if is_of_new_head and is_small else Fit.NEAR
+    return Fit.OTHER_HEAD if head and is_of_new_head and is_small else Fit.NEAR
 
 
 def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
