@@ -116,6 +116,7 @@ class Kind(Enum):
     NON_STRING_KEY = "non-string-key"
     UNINITIALIZED = "uninitialized"
     WEIGHTS_BESIDE = "weights-beside"
+    MOST_UNREAD = "most-unread"
     FROZEN = "frozen"
     CONSTANTS = "constants"
     GUESSED_BUFFERS = "guessed-buffers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ckptfix.core.objects import Opaque
@@ -13,8 +13,9 @@ SMALL = 64
 a million rows of numbers beside the weights would cost more to remember than to read."""
 
 
-def tensors_in(root: Any) -> Iterator[TensorSpec]:
-    """Every strided tensor in a tree, in order, each object of the tree once."""
+def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> Iterator[TensorSpec]:
+    """Every strided tensor in a tree, in order, each object of the tree once, and nothing below the objects that
+    ``without`` names."""
     seen: set[int] = set()
     pending = [root]
     while pending:
@@ -22,7 +23,7 @@ def tensors_in(root: Any) -> Iterator[TensorSpec]:
         if isinstance(value, TensorSpec):
             yield from value.strided_parts()
             continue
-        if id(value) in seen:
+        if id(value) in seen or without(value):
             continue
         children = [child for child in _members(value) if isinstance(child, _LEADS_ON)]
         if children or len(_members(value)) > SMALL:

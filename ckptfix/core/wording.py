@@ -270,6 +270,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.NON_STRING_KEY: "{key}",
     Kind.UNINITIALIZED: "{name}",
     Kind.WEIGHTS_BESIDE: _weights_beside,
+    Kind.MOST_UNREAD: "most of the file was not read: {unread} tensors beside the {read} of the state_dict",
     Kind.FROZEN: _constants,
     Kind.CONSTANTS: _constants,
     Kind.GUESSED_BUFFERS: "every tensor that is not a parameter counts as a buffer",

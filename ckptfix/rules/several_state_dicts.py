@@ -5,7 +5,8 @@ Two or more state_dicts of comparable size in one file: raw weights beside their
 beside a discriminator, a student beside a teacher. Also two sets in one state_dict, whose keys begin with `student.`
 and `teacher.`, `encoder_q.` and `encoder_k.`, or with nothing and `ema_model.`: where no model is named, these are a
 note, as a model may well have both. Another note names what lies beside the weights in fewer tensors: a smaller
-network, or other parts of a model whose state_dict is nested, as of Megatron-LM.
+network, or other parts of a model whose state_dict is nested, as of Megatron-LM. If most tensors of the file are in no
+set of weights and in no optimizer, that is a warning: nothing was said about them.
 
 ## Why it matters
 Taking the wrong set loads without an error and gives poor results (MeanFlow#12), and which one the authors evaluated is
@@ -65,6 +66,7 @@ def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
         yield from _in_container(rule, context)
         yield from _in_state_dict(rule, context)
         yield from _beside(rule, context)
+        yield from _unread(rule, context)
 
 
 def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -108,6 +110,18 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
             evidence={"sets": list(names)},
         )
+
+
+def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say that most of the file was not looked at: the weights may be what was passed over."""
+    for fact in context.checkpoint.remarks:
+        if fact.kind is Kind.MOST_UNREAD:
+            names = fact.data["others"]
+            yield rule.finding(
+                Level.WARNING,
+                clause(fact),
+                remedies=choice(names) if names else advise("save the weights as one state_dict, each under its name"),
+            )
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:

@@ -21,12 +21,14 @@ from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.salvage.salvage import split_entries, without_torn
 from ckptfix.reading.weights.document import Document
-from ckptfix.reading.weights.loose_tensors import loose_remarks
+from ckptfix.reading.weights.loose_tensors import loose_remarks, value_at
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 
-SEARCH_DEPTH = 6
+SEARCH_DEPTH = 64
+"""Containers around each other that are searched; ``NODE_LIMIT`` bounds how many there are in all."""
+
 NODE_LIMIT = 1_000_000
 LIST_LIMIT = 64
 """Items of a list up to which each is looked at; longer ones hold numbers or samples."""
@@ -75,6 +77,10 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             "value was ever saved;"
             " save the model again after its weights are loaded"
         )
+    everything = list(tensors_in(document.root))
+    may_be_unread = (
+        weights is None and len(everything) > 2 * len(value) and not is_module(value_at(document.root, path))
+    )
     checkpoint = Checkpoint(
         path=document.path,
         format=document.format,
@@ -82,9 +88,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         metadata=_clean_metadata(metadata, remarks),
         container=path,
         root=root,
-        devices=tuple(
-            sorted({spec.storage.device for spec in tensors_in(document.root) if spec.storage is not None} - {"cpu"})
-        ),
+        devices=tuple(sorted({spec.storage.device for spec in everything if spec.storage is not None} - {"cpu"})),
         producer=document.producer,
         candidates=tuple(
             candidate
@@ -95,7 +99,8 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             *document.remarks,
             *remarks,
             *loose_remarks(document.root, path, entries),
-            *(beside(ranked, found) if weights is None else ()),
+            *(beside(ranked, found, path) if weights is None else ()),
+            *(_unread(document.root, path, ranked, found) if may_be_unread else ()),
         ),
         damage=(*document.damage, *(Fact(Kind.EXTRAS_LOST, path_name(name)) for name in left_out)),
         lost=lost,
@@ -320,17 +325,53 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
 
 
-def beside(ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> Iterator[Fact]:
-    """Facts about what has too few tensors for a set that could be meant, and yet many elements, and the names that
-    layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller network of two.
+def beside(
+    ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]], taken: tuple[PathPart, ...]
+) -> Iterator[Fact]:
+    """Facts about what was not taken and has too few tensors for a set that could be meant, and yet many elements, and
+    the names that layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller
+    network of two.
 
     ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps.
     """
-    sets = set(plausible(ranked))
+    sets = {*plausible(ranked), *(candidate for candidate in ranked if candidate.path == taken)}
     for candidate in ranked:
         is_large = SHARE * candidate.numel >= ranked[0].numel
         if candidate not in sets and is_large and any(map(_is_of_layer, found[candidate.path])):
             yield Fact.of(Kind.WEIGHTS_BESIDE, candidate.name, tensors=candidate.tensors, numel=candidate.numel)
+
+
+def _unread(
+    root: Any,
+    taken: tuple[PathPart, ...],
+    ranked: list[Candidate],
+    found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]],
+) -> Iterator[Fact]:
+    """Yield a fact if most tensors of the file, and most of their elements, are neither in the state_dict that was
+    taken, nor in another that the user is offered, nor in the state of an optimizer.
+    """
+    sets = plausible(ranked)
+    offered = [found[candidate.path] for candidate in sets] if len(sets) > 1 else []
+    read, known = (
+        _sizes([entry for entry in entries if not isinstance(entry, (dict, list))])
+        for entries in (found[taken].values(), [entry for mapping in offered for entry in mapping.values()])
+    )
+    left = _sizes(root)
+    for each in (*read, *known):
+        left.pop(each, None)
+    if len(left) > len(read) and sum(left.values()) > sum(read.values()):
+        others = [candidate.name for candidate in ranked if candidate.path != taken]
+        yield Fact.of(Kind.MOST_UNREAD, path_name(taken), unread=len(left), read=len(found[taken]), others=others[:1])
+
+
+def _sizes(root: Any) -> dict[int, int]:
+    """Return the number of elements of each tensor by its identity, except counters and the state of optimizers."""
+    return {id(spec): spec.numel for spec in tensors_in(root, _is_of_optimizer) if spec.numel > 1}
+
+
+def _is_of_optimizer(value: Any) -> bool:
+    mapping = _mapping(value) or {}
+    return is_optimizer(mapping) or "exp_avg" in mapping or "momentum_buffer" in mapping
 
 
 def _is_of_layer(key: Any) -> bool:

@@ -35,15 +35,21 @@ def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str
     """The remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
 
     None where a plain state_dict lies there."""
-    module = root
-    for step in container:
-        if isinstance(module, Opaque):
-            module = module.pairs.get(step, module.attributes.get(str(step)))
-        elif isinstance(module, dict):
-            module = module.get(step)
-        elif isinstance(module, (list, tuple)):
-            module = module[int(step)]
+    module = value_at(root, container)
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
+
+
+def value_at(root: Any, path: Iterable[PathPart]) -> Any:
+    """Return what is at a place of the container."""
+    value = root
+    for step in path:
+        if isinstance(value, Opaque):
+            value = value.pairs.get(step, value.attributes.get(str(step)))
+        elif isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, (list, tuple)):
+            value = value[int(step)]
+    return value
 
 
 def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:

@@ -10,6 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.checkpoint import Candidate
+from ckptfix.core.finding import Level
 from ckptfix.reading.weights.containers import beside, plausible, rank
 
 
@@ -38,9 +39,9 @@ def test_few_tensors_of_many_elements_are_remarked_on():
     large, small, tiny = Candidate(("a",), 40, 4000), Candidate(("b", "c"), 1, 200), Candidate(("d",), 2, 199)
     batch = Candidate(("batch",), 2, 4000)
     found = {one.path: {"x.weight": None} for one in (large, small, tiny)} | {("batch",): {"images": None, 0: None}}
-    assert [remark.place for remark in beside([large, batch, small, tiny], found)] == ["b.c"]
+    assert [remark.place for remark in beside([large, batch, small, tiny], found, ("a",))] == ["b.c"]
     sets = candidates(state_dict=5, ema=5)
-    assert list(beside(sets, {one.path: {"weight": None} for one in sets})) == []
+    assert list(beside(sets, {one.path: {"weight": None} for one in sets}, ("state_dict",))) == []
 
 
 @pytest.mark.parametrize("form", [torch.from_numpy, np.asarray], ids=["tensors", "arrays"])
@@ -60,3 +61,47 @@ def test_parts_of_a_nested_state_dict_are_a_note(tmp_path):
     assert (finding.code, report.exit_code) == ("FIL101", 0)
     assert finding.evidence == {"beside": {"model.embedding": "1 tensor, 36 elements"}}
     assert ckptfix.check(tmp_path / "f.pth", weights="model.embedding").findings == ()
+
+
+def _nested(levels, value):
+    for at in range(levels):
+        value = {f"level{at}": value}
+    return value
+
+
+_LAYERS = {f"layers.{at}.weight": torch.rand(4, 4) for at in range(5)}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {("model", "raw"): _LAYERS},
+        {"models": [dict(_LAYERS)] * 65},
+        {"state_dict": {"bias": torch.zeros(2)}, "rest": _nested(12, _LAYERS)},
+        {"state_dict": {"bias": torch.zeros(2)}, "cache": [torch.rand(9) for _ in range(70)]},
+    ],
+    ids=["under a tuple", "in a long list", "deep, beside a small state_dict", "in a list of tensors"],
+)
+def test_a_file_is_not_clean_while_most_of_it_is_unread(tmp_path, beside):
+    torch.save({"step": torch.tensor(3), **beside}, tmp_path / "f.pth")
+    (finding,) = ckptfix.check(tmp_path / "f.pth", select=("FIL101",)).findings
+    assert finding.level is Level.WARNING
+    assert "most of the file was not read" in finding.message
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {},
+        {"optimizer": {"state": {n: {"exp_avg": torch.rand(4, 4)} for n in range(90)}, "param_groups": []}},
+        {"muon": {n: {"momentum_buffer": torch.rand(4, 4)} for n in range(90)}},
+        {"replay": {"obs": torch.rand(1000, 4)}},
+        {"ema": {"shadow_params": [torch.rand(4, 4) for _ in range(5)]}},
+    ],
+    ids=["weights alone", "an optimizer", "moments in a dict", "few large tensors", "an average"],
+)
+@pytest.mark.parametrize("levels", [0, 1, 6, 7, 30])
+def test_weights_are_read_at_any_depth(tmp_path, beside, levels):
+    torch.save({"step": torch.tensor(3), **_nested(levels, {"model": dict(_LAYERS)}), **beside}, tmp_path / "f.pth")
+    report = ckptfix.check(tmp_path / "f.pth", select=("FIL101",))
+    assert (report.tensors, report.exit_code) == (5, 0)
