@@ -1,9 +1,9 @@
 """VAL204 dead-channels: outputs of a layer that are always zero.
 
 ## What it finds
-Weight matrices and kernels in which some, but not all, output channels hold nothing but exact zeros, and norms in
-which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace, whose
-padding row is zero by design, and so is a single row of any matrix of two dimensions.
+Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
+and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace,
+whose padding row is zero by design, and so is a single row of any matrix of two dimensions.
 
 ## Why it matters
 Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.statistics import FAINT
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
@@ -64,15 +65,16 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
-    """The channels of zeros of a matrix or of a norm. The second look is taken only where zeros were counted."""
+    """The dead channels of a matrix or of a norm. The second look is taken only if the scan met zeros or faint rows."""
     spec, figures = context.checkpoint.specs[key], statistics[key]
-    if not figures.zeros or figures.all_zero or figures.numel != spec.numel or not spec.shape:
+    if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
         return ()
     if is_matrix(key, spec, context.target):
         length = spec.numel // spec.shape[0]
-        if length < FEWEST or figures.zeros < length or kind(key, spec) == "embedding":
+        may_be_dead = figures.has_faint_rows or figures.zeros >= length
+        if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:
             return ()
-        found = channels_with(spec, _zeros, length)
+        found = channels_with(spec, _faint, length)
         is_padding = len(found) == 1 and len(spec.shape) == 2  # an embedding of another name
         return () if is_padding else found
     bias = key.removesuffix("weight") + "bias"
@@ -82,6 +84,11 @@ def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]
         return ()
     without_bias = set(channels_with(context.checkpoint.specs[bias], _zeros))
     return tuple(channel for channel in channels_with(spec, _zeros) if channel in without_bias)
+
+
+def _faint(values: Array) -> Array:
+    faint: Array = abs(values) < FAINT
+    return faint
 
 
 def _zeros(values: Array) -> Array:

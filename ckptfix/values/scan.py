@@ -5,15 +5,17 @@ whose figures are joined in their order: they do not depend on the number of thr
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.bytes.checksums import crc32, is_open, note_checksum
+from ckptfix.bytes.sources import located
 from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.statistics import DISK_BLOCK, FAINT, TensorStatistics
 from ckptfix.values.decode import Encoding, Narrowing, encoding
 from ckptfix.values.kernel import kernel
 from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_units
@@ -109,11 +111,16 @@ def statistics_of(tally: Tally) -> TensorStatistics:
         tally.first,
         tally.overflowing,
         tally.vanishing,
+        tally.words,
+        tally.has_faint_rows,
     )
 
 
 class Part(NamedTuple):
-    """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way."""
+    """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
+    ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
+    matrix that may have faint ones.
+    """
 
     walk: Walk
     stored: Encoding
@@ -122,17 +129,53 @@ class Part(NamedTuple):
     stop: int
     nbytes: int
     proved: Storage | None = None
+    place: int | None = None
+    row: int = 0
 
     def look(self) -> Tally:
         """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
+        words, is_faint, at = [], False, self.start * self.walk.spec.itemsize
         for block in self.walk.blocks(self.start, self.stop):
             scanner.feed(block)
             crc = crc32(block, crc) if self.proved is not None else 0
+            if self.place is not None:
+                words.append(_sampled(block, at + self.place, DISK_BLOCK, "<u8"))
+            if self.row:
+                is_faint = is_faint or _has_faint(block, at, self.row, self.walk.spec.dtype)
+            at += block.nbytes
         if self.proved is not None:
             note_checksum(self.proved, crc)
+        scanner.tally.words, scanner.tally.has_faint_rows = b"".join(map(bytes, words)), is_faint
         return scanner.tally
+
+
+def _sampled(block: memoryview, at: int, step: int, unit: str) -> Array:
+    """Return the units at each multiple of ``step`` bytes that are whole in a block, which begins at byte ``at``."""
+    import numpy as np
+
+    first, size = -at % step, np.dtype(unit).itemsize
+    count = (block.nbytes - first - size) // step + 1 if block.nbytes >= first + size else 0
+    units: Array = np.ndarray(count, np.dtype(unit), block, first if count else 0, (step,))
+    return units
+
+
+_FAINT = {
+    "float64": ("<u8", struct.unpack("<Q", struct.pack("<d", FAINT))[0]),
+    "float32": ("<u4", struct.unpack("<I", struct.pack("<f", FAINT))[0]),
+    "bfloat16": ("<u2", struct.unpack("<I", struct.pack("<f", FAINT))[0] >> 16),
+}
+"""The bits of dtypes that have such small numbers, and those of ``FAINT``; float16 has none."""
+
+
+def _has_faint(block: memoryview, at: int, row: int, dtype: str) -> bool:
+    """Whether a row that begins in the block does so with a number below ``FAINT`` that is not zero.
+
+    Bits without a sign are ordered as the magnitudes are; less one, zero is the largest."""
+    unit, bound = _FAINT[dtype]
+    bits = _sampled(block, at, row, unit)
+    return len(bits) > 0 and bool((bits + bits - 1).min() < 2 * bound - 1)
 
 
 def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
@@ -145,11 +188,22 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     # A checksum is that of a whole storage, from front to back.
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
     proved = storage if is_whole and storage is not None and is_open(storage) else None
+    place, row = _samples(spec, walk)
     if nbytes <= PART or proved is not None or not walk.is_run:
-        return [Part(walk, stored, cast, 0, distinct, nbytes, proved)]
+        return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row)]
     step = max(PART // size, 1)
     edges = [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
-    return [Part(walk, stored, cast, start, stop, (stop - start) * size) for start, stop in edges]
+    return [Part(walk, stored, cast, start, stop, (stop - start) * size, None, place, row) for start, stop in edges]
+
+
+def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:
+    """Return at which byte of the file a tensor begins and how many bytes a row has, if these are looked at."""
+    storage = spec.storage
+    if len(spec.shape) < 2 or not walk.is_plain or storage is None or not DTYPES[spec.dtype].is_float:
+        return None, 0
+    row = spec.nbytes // spec.shape[0] if spec.dtype in _FAINT else 0
+    file = located(storage.source) if storage.crc32 is None and spec.nbytes > DISK_BLOCK else None
+    return None if file is None else file.offset + spec.offset * spec.itemsize, row
 
 
 def looks(parts: Sequence[Part]) -> Iterator[Tally]:

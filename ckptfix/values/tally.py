@@ -44,6 +44,8 @@ class Tally:
     mean: float = 0.0
     rms: float = 0.0
     first: int | None = None
+    words: bytes = b""
+    has_faint_rows: bool = False
 
     @property
     def nonfinite(self) -> int:
@@ -75,6 +77,8 @@ class Tally:
         self.subnormals += other.subnormals
         self.overflowing += other.overflowing
         self.vanishing += other.vanishing
+        self.words += other.words
+        self.has_faint_rows |= other.has_faint_rows
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         if other.first is not None:

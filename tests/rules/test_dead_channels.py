@@ -48,5 +48,19 @@ def test_channels_of_zeros_are_noted():
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(12, 3, 3, 3), (16, 64), (8, 3000)])
+def test_channels_of_next_to_nothing_are_noted(dtype, shape):
+    weight = torch.randn(shape)
+    weight[[2, 7]] *= 1e-24
+    assert (
+        propose(dead_channels, {"conv.weight": (torch.randn(shape) * 1e-17).to(dtype), "fc.weight": torch.randn(8, 8)})
+        == []
+    )
+    weight[[2, 7]] *= 1e-3
+    (finding,) = propose(dead_channels, {"conv.weight": weight.to(dtype), "fc.weight": torch.randn(8, 8)})
+    assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]
+
+
 def test_values_are_left_alone_where_the_user_says_so():
     assert without_values(dead_channels) == []

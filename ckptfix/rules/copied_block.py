@@ -1,0 +1,138 @@
+"""FIL204 copied-block: a block of a file that holds the bytes of another block.
+
+## What it finds
+Blocks of 4 KiB inside of weight matrices whose bytes are those of another block of the file, where the bytes before and
+after are different. Only in files without checksums, and only whole blocks of the file: matrices and rows that are
+equal from end to end, as of tied or copied layers, are left in peace.
+
+## Why it matters
+Files of torch before 1.6, and safetensors, have no checksum. A block that a disk, a cache or a download put in the
+wrong place is full of ordinary numbers: the file loads, no figure is odd, and a part of a layer is another one's.
+
+## Fix safety
+There is no fix: which of the two is the copy is not in the file. Compare the file with another copy of it.
+
+## Example
+Byte 40960 to 45056 of the file, in `layers.0.weight`, are also at byte 81920, in `layers.3.weight`.
+
+## Sources
+https://www.usenix.org/conference/fast-08/analysis-data-corruption-storage-stack (misdirected and lost writes)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptfix.bytes.sources import FileBytes, located
+from ckptfix.core.checkpoint import IN_MEMORY
+from ckptfix.core.finding import Finding, Level, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.statistics import DISK_BLOCK
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.roles import is_layers_own, is_matrix
+
+MOST = 256
+"""Pairs of blocks with the same first bytes of which the rest is compared."""
+
+_BEYOND = 8
+"""Bytes before and after a block that have to differ."""
+
+
+class _Matrix(NamedTuple):
+    """A matrix in a file: where it begins and ends there, and the bytes of a row."""
+
+    key: str
+    file: FileBytes
+    start: int
+    stop: int
+    row: int
+
+
+@rule("FIL204", "copied-block")
+def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the tensors with a block that is somewhere else too; propose nothing."""
+    if context.statistics is None or context.checkpoint.format == IN_MEMORY:
+        return
+    files: dict[str, list[tuple[_Matrix, bytes]]] = defaultdict(list)
+    for key, figures in context.statistics.items():
+        spec = context.checkpoint.specs[key]
+        if figures.words and is_layers_own(key) and is_matrix(key, spec, context.target):
+            matrix = _placed(key, spec)
+            files[matrix.file.file.path].append((matrix, figures.words))
+    found = [pair for matrices in files.values() for pair in _copies(matrices)]
+    if found:
+        keys = dict.fromkeys(matrix.key for one, other, _, _ in found for matrix in (one, other))
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(found), 'block')} of {DISK_BLOCK} bytes or more with the bytes of another place of the file",
+            keys=tuple(keys),
+            evidence={"bytes_of_file": [[at, other] for _, _, at, other in found]},
+            remedies=advise("compare the file with another copy"),
+        )
+
+
+def _placed(key: str, spec: TensorSpec) -> _Matrix:
+    file = located(spec.storage.source) if spec.storage is not None else None
+    assert file is not None, "words are kept of what lies in a file"
+    start = file.offset + spec.offset * spec.itemsize
+    return _Matrix(key, file, start, start + spec.nbytes, spec.nbytes // spec.shape[0])
+
+
+def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _Matrix, int, int]]:
+    """Yield two matrices and the two places of the file at which a run of equal blocks begins."""
+    import numpy as np
+
+    numbers, places, owners = [], [], []
+    for at, (matrix, words) in enumerate(matrices):
+        first = -(-matrix.start // DISK_BLOCK)
+        numbers.append(np.frombuffer(words, np.uint64))
+        places.append(first + np.arange(len(numbers[-1])))
+        owners.append(np.full(len(numbers[-1]), at))
+    place, chosen = np.unique(np.concatenate(places), return_index=True)  # tied tensors are in one place
+    word, owner = np.concatenate(numbers)[chosen], np.concatenate(owners)[chosen]
+    order = np.argsort(word, kind="stable")
+    is_same = (word[order][1:] == word[order][:-1]) & (word[order][1:] >> np.uint64(32) != word[order][1:] & 0xFFFFFFFF)
+    one, other = order[:-1][is_same], order[1:][is_same]
+    pairs = {(int(place[a]), int(place[b])): (int(owner[a]), int(owner[b])) for a, b in zip(one, other, strict=True)}
+    begins = [(a, b) for a, b in pairs if (a - 1, b - 1) not in pairs]
+    for a, b in begins[:MOST]:
+        length = 1
+        while (a + length, b + length) in pairs:
+            length += 1
+        mine, theirs = (matrices[at][0] for at in pairs[a, b])
+        if _is_copied(mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK, length * DISK_BLOCK):
+            yield mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK
+
+
+def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, length: int) -> bool:
+    """Whether two runs of blocks are equal, what is around them differs, and one of them ends inside of a row."""
+    before = min(_compared(start - matrix.start) for matrix, start in ((one, at), (other, to)))
+    after = min(_compared(matrix.stop - start - length) for matrix, start in ((one, at), (other, to)))
+    mine, theirs = (
+        matrix.file.file.read(start - before, before + length + after) for matrix, start in ((one, at), (other, to))
+    )
+    block = mine[before : before + length]
+    return (
+        len(block) == length
+        and block == theirs[before : before + length]
+        and (not before or mine[:before] != theirs[:before])
+        and (len(mine) == before + length or mine[before + length :] != theirs[before + length :])
+        and not _is_repeated(block)
+        and any(
+            (edge - matrix.start) % matrix.row
+            for matrix, start in ((one, at), (other, to))
+            for edge in (start, start + length)
+        )
+    )
+
+
+def _compared(rest: int) -> int:
+    """Return how many bytes beyond a block are compared, if the matrix goes on for ``rest`` bytes there."""
+    return min(_BEYOND, rest) if rest > 0 else _BEYOND
+
+
+def _is_repeated(data: bytes) -> bool:
+    """Whether a block is a few numbers over and over, as an initialisation may be."""
+    return len(set(memoryview(data[: len(data) // 8 * 8]).cast("Q"))) < len(data) // 32
