@@ -129,6 +129,19 @@ class Reshape(Edit):
 
 
 @dataclass(frozen=True)
+class Dequantise(Edit):
+    """Multiply the codes of a matrix by the scales under another key: one for all, one for each row, or one for each
+    square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales."""
+
+    kind: ClassVar[str] = "dequantise"
+    key: str
+    before: str
+    dtype: str
+    source: str
+    scheme: str
+
+
+@dataclass(frozen=True)
 class Assemble(Edit):
     """Make a tensor of parts of others, which are used up: renamed, split, fused, stacked or transposed layers.
 
@@ -282,6 +295,7 @@ EDITS: Mapping[str, type[Edit]] = {
         Tie,
         Cast,
         Reshape,
+        Dequantise,
         Assemble,
         MergeAdapter,
         Plain,

@@ -15,6 +15,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import (
     Assemble,
     Cast,
+    Dequantise,
     Disarm,
     Drop,
     Edit,
@@ -100,7 +101,9 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     """
     renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
-    changes = [edit for edit in step.edits if isinstance(edit, (Cast, MergeAdapter, Reshape, Replace, Zero))]
+    changes = [
+        edit for edit in step.edits if isinstance(edit, (Cast, Dequantise, MergeAdapter, Reshape, Replace, Zero))
+    ]
     supplies = with_measurements(checkpoint, changes, supplies)
     additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
@@ -205,21 +208,33 @@ def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, 
 
 
 def _changed(
-    checkpoint: Checkpoint, spec: object, change: Cast | MergeAdapter | Reshape | Replace | Zero, supplies: Supplies
+    checkpoint: Checkpoint,
+    spec: object,
+    change: Cast | Dequantise | MergeAdapter | Reshape | Replace | Zero,
+    supplies: Supplies,
 ) -> TensorSpec:
     if not isinstance(spec, TensorSpec):
         raise PlanError(
             f"{checkpoint.path}: {change.key} is no tensor and cannot be changed; the plan belongs to another file"
         )
-    if isinstance(change, Cast):
+    if isinstance(change, (Cast, Dequantise)):
         if spec.dtype != change.before:
             raise PlanError(
                 f"{checkpoint.path}: {change.key} is {spec.dtype} and not {change.before}; the plan belongs to "
                 "another file"
             )
-        from ckptfix.values.casting import cast_spec
+        from ckptfix.values.casting import cast_spec, dequantised_spec
 
-        return cast_spec(spec, change.dtype, checkpoint.path)
+        if isinstance(change, Cast):
+            return cast_spec(spec, change.dtype, checkpoint.path)
+        scales = checkpoint.entries.get(change.source)
+        made = dequantised_spec(spec, scales, change, checkpoint.path) if isinstance(scales, TensorSpec) else None
+        if made is None:
+            raise PlanError(
+                f"{checkpoint.path}: {change.source} does not have the scales of {change.key}; the plan belongs to "
+                "another file"
+            )
+        return made
     if isinstance(change, Zero):
         from ckptfix.values.casting import WHICH, can_be_zeroed, zeroed_spec
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ckptfix.core.edits import (
     Assemble,
     Cast,
+    Dequantise,
     Disarm,
     Drop,
     Edit,
@@ -78,6 +79,8 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         lines.append(f"tie {edit.key} to {edit.to}")
     for (before, dtype), casts in _grouped(_of(edits, Cast), lambda edit: (edit.before, edit.dtype)):
         lines += _listed(f"cast {{}} from {before} to {dtype}", (edit.key for edit in casts), limit)
+    for scheme, codes in _grouped(_of(edits, Dequantise), lambda edit: edit.scheme):
+        lines += _listed(f"multiply the codes of {{}} by their scales ({scheme})", (edit.key for edit in codes), limit)
     for shapes, reshapes in _grouped(_of(edits, Reshape), lambda edit: (tuple(edit.before), tuple(edit.shape))):
         before_shape, shape = (list(dims) for dims in shapes)
         lines += _listed(f"reshape {{}} from {before_shape} to {shape}", (edit.key for edit in reshapes), limit)
@@ -98,6 +101,7 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         Zero,
         Tie,
         Cast,
+        Dequantise,
         Reshape,
         Assemble,
         MergeAdapter,

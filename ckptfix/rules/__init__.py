@@ -100,6 +100,7 @@ RULES: tuple[Listed, ...] = (
     Listed("BUF103", "malformed-num-batches-tracked"),
     Listed("BUF104", "transient-buffer", Needs.TARGET),
     Listed("FIT106", "flat-parameters", Needs.TARGET),
+    Listed("FIT107", "quantised-weights"),
     Listed("FIT103", "shape-mismatch", Needs.TARGET),
     Listed("FIT105", "tie", Needs.TARGET),
     Listed("FIT102", "unexpected-key", Needs.TARGET),

@@ -41,6 +41,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
+from ckptfix.rules.quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 
 LARGEST = {
@@ -97,7 +98,10 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
     """A cast for every tensor whose dtype differs from the target's in a way that matters."""
+    quantised = {key for layer in wanted_layers(checkpoint.specs, target).values() for key in layer.parts.values()}
     for key, spec in checkpoint.specs.items():
+        if key in quantised:
+            continue  # another rule says that these are codes
         slot = target.slots.get(key)
         if slot is not None and spec.dtype != slot.dtype and (_rank(spec.dtype), _rank(slot.dtype)) != (0, 0):
             yield Cast(key, spec.dtype, slot.dtype)

@@ -39,6 +39,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import PARAMETER, Target
+from ckptfix.rules.quantised_weights import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
@@ -205,6 +206,8 @@ def other_layout(checkpoint: Checkpoint, target: Target) -> str:
     not seem to.
     """
     known = target.slots.keys() | target.entries
+    if wanted_layers(checkpoint.specs, target):
+        return DEQUANTISE
     left = {key: spec.shape for key, spec in checkpoint.specs.items() if key not in known}
     gone = {
         key: slot.shape

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Dequantise
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import WriteError
 from ckptfix.values.decode import Encoding, encoding
@@ -75,6 +76,71 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """The spec of a tensor converted to another dtype; the values are converted when they are read."""
     storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path), parts=spec.storages)
     return replace(spec, dtype=dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})
+
+
+INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
+FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
+"""The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row."""
+
+SQUARE = 128
+"""Rows and columns that share a scale, if there is one for each square."""
+
+
+def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return how many rows and columns of a matrix of codes share a scale; None if the scales do not fit it."""
+    if len(codes) != 2 or 0 in codes:
+        return None
+    rows, columns = codes
+    if math.prod(scales) == 1:
+        return rows, columns
+    if scales in ((rows,), (rows, 1)):
+        return 1, columns
+    return (SQUARE, SQUARE) if scales == (-(-rows // SQUARE), -(-columns // SQUARE)) else None
+
+
+def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> TensorSpec | None:
+    """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
+    if scale_steps(spec.shape, scales.shape) is None or edit.scheme not in FACTORS or not _may_be_read(spec, scales):
+        return None
+    content = ScaledBytes(spec, scales, edit, path)
+    storage = Storage(f"dequantised {edit.dtype}", content, parts=(*spec.storages, *scales.storages))
+    return replace(spec, dtype=edit.dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
+
+
+def _may_be_read(*specs: TensorSpec) -> bool:
+    return all(spec.storage is not None and not spec.parts and spec.quantizer is None for spec in specs)
+
+
+class ScaledBytes:
+    """The bytes of a matrix of codes times their scales, in row-major order."""
+
+    def __init__(self, spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> None:
+        self.spec, self.scales, self.edit, self.path = spec, scales, edit, path
+        self.nbytes = spec.numel * DTYPES[edit.dtype].itemsize
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of the product, worked out in float32 as the formats' own readers do."""
+        import torch
+
+        from ckptfix.reading.live import bytes_of
+        from ckptfix.reading.tensors import row_major_bytes, torch_dtype
+
+        rows, columns = self.spec.shape
+        across, along = scale_steps(self.spec.shape, self.scales.shape) or (1, 1)
+        width = columns * DTYPES[self.edit.dtype].itemsize
+        first, last = start // width, -(-stop // width)
+        row = self.spec.strides[0] * first
+        part = replace(self.spec, shape=(last - first, columns), offset=self.spec.offset + row)
+        codes, scales = (
+            torch.frombuffer(bytearray(row_major_bytes(spec, self.path)), dtype=torch_dtype(spec.dtype))
+            .reshape(spec.shape)
+            .float()
+            for spec in (part, self.scales)
+        )
+        steps = scales.reshape(-(-rows // across), -(-columns // along))
+        steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
+        product = (codes * steps * FACTORS[self.edit.scheme]).to(torch_dtype(self.edit.dtype)).flatten()
+        return bytes_of(product.view(torch.uint8))[start - first * width : stop - first * width]
 
 
 NON_FINITE, SUBNORMAL = "non-finite", "subnormal"

@@ -305,6 +305,9 @@ PREFERRED = tuple(
 AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")
 """Parts of names that mark a second, averaged set of weights."""
 
+FEW = 3
+"""Tensors up to which what is beside the weights may be anything."""
+
 SHARE = 20
 """Part of the weights, one in so many elements, from which on what lies beside them may be weights as well."""
 
@@ -359,17 +362,20 @@ def _unread(
     left = _sizes(root)
     for each in (*read, *known):
         left.pop(each, None)
-    if len(left) > len(read) and sum(left.values()) > sum(read.values()):
+    if len(left) > max(len(read), FEW) and sum(left.values()) > sum(read.values()):
         others = [candidate.name for candidate in ranked if candidate.path != taken]
         yield Fact.of(Kind.MOST_UNREAD, path_name(taken), unread=len(left), read=len(found[taken]), others=others[:1])
 
 
 def _sizes(root: Any) -> dict[int, int]:
     """Return the number of elements of each tensor by its identity, except counters and the state of optimizers."""
-    return {id(spec): spec.numel for spec in tensors_in(root, _is_of_optimizer) if spec.numel > 1}
+    return {id(spec): spec.numel for spec in tensors_in(root, _is_apart) if spec.numel > 1}
 
 
-def _is_of_optimizer(value: Any) -> bool:
+def _is_apart(value: Any) -> bool:
+    """Whether a value is the state of an optimizer, or one tensor that is made of several."""
+    if isinstance(value, Opaque) and value.cls.module.startswith("torch._"):
+        return True
     mapping = _mapping(value) or {}
     return is_optimizer(mapping) or "exp_avg" in mapping or "momentum_buffer" in mapping
 
