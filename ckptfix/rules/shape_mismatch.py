@@ -16,7 +16,10 @@ None by itself: a head of another size, an expanded input convolution or a resiz
 `--drop-mismatched` takes these keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
 report lists with their numel. Only axes of one element at the end or in front are put on or taken off, safely, as no
 value changes its place: a 1x1 convolution `[64, 16, 1, 1]` in place of a linear layer `[64, 16]`, `[1]` in place of
-`[]`, and the reverse. Where both shapes are those of a matrix and its transpose, the message says so.
+`[]`, and the reverse. Where the axes of all such tensors are in another order,
+and only one order gives the target's shapes (spconv 1 has `[3, 3, 3, 16, 32]` where spconv 2 has `[32, 3, 3, 3, 16]`),
+`--unsafe-fixes` puts them in that order. Where other tensors have a shape that fits in either order, such as square
+matrices beside transposed ones, it is only reported.
 
 ## Example
 
@@ -31,10 +34,13 @@ value changes its place: a 1x1 convolution `[64, 16, 1, 1]` in place of a linear
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 from typing import Any
 
-from ckptfix.core.edits import Drop, Reshape
-from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Assemble, Drop, Reshape
+from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, untrained
@@ -44,6 +50,9 @@ _TRANSPOSED = advise(
     "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, "
     "and those of the same layers that are square fit as they are and may be transposed too"
 )
+
+MOST_AXES = 6
+"""Axes of a tensor up to which all orders are tried."""
 
 _DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
 
@@ -75,6 +84,18 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             },
             fix=Fix(tuple(reshapes), Applicability.SAFE),
         )
+    for axes, keys in _turned(evidence, context.checkpoint, context.target).items():
+        shapes = {key: evidence.pop(key) for key in keys}
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
+            f"{', '.join(map(str, axes))} of the file",
+            keys=tuple(keys),
+            evidence={"shapes": shapes},
+            fix=Fix(tuple(_turn(key, shapes[key], axes, context.checkpoint) for key in keys), Applicability.UNSAFE),
+            remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
+            blocks=Blocks.FILLING,
+        )
     if evidence:
         drops = tuple(Drop(key) for key in evidence)
         turned = sum(_is_transposed(shapes["file"], shapes["target"]) for shapes in evidence.values())
@@ -90,6 +111,58 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=_TRANSPOSED if is_turned else tuple(_remedies(evidence, context, context.target)),
             blocks=Blocks.FILLING if is_turned else Blocks.NOTHING,
         )
+
+
+def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
+    """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
+    all mismatched tensors with so many axes.
+
+    A tensor that has the
+    right shape in either order may have to be turned as well, so that there must be none.
+    """
+    found = {}
+    for rank in sorted({len(shapes["target"] or ()) for shapes in mismatched.values()} & set(range(2, MOST_AXES + 1))):
+        keys = [key for key, shapes in mismatched.items() if len(shapes["target"] or ()) == rank]
+        pairs = [(mismatched[key]["file"] or [], mismatched[key]["target"]) for key in keys]
+        orders = [
+            axes
+            for axes in permutations(range(rank))
+            if all(len(file) == rank and [file[axis] for axis in axes] == shape for file, shape in pairs)
+        ]
+        telling = [file for file, _ in pairs if 1 not in file]  # a kernel of 1x3 is not one of 3x1
+        orders = [axes for axes in orders if telling and not _mixes_equal(axes, telling)]
+        if (
+            len(orders) == 1
+            and not any(
+                key not in mismatched and spec.shape == tuple(spec.shape[axis] for axis in orders[0])
+                for key, spec in checkpoint.specs.items()
+                if len(spec.shape) == rank and key in target.slots
+            )
+            and all(_is_plain(checkpoint.specs[key]) and checkpoint.specs[key].per_byte == 1 for key in keys)
+        ):
+            found[orders[0]] = keys
+    return found
+
+
+def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
+    """Whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such as the
+    sides of a kernel: nothing but their order tells them apart."""
+    runs = [[0]]
+    for axis in range(1, len(axes)):
+        if all(shape[axis] == shape[axis - 1] for shape in shapes):
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    places = [sorted(map(axes.index, run)) for run in runs]
+    return any(
+        places[at][-1] - places[at][0] == len(run) - 1 and [axes[place] for place in places[at]] != run
+        for at, run in enumerate(runs)
+    )
+
+
+def _turn(key: str, shapes: Mapping[str, Any], axes: tuple[int, ...], checkpoint: Checkpoint) -> Assemble:
+    part = Part(key, full(shapes["file"]), full(shapes["target"]), axes=axes)
+    return Assemble(key, checkpoint.specs[key].dtype, tuple(shapes["target"]), (part,))
 
 
 def _remedies(mismatched: Mapping[str, Any], context: Context, target: Target) -> Iterator[Remedy]:

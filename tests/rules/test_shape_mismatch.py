@@ -114,12 +114,59 @@ def test_strides_that_no_shape_would_keep_are_left_alone():
 
 
 def test_a_transpose_is_called_so():
-    state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
-    (finding,) = propose(shape_mismatch, state, nn.Linear(2, 3))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    state = {**model.state_dict(), "0.weight": torch.zeros(2, 3)}
+    (finding,) = propose(shape_mismatch, state, model)
     assert finding.message == "1 key of another shape than the target's, 1 of them transposed"
     assert remedies_text(finding.remedies).startswith(
         "convert the file"
     )  # its square matrices are transposed too, and fit
+
+
+def kernels(*shapes: tuple[int, ...]) -> nn.Module:
+    module = nn.Module()
+    for number, shape in enumerate(shapes):
+        module.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axes"),
+    [
+        (((16, 3, 3, 3, 16), (32, 3, 3, 3, 16), (4, 1, 1, 1, 8)), (1, 2, 3, 4, 0)),
+        (((8, 2, 3, 5), (9, 2, 3, 5)), (2, 3, 1, 0)),
+        (((4, 3), (5, 4)), (1, 0)),
+        (((4, 3, 7),), (2, 0, 1)),
+    ],
+    ids=["spconv 1 for spconv 2", "HWIO for OIHW", "linear layers transposed", "three sizes"],
+)
+def test_axes_are_put_in_the_only_order_that_fits(shapes, axes):
+    model = kernels(*shapes)
+    state = {key: value.permute(axes).contiguous() for key, value in model.state_dict().items()}
+    (finding,) = propose(shape_mismatch, state, model)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.UNSAFE
+    assert finding.blocks is Blocks.FILLING
+    after = repaired(shape_mismatch, state, model, unsafe_fixes=True)
+    assert all(torch.equal(after[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ([(3, 3, 3, 16, 16)], [(16, 3, 3, 3, 16)]),
+        ([(3, 4), (5, 5)], [(4, 3), (5, 5)]),
+        ([(3, 4), (7, 4)], [(4, 3), (5, 4)]),
+        ([(4, 1)], [(1, 4)]),
+        ([(4, 1, 3)], [(4, 3, 1)]),
+        ([(2, 3, 2, 4)], [(2, 2, 3, 4)]),
+    ],
+    ids=["in or out first", "a square one beside", "a head of another size", "a row", "a kernel", "two equal sides"],
+)
+def test_several_orders_fit_or_none(stored, wanted):
+    state = {key: value.detach() for key, value in kernels(*stored).state_dict().items()}
+    findings = propose(shape_mismatch, state, kernels(*wanted))
+    assert [finding.fix for finding in findings] == [None]
 
 
 def test_nothing_is_filled_where_most_matrices_are_transposed():
