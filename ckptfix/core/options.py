@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.likeness import KNOWN
-from ckptfix.core.shell import no_option
+from ckptfix.core.shell import no_option, typed
 from ckptfix.errors import Opt, UsageError
 
 CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()
@@ -311,7 +311,7 @@ def settings_of(command: str) -> frozenset[str]:
 
 def flag_text(option: Opt) -> str:
     """Return an option as it is typed on the command line: ``--fill target``, ``--no-values``."""
-    return " ".join(_words(option.name, option.value)) or f"--{option.name.replace('_', '-')}"
+    return typed(_words(option.name, option.value)) or f"--{option.name.replace('_', '-')}"
 
 
 def key_text(option: Opt) -> str:

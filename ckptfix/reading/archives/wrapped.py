@@ -24,6 +24,9 @@ DEPTH_LIMIT = 4
 _PATH_LIMIT = 4096
 """Characters of a name that may tell what an archive is; no system makes a file of a longer path."""
 
+_NAMED = 6
+"""Files of an archive that an error names."""
+
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
 _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
@@ -131,17 +134,17 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     whole = name_bundle(present, PARTS) if all(is_part(member.name) for member in likely) else None
     if wanted is None and whole is not None:
         raise UnreadableError(f"{path}: an archive that holds {whole}")
-    names = ", ".join(_printable(member.name[-200:]) for member in likely[:20]) + (" …" if len(likely) > 20 else "")
+    choices = [Opt("member", member.name) for member in likely[:_NAMED] if len(member.name) <= _PATH_LIMIT]
+    names = [word for choice in choices for word in (", ", choice)][1:] + [" …"] * (len(likely) > len(choices))
     if len(likely) == 1 and (wanted is None or _wraps(likely[0].head)):
         return likely[0], wanted
     if likely and wanted is not None:
-        raise UsageError(
-            f"{path}: it holds no single file {wanted!r}; give one of these with ", Opt("member"), f": {names}"
-        )
+        raise UsageError(f"{path}: it holds no single file {wanted!r}; give one of these: ", *names)
     if likely:
         shards = any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
-        advice = ["unpack it and name the folder"] if shards else ["pick one with ", Opt("member")]
-        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; ", *advice, f": {names}")
+        advice = "unpack it and name the folder; it holds " if shards else "pick one: "
+        named = [word.value if isinstance(word, Opt) and shards else word for word in names]
+        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *named)
     if (shut := next((member for member in archive if member.closed), None)) is not None:
         raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
     if (bundle := name_bundle(present, BUNDLES)) is not None:

@@ -268,6 +268,12 @@ class InertTable:
             self.called.add(str(function))
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), (imports,), state=body)
 
+    def package_graph_module(self, body: Any, *_: Any) -> Any:
+        """``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package calls it: the
+        code lies in a file of the package.
+        """
+        return Opaque(Global("torch.fx.graph_module", "GraphModule"), state=body)
+
     def persistent(self, meta: Any, *_: Any) -> Any:
         """``torch_utils.persistence._reconstruct_persistent_obj`` of StyleGAN2-ADA and StyleGAN3: a module whose source
         is in the file beside its state. The source stays text.
@@ -409,6 +415,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.storage._load_from_bytes": InertTable.from_bytes,
     "torch.serialization._get_layout": InertTable.get_layout,
     "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
+    "torch.fx.graph_module.reduce_package_graph_module": InertTable.package_graph_module,
     "torch_utils.persistence._reconstruct_persistent_obj": InertTable.persistent,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,

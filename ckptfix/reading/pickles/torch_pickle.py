@@ -84,6 +84,7 @@ class StoragePickle:
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
         self._classes: dict[Global, str] = {}
+        self._objects: dict[int | str, Any] = {}
         self._find_storage = find_storage
         self._bounds = bounds
 
@@ -126,6 +127,8 @@ class StoragePickle:
         kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
         if kind == "module" and isinstance(cls, Global):
             return cls
+        if kind == "reduce_package":
+            return self._reduced(cls, *rest)
         if kind != "storage":
             raise MalformedError(f"persistent id of kind {shown(kind)}")
         key, device, numel, *view = rest
@@ -150,6 +153,25 @@ class StoragePickle:
                 f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
             )
         return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+
+    def _reduced(self, *given: Any) -> Any:
+        """The stand-in of an object that torch.package makes by a call: ``(number, function, args)``, before 1.12
+        without the number. Equal numbers stand for one object.
+        """
+        number = given[0] if len(given) == 3 else None
+        function, args = given[-2:] if len(given) in (2, 3) else (None, None)
+        if (
+            not isinstance(function, Global)
+            or not isinstance(args, tuple)
+            or not isinstance(number, (int, str, type(None)))
+        ):
+            raise MalformedError("an object of a package that no function makes")
+        if number is None or number not in self._objects:
+            made = self.table.call(function, args)
+            if number is None:
+                return made
+            self._objects[number] = made
+        return self._objects[number]
 
     def _storage_class(self, cls: Any) -> str:
         """The dtype of a storage class; those that torch has itself are kept for the next storage."""

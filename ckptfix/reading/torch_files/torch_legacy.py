@@ -29,6 +29,7 @@ from ckptfix.reading.weights.modules import is_module, module_state_dict
 NAME = "torch-legacy"
 PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
 _DOUBT = Fact.of(Kind.BYTES_BEFORE, surplus=-1)
+_UNTYPED = "storages without a dtype in the legacy format (8-bit floats, uint16 to uint64), which it cannot load"
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
@@ -75,6 +76,8 @@ def read(content: Content, nesting: int = 0) -> Document:
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
     remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
     remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=_DOUBT) for key in located.doubted(root)]
+    if "torch.storage.UntypedStorage" in pickles.names:
+        remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=_UNTYPED))
     odd: dict[str, TensorSpec] = {}
     if any(map(_has_odd_strides, tensors_in(root))):
         odd = {key: spec for key, spec in _named(root, content.path) if _has_odd_strides(spec)}

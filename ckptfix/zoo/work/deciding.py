@@ -84,10 +84,14 @@ def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]:
-    """Return what an error advises for a single file."""
-    named = [option for option in error.options if scope_of(option.name) is Scope.ONE_FILE]
-    options = {option.name: "NAME" if option.value is None else option.value for option in named}
-    return [{"options": options, "text": "", "command": command_with(job, options)}] if options else []
+    """Return what an error advises for a single file: all options together, or one way for each value of an option."""
+    named = [option for option in error.options if scope_of(option.name) is Scope.ONE_FILE and option.value is not None]
+    names = dict.fromkeys(option.name for option in named)
+    if len(names) < len(named):
+        ways: list[dict[str, Any]] = [{option.name: option.value} for option in named]
+    else:
+        ways = [{option.name: option.value for option in named}] if named else []
+    return [{"options": options, "text": "", "command": command_with(job, options)} for options in ways]
 
 
 def fault_of_the_machine(job: Job, report: Report) -> str | None:

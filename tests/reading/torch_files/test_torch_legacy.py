@@ -187,3 +187,24 @@ def test_windows_of_a_tensor_are_in_doubt_and_kept(tmp_path):
     checkpoint = opened(old({"w": windows}, tmp_path))
     assert [fact.kind for fact in checkpoint.remarks] == [Kind.DOUBTFUL_VALUES]
     same(dict(checkpoint.state_dict()), {"w": windows})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"m": torch.empty(3, device="meta")}], ids=["", "beside the meta device"])
+def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, beside, tmp_path):
+    values = {"w": torch.ones(4), "h": torch.ones(8).to(dtype)}
+    path = old({**values, **beside}, tmp_path)
+    with pytest.raises(AttributeError):
+        torch.load(path)
+    (finding,) = ckptfix.check(path).findings
+    assert (finding.code, finding.level) == ("FIL102", Level.WARNING)
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth")
+    same({key: written[key] for key in values}, values)
+    assert ckptfix.check(tmp_path / "out.pth").exit_code == 0
+
+
+def test_the_same_dtypes_are_sound_in_a_zip(tmp_path):
+    path = saved({"h": torch.ones(8).to(torch.float8_e4m3fn), "m": torch.empty(3, device="meta")}, tmp_path)
+    torch.load(path)
+    assert ckptfix.check(path).findings == ()

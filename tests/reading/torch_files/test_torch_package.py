@@ -54,3 +54,15 @@ def test_each_pickle_of_a_package_has_its_name(tmp_path: Path) -> None:
 def test_a_package_without_a_pickle_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="without a pickle in it"):
         opened(packed(tmp_path / "empty.pt", {}))
+
+
+def test_what_a_package_makes_by_a_call_is_read_once(tmp_path: Path) -> None:
+    """A module of torch.fx is pickled as ``reduce_package``, a function and its arguments."""
+    graph = torch.fx.symbolic_trace(module())
+    path = packed(tmp_path / "graph.pt", {"tts": {"one": graph, "same": graph}})
+    checkpoint = opened(path)
+    assert not checkpoint.damage
+    assert checkpoint.candidates[0].name == "one"
+    assert len(checkpoint.candidates) == 1  # both names are one object
+    same(dict(checkpoint.state_dict()), dict(graph.state_dict()))
+    assert {finding.code for finding in ckptfix.check(path, values=False).findings} == {"FIL102"}
