@@ -102,6 +102,7 @@ class Kind(Enum):
     NOTE = "note"
     DAMAGED_NOTE = "damaged-note"
     PAYLOAD = "payload"
+    UNTRUSTED = "untrusted"
     STORED_CODE = "stored-code"
     HIDDEN_PICKLE = "hidden-pickle"
     PROTOCOL = "protocol"

@@ -256,6 +256,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.NOTE: "{text}",
     Kind.DAMAGED_NOTE: "{fault}",
     Kind.PAYLOAD: "{name}",
+    Kind.UNTRUSTED: "{name}",
     Kind.STORED_CODE: "{name}",
     Kind.HIDDEN_PICKLE: "a pickle that torch.load never reads",
     Kind.PROTOCOL: "{protocol}",

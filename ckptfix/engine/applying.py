@@ -166,7 +166,8 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
         for part in result.container:
             state_dict = state_dict[part]
         remarks = tuple(remark for remark in result.remarks if remark.kind not in CONVERTED_REMARKS)
-        result = replace(result, entries=dict(state_dict), root=root, remarks=remarks)
+        entries = {str(key): entry for key, entry in state_dict.items()}
+        result = replace(result, entries=entries, root=root, remarks=remarks)
     if any(isinstance(edit, (Regroup, Omit)) for edit in step.edits):
         from ckptfix.engine.optimizers import with_optimizers
 

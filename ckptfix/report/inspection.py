@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.options import CHECK
@@ -28,6 +29,7 @@ BLOAT = 1.25
 """From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word."""
 
 _SHOWN = 12
+_NAMES = (Kind.PAYLOAD, Kind.UNTRUSTED)
 _NODES = 100_000  # objects that are looked at for their classes
 _VALUE_LENGTH = 60
 
@@ -67,11 +69,14 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "extras": extras(checkpoint),
         "classes": classes(checkpoint.root),
         "unknown_classes": classes(checkpoint.root, unknown_only=True),
+        "untrusted_names": [clause(fact) for fact in checkpoint.remarks if fact.kind in _NAMES],
         "damage": [clause(fact) for fact in checkpoint.damage],
         "lost": list(checkpoint.lost),
         "likeness": None if likeness is None else likeness.to_json(),
         "remarks": [
-            {"kind": fact.kind.value, "where": fact.place, "detail": clause(fact)} for fact in checkpoint.remarks
+            {"kind": fact.kind.value, "where": fact.place, "detail": clause(fact)}
+            for fact in checkpoint.remarks
+            if fact.kind is not Kind.UNTRUSTED
         ],
         "keys": {
             key: plain(
@@ -133,6 +138,8 @@ def inspection_lines(
     known = {name: count for name, count in facts["classes"].items() if name not in unknown}
     yield from _section("objects of known classes", _counts(known), limit)
     yield from _section("objects of unknown classes, kept closed", _counts(unknown), limit)
+    names = facts["untrusted_names"]
+    yield from _section("names in its pickles that are not trusted (none was resolved)", names, limit)
     yield from _section("lost tensors", facts["lost"], limit)
     yield from _section(
         "remarks", [f"{remark['kind']}: {remark['detail']} ({remark['where']})" for remark in facts["remarks"]], limit

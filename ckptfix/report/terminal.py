@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Cast, Drop, Edit, Fill, Moments, Rename, Replace
+from ckptfix.core.edits import Cast, Drop, Edit, Fill, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
+from ckptfix.core.wording import first_names
 from ckptfix.report.advice import advice_lines
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.figures import cut, elements, evidence_items, percent, quantity
@@ -61,6 +62,17 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     yield from advice_lines(report, telling)
     if report.output is not None and report.written_as:
         yield ("load it with: ", Span(loading_code(report), "strong"))
+        yield from _after_loading(report)
+
+
+def _after_loading(report: Report) -> Iterator[Line]:
+    """Yield what code that reads the new file finds otherwise than in the old one."""
+    dicts = [edit.where for edit in report.edits if isinstance(edit, Plain) and edit.after == "dict"]
+    if dicts:
+        yield f'  dicts now, so ["name"] and not .name: {first_names(dicts)}'
+    left_out = [name for finding in report.findings for name in finding.evidence.get("left_out", ())]
+    if left_out:
+        yield f"  not in it: {first_names(left_out)} (attributes of the module)"
 
 
 def loading_code(report: Report) -> str:

@@ -25,6 +25,9 @@ that never ran, which hold nothing. From a file with torchao's weights nothing i
 after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
 that is left says so.
 
+Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
+are in no state_dict.
+
 Keys of the state_dict that are numbers or tuples are a note: torch.load reads them. So are nested tensors, which
 ckptfix cannot write: it leaves the file alone.
 
@@ -47,6 +50,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, first_names
+from ckptfix.reading.weights.loose_tensors import own_attributes, value_at
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
@@ -160,7 +164,13 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load "
-            "reads them, no module has them, and in a file that ckptfix writes they are text",
+            "reads them, no module has them, and in safetensors they are text",
+        )
+    if attributes := own_attributes(value_at(checkpoint.root, checkpoint.container)):
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(attributes), 'attribute')} of the module that no state_dict has, nor a file written from it",
+            evidence={"left_out": attributes},
         )
     conversions = list(plain_root(checkpoint)[1])
     yield from _left_alone(rule, conversions)

@@ -62,6 +62,15 @@ def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
     return known
 
 
+def _is_odd_key(key: Any) -> bool:
+    """Whether a key is one that a checkpoint has as text, and that torch reads as it is: a number, or a tuple."""
+    return (
+        key is None
+        or type(key) in (int, float, bool)
+        or (isinstance(key, tuple) and all(type(part) in (int, str) for part in key))
+    )
+
+
 def state_dict_tree(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
     """The entries of a checkpoint as the dict that torch saves, with ``_metadata`` as its attribute."""
     state_dict: OrderedDict[str, Any] = OrderedDict(checkpoint.entries)
@@ -117,7 +126,12 @@ class _Plainer:
         for key, entry in made.items():
             if not isinstance(entry, TensorSpec):
                 made[key] = self.convert(entry, (*path, key), depth + 1)
-        return made
+        numbers = {str(key): key for key in value if _is_odd_key(key)} if isinstance(value, dict) else {}
+        if not numbers.keys() & made.keys():
+            return made
+        keyed = OrderedDict((numbers.get(key, key), entry) for key, entry in made.items())
+        keyed.__dict__.update(made.__dict__)
+        return keyed
 
     def _note(self, path: tuple[PathPart, ...], before: str, after: str) -> None:
         where = path_name(path)

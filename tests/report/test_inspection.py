@@ -45,6 +45,7 @@ def test_facts():
         "damage": [],
         "lost": [],
         "unknown_classes": {},
+        "untrusted_names": [],
         "container": "model.weights",
         "candidates": [
             {"name": "model.weights", "tensors": 4, "numel": 341},

@@ -216,7 +216,8 @@ def name_calls(called: Iterable[str]) -> set[str]:
 
 
 def payload_remarks(names: Iterable[str]) -> list[Fact]:
-    """One remark for each global that is there only to run code. A name that ends in ``()`` was called to do so.
+    """One remark for each global that is there only to run code, and for each other one that is not trusted, such as
+    the user's own classes. A name that ends in ``()`` was called to run code.
 
     A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``.
     """
@@ -225,7 +226,8 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
     remarks = [Fact.of(Kind.PAYLOAD, "pickle", name=name) for name in sorted(found)]
     if STORED_CODE in names - found:
         remarks.append(Fact.of(Kind.STORED_CODE, "pickle", name=STORED_CODE))
-    return remarks
+    others = sorted(name for name in names - found if not name.endswith("()") and not is_trusted(name))
+    return remarks + [Fact.of(Kind.UNTRUSTED, "pickle", name=name) for name in others]
 
 
 @contextmanager

@@ -52,6 +52,17 @@ def value_at(root: Any, path: Iterable[PathPart]) -> Any:
     return value
 
 
+def own_attributes(module: Any) -> list[str]:
+    """Return the names of what the user's class keeps in a module beside parameters, buffers and modules: class names,
+    strides, a configuration. torch's own classes have none that a model needs.
+    """
+    if not is_module(module) or str(module.cls).startswith("torch."):
+        return []
+    return [
+        name for name in module.attributes if isinstance(name, str) and not name.startswith("_") and name != "training"
+    ]
+
+
 def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:
     """One remark for each attribute that holds tensors of its own, and one where they outweigh the state_dict."""
     # A storage and a view of a part of it are one run of bytes.
