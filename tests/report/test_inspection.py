@@ -1,4 +1,5 @@
 import json
+import os
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -185,3 +186,18 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
     (tmp_path / "b").write_bytes(b"123")
     assert size_on_disk(tmp_path) == 8
     assert size_on_disk(tmp_path / "b") == 3
+
+
+class Net:
+    """A class of the user's own."""
+
+
+class Runs:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("true",)
+
+
+def test_names_that_are_not_trusted_are_listed(tmp_path):
+    torch.save({"w": torch.ones(2), "a": Runs(), "b": Net(), "c": OrderedDict()}, tmp_path / "f.pth")
+    found = inspect_checkpoint(open_file(str(tmp_path / "f.pth")))["untrusted_names"]
+    assert found == [f"{os.name}.system", f"{__name__}.Net"]

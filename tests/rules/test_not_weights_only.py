@@ -295,3 +295,41 @@ def test_a_nested_tensor_is_left_alone(value, tmp_path):
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
     ckptfix.repair(path, output=tmp_path / "out.pth")
     assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize(
+    "keys", [(0, 1), (("a", 1), "x"), (1.5, "x"), (None, True)], ids=["ints", "a tuple", "a float", "others"]
+)
+@pytest.mark.parametrize("beside", [{}, {"args": argparse.Namespace(lr=0.1)}], ids=["alone", "beside a Namespace"])
+def test_keys_that_are_no_text_stay_what_they_are(keys, beside, tmp_path):
+    values = {key: torch.full((2,), float(at)) for at, key in enumerate(keys)}
+    path = saved(tmp_path, {"state_dict": values, **beside})
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth", weights_only=True)["state_dict"]
+    assert list(written) == list(values)
+    assert all(torch.equal(written[key], value) for key, value in values.items())
+
+
+class Detector(torch.nn.Module):
+    """A class of the user's own, which keeps more than a state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+        self.names, self.stride, self._cache = {0: "cat"}, [8, 16], 5
+
+
+def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
+    path = saved(tmp_path, {"model": Detector(), "args": argparse.Namespace(lr=0.1)})
+    note, _ = ckptfix.check(path, select=("FIL102",)).findings
+    assert (note.level, note.evidence) == (Level.NOTE, {"left_out": ["names", "stride"]})
+    repaired = ckptfix.repair(path, output=tmp_path / "out.pth")
+    assert str(repaired.report).splitlines()[-2:] == [
+        '  dicts now, so ["name"] and not .name: args',
+        "  not in it: names, stride (attributes of the module)",
+    ]
+
+
+def test_a_module_of_torch_keeps_nothing_that_is_missed(tmp_path):
+    path = saved(tmp_path, torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert [finding.level for finding in ckptfix.check(path, select=("FIL102",)).findings] == [Level.WARNING]
