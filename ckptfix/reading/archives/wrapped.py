@@ -12,7 +12,7 @@ from functools import partial
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
+from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking, zip_members
 from ckptfix.reading.archives.unpacking import Blocks, expand
 from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
@@ -135,7 +135,8 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if wanted is None and whole is not None:
         raise UnreadableError(f"{path}: an archive that holds {whole}")
     choices = [Opt("member", member.name) for member in likely[:_NAMED] if len(member.name) <= _PATH_LIMIT]
-    names = [word for choice in choices for word in (", ", choice)][1:] + [" …"] * (len(likely) > len(choices))
+    names: list[Words] = [word for choice in choices for word in (", ", choice)][1:]
+    names += [" …"] * (len(likely) > len(choices))
     if len(likely) == 1 and (wanted is None or _wraps(likely[0].head)):
         return likely[0], wanted
     if likely and wanted is not None:
@@ -143,8 +144,8 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if likely:
         shards = any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
         advice = "unpack it and name the folder; it holds " if shards else "pick one: "
-        named = [word.value if isinstance(word, Opt) and shards else word for word in names]
-        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *named)
+        pieces = [str(word.value) if isinstance(word, Opt) and shards else word for word in names]
+        raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *pieces)
     if (shut := next((member for member in archive if member.closed), None)) is not None:
         raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
     if (bundle := name_bundle(present, BUNDLES)) is not None:
