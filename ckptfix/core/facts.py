@@ -110,6 +110,7 @@ class Kind(Enum):
     PLAIN_PICKLE = "plain-pickle"
     TORCHSCRIPT = "torchscript"
     TORCH_PACKAGE = "torch-package"
+    TORCH_EXPORT = "torch-export"
     UNPACKED_FOLDER = "unpacked-folder"
     TORCH_TAR = "torch-tar"
     TENSOR_SUBCLASS = "tensor-subclass"

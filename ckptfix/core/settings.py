@@ -28,6 +28,9 @@ _UNITS = {
 }
 
 
+FORMATS = PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"
+"""What ``--format`` takes."""
+
 CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """What ``--dtype`` takes, by torch's names."""
 

@@ -264,6 +264,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.PLAIN_PICKLE: "pickle.dump",
     Kind.TORCHSCRIPT: "a TorchScript archive",
     Kind.TORCH_PACKAGE: "a torch.package archive",
+    Kind.TORCH_EXPORT: "a program of torch.export (its weights only)",
     Kind.UNPACKED_FOLDER: "a torch file that was unpacked into a folder",
     Kind.TORCH_TAR: "the tar format of torch 0.1",
     Kind.TENSOR_SUBCLASS: "{name}",

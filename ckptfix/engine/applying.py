@@ -55,6 +55,7 @@ CONVERTED_REMARKS = frozenset(
         Kind.PLAIN_PICKLE,
         Kind.TORCHSCRIPT,
         Kind.TORCH_PACKAGE,
+        Kind.TORCH_EXPORT,
         Kind.UNPACKED_FOLDER,
         Kind.TORCH_TAR,
         Kind.ODD_LAYOUT,

@@ -13,7 +13,7 @@ from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.finding import Blocks, Finding, counted
 from ckptfix.core.regions import Regions
 from ckptfix.core.report import Report
-from ckptfix.core.settings import Settings
+from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.core.tree import holds_tensors
 from ckptfix.core.wording import first_names
@@ -21,7 +21,7 @@ from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify
 from ckptfix.errors import Opt, WriteError
 from ckptfix.writing.atomic import deliver_file, deliver_folder, temporary_beside
-from ckptfix.writing.output import PTH, SAFETENSORS, UNIVERSAL, Write, flushing, write_to, writer_for
+from ckptfix.writing.output import Write, flushing, write_to, writer_for
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.shards import deliver_shards, temporary_shards
 from ckptfix.writing.universal import temporary_universal, universal_form

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.plan import Plan
-from ckptfix.core.settings import Settings
+from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError, Words, WriteError
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
-from ckptfix.writing.output import FIRST_ZIP, PTH, SAFETENSORS, UNIVERSAL, output_format
+from ckptfix.writing.output import FIRST_ZIP, output_format
 from ckptfix.writing.shards import ShardNames
 
 Inputs = Mapping[Words, str | os.PathLike[str] | None]

@@ -11,11 +11,10 @@ from typing import Any
 
 from ckptfix.core.options import CHECK, REPAIR, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
-from ckptfix.core.settings import Settings
+from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
-from ckptfix.writing.output import PTH, SAFETENSORS, UNIVERSAL
 
 LONGEST_TIMEOUT = 10**6
 """Seconds, eleven days: what every clock of the system can wait for."""
@@ -67,7 +66,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         if not isinstance(settings.fill, (str, os.PathLike)):
             raise UsageError(Opt("fill", settings.fill), ": give 'target', 'twin', or the path of a checkpoint")
         settings = replace(settings, fill=os.fspath(settings.fill))
-    if settings.format not in (None, PTH, SAFETENSORS, UNIVERSAL):
+    if settings.format not in (None, *FORMATS):
         raise UsageError(Opt("format", settings.format), ": unknown format; give pth, safetensors or universal")
     if settings.format == UNIVERSAL and settings.shard_bytes is not None:
         raise UsageError(Opt("shard_size"), " and ", Opt("format", UNIVERSAL), " exclude each other")

@@ -37,6 +37,7 @@ class Format:
 FORMATS = (
     Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
     Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.is_torch_package_zip),
+    Format("torch-export", "ckptfix.reading.torch_files.torch_export", sniffing.is_torch_export_zip),
     Format("torch-zip", "ckptfix.reading.torch_files.torch_zip", sniffing.is_zip),
     Format("safetensors", "ckptfix.reading.safetensors", sniffing.is_safetensors),
     Format("torch-tar", "ckptfix.reading.torch_files.torch_tar", sniffing.is_torch_tar),

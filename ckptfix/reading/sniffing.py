@@ -7,7 +7,13 @@ from __future__ import annotations
 import re
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
+from ckptfix.reading.archives.zip_directory import (
+    is_torch_export,
+    is_torch_package,
+    is_torch_save,
+    is_torchscript,
+    member_names,
+)
 
 SAFETENSORS_HEADER_LIMIT = 100_000_000
 """Bytes of the longest header that the library of safetensors reads."""
@@ -52,6 +58,11 @@ def is_torch_package_zip(content: Content) -> bool:
     return is_zip(content) and is_torch_package(member_names(content))
 
 
+def is_torch_export_zip(content: Content) -> bool:
+    """Whether the content is a zip archive with the members of torch.export."""
+    return is_zip(content) and is_torch_export(member_names(content))
+
+
 def is_safetensors(content: Content) -> bool:
     """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
     length. White space in front of it is against the specification, and the library reads it all the same.
@@ -87,7 +98,7 @@ def may_be_wrapped(content: Content) -> bool:
     """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
     if is_zip(content):
         names = member_names(content)
-        return not (is_torch_save(names) or is_torchscript(names) or is_torch_package(names))
+        return not any(is_one(names) for is_one in (is_torch_save, is_torchscript, is_torch_package, is_torch_export))
     head = bytes(content.buffer[:256])
     return may_be_tar(content) or head.startswith(_PACKED)
 

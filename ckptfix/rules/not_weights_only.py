@@ -67,6 +67,7 @@ _BEFORE = {
     Kind.PLAIN_PICKLE: ("{}", "torch.save"),
     Kind.TORCHSCRIPT: ("{}", "state_dict"),
     Kind.TORCH_PACKAGE: ("{}", "torch.save"),
+    Kind.TORCH_EXPORT: ("{}", "state_dict"),
     Kind.UNPACKED_FOLDER: ("{}", "torch.save"),
     Kind.TORCH_TAR: ("{}", "torch.save"),
     Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),

@@ -15,12 +15,12 @@ from packaging.version import Version
 from ckptfix.bytes.copying import Copied, Copier
 from ckptfix.bytes.threads import background
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.reading import safetensors
 from ckptfix.writing import safetensors as safetensors_write
 from ckptfix.writing import torch_files as torch_write
 from ckptfix.writing.atomic import flush_file, unwritten
 
-PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"
 FIRST_ZIP = "1.6"
 """The first torch that writes and reads the zip container by default."""
 

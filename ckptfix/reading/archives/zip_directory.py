@@ -145,6 +145,10 @@ _LARGEST = 64 << 20
 PACKAGE_MARK = ".data/extern_modules"
 """What every archive of torch.package has below its root: the modules that it does not bring along."""
 
+EXPORT_MARK = "archive_format"
+_EXPORTED = re.compile(r"[^/]+/data/weights/[^/]*_weights_config\.json")
+"""What every archive of torch.export has below its root, and what says the names of its weights, if it has any."""
+
 _LATEST = 63
 """The version of the format, 6.3, up to which ``zipfile`` reads a member."""
 
@@ -319,6 +323,12 @@ def is_torchscript(names: list[str]) -> bool:
 def is_torch_package(names: list[str]) -> bool:
     """Return whether the members are those of an archive of torch.package."""
     return bool(names) and f"{names[0].partition('/')[0]}/{PACKAGE_MARK}" in names
+
+
+def is_torch_export(names: list[str]) -> bool:
+    """Return whether the members are those of an archive of torch.export that has weights."""
+    is_one = bool(names) and f"{names[0].partition('/')[0]}/{EXPORT_MARK}" in names
+    return is_one and any(map(_EXPORTED.fullmatch, names))
 
 
 def _roots(names: list[str], main: str) -> list[str]:

@@ -1,0 +1,111 @@
+"""Programs of torch.export: the weights in them are those of the exported module."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.errors import CkptfixError, UnreadableError
+from tests.checks import bytes_of
+
+
+class Net(nn.Module):
+    """A model with a tie, a buffer that is not saved, a transposed half and a constant."""
+
+    scratch: torch.Tensor
+    turned: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+        self.other.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.arange(3.0), persistent=False)
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).bfloat16().t())
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.constant = torch.tensor(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.one(x) + self.other(x) + self.scratch) * self.mask
+        return y + self.turned.float().sum() + self.constant
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    path = tmp_path_factory.mktemp("exported") / "net.pt2"
+    model = Net().eval()
+    torch.export.save(torch.export.export(model, (torch.ones(2, 4),)), path)
+    return path, model.state_dict()
+
+
+def test_the_weights_are_those_of_the_module(exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, truth = exported
+    ckptfix.repair(path, Net(), output=tmp_path / "net.pth")
+    written = torch.load(tmp_path / "net.pth")
+    assert written.keys() == truth.keys()
+    for key, value in truth.items():
+        assert written[key].dtype == value.dtype
+        assert written[key].stride() == value.stride()
+        assert bytes_of(written[key]) == bytes_of(value), key
+    assert written["one.weight"].data_ptr() == written["other.weight"].data_ptr()
+    assert Net().load_state_dict(written, strict=True)
+
+
+def test_what_only_weights_are_read_of_is_said(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    (finding,) = [found for found in ckptfix.check(exported[0]).findings if found.code == "FIL102"]
+    assert "a program of torch.export (its weights only)" in finding.message
+
+
+def rewritten(path: Path, to: Path, change: dict[str, Any]) -> Path:
+    """Copy an archive with another entry for a key in its list of weights."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(to, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename.endswith("_weights_config.json"):
+                config = json.loads(data)
+                entry = config["config"]["one.bias"]
+                entry.update({key: value for key, value in change.items() if key in entry})
+                entry["tensor_meta"].update({key: value for key, value in change.items() if key not in entry})
+                data = json.dumps(config).encode()
+            new.writestr(zipfile.ZipInfo(info.filename), data)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"use_pickle": True}, "quantised weight or another subclass", id="subclass"),
+        pytest.param({"dtype": 99}, "dtype 99 in the layout 7", id="unknown dtype"),
+        pytest.param({"layout": 1}, "dtype 7 in the layout 1", id="sparse"),
+        pytest.param({"sizes": [{"as_int": -3}]}, "is no shape", id="negative"),
+        pytest.param({"sizes": [{"as_int": 1 << 40}]}, "declares|claims|bytes", id="more than there is"),
+        pytest.param({"storage_offset": {"as_int": 9}}, "claims|bytes", id="behind its storage"),
+        pytest.param({"path_name": "weight_77"}, "weight_77", id="no such member"),
+        pytest.param({"path_name": "../../x"}, "x", id="outside"),
+        pytest.param({"strides": [{"as_expr": "s0"}]}, "KeyError", id="symbolic"),
+    ],
+)
+def test_claims_that_do_not_hold_are_refused(
+    exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CkptfixError, match=message):
+        ckptfix.repair(rewritten(exported[0], tmp_path / "a.pt2", change), output=tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_a_program_without_weights_is_named(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    torch.export.save(torch.export.export(Plain(), (torch.ones(1),)), tmp_path / "a.pt2")
+    with pytest.raises(UnreadableError, match="no weights found in it"):
+        ckptfix.open_checkpoint(tmp_path / "a.pt2")
