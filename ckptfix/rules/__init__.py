@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -48,6 +49,9 @@ class Listed:
     wanted_by: str | None = None
     """The setting that asks for what this rule does, even if ``select`` leaves the rule out."""
 
+    keys: str = ""
+    """A pattern of which the rule cannot say anything if it is found in no key, unless the rule is wanted."""
+
     def is_wanted(self, settings: Settings) -> bool:
         """Return whether the rule's fixes are asked for, whichever rules were selected."""
         return self.wanted_by is not None and bool(getattr(settings, self.wanted_by))
@@ -71,7 +75,15 @@ class Listed:
 
     def propose(self, context: Context) -> Iterator[Finding]:
         """The findings of the rule."""
-        return self.rule.propose(context) if self.needs.are_met(context) else iter(())
+        return self.rule.propose(context) if self._has_something_to_say(context) else iter(())
+
+    def _has_something_to_say(self, context: Context) -> bool:
+        if not self.needs.are_met(context):
+            return False
+        if not self.keys or self.is_wanted(context.settings):
+            return True
+        search = re.compile(self.keys).search
+        return any(map(search, context.checkpoint.entries))
 
 
 RULES: tuple[Listed, ...] = (
@@ -94,13 +106,18 @@ RULES: tuple[Listed, ...] = (
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),
     Listed("KEY106", "renamed-layers", Needs.TARGET),
-    Listed("FIL108", "unmerged-adapter", wanted_by="adapter"),
+    Listed(
+        "FIL108",
+        "unmerged-adapter",
+        wanted_by="adapter",
+        keys=r"lora|ia3|base_layer|hada_|lokr_|oft_|vera_|token_adapter",
+    ),
     Listed("BUF101", "missing-num-batches-tracked"),
     Listed("BUF102", "unexpected-num-batches-tracked"),
     Listed("BUF103", "malformed-num-batches-tracked"),
     Listed("BUF104", "transient-buffer", Needs.TARGET),
     Listed("FIT106", "flat-parameters", Needs.TARGET),
-    Listed("FIT107", "quantised-weights"),
+    Listed("FIT107", "quantised-weights", keys=r"SCB|[qQ]weight|W_q|weight_packed|weight_scale|absmax"),
     Listed("FIT103", "shape-mismatch", Needs.TARGET),
     Listed("FIT105", "tie", Needs.TARGET),
     Listed("FIT102", "unexpected-key", Needs.TARGET),
