@@ -21,12 +21,13 @@ def inspect(run: Run, path: str) -> int:
     with console.guarding(path):
         # Here and not above: --help and --version need nothing of the library.
         import ckptfix
+        from ckptfix.bytes.files import is_url
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
         form = choices.get("output_format", "full")
         names = ("weights", "member", "salvage")
         checkpoint = ckptfix.open_checkpoint(path, **{name: choices[name] for name in names if name in choices})
-        size = size_on_disk(Path(path))
+        size = None if is_url(path) else size_on_disk(Path(path))
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
         elif form == "concise":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Rename, RenameModule
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.options import option_words
@@ -37,6 +38,8 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         if text := _text(finding):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     if commands := [typed(words) for words in suggested(report, telling)]:
+        if download := _download(report.source):
+            yield ("first: ", Span(download, "command"))
         yield ("  run: ", Span(commands[0], "command"))
         yield from (("   or: ", Span(other, "command")) for other in commands[1:])
         if price := price_text(report, recommended(report)):
@@ -54,7 +57,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     # The same command again would do the same again, except that a check has not done it yet.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
     if is_new or (telling.mode is Mode.CHECK and any(finding.is_fixable for finding in _remaining(report))):
-        yield command_for(report.source, telling.choices, remedies)
+        yield command_for(_here(report.source), telling.choices, remedies)
         yield from _with_other_choices(report, telling, remedies)
 
 
@@ -102,7 +105,25 @@ def _with_other_choices(report: Report, telling: Telling, remedies: list[Remedy]
             for other in others:
                 if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
                     chosen = [other if remedy is first else remedy for remedy in remedies]
-                    yield command_for(report.source, telling.choices, chosen)
+                    yield command_for(_here(report.source), telling.choices, chosen)
+
+
+def _download(source: str) -> str:
+    """Return the command that brings a checkpoint to this machine, where it can be repaired."""
+    if not is_url(source):
+        return ""
+    from ckptfix.bytes.remote import download_words
+
+    return typed(download_words(source))
+
+
+def _here(source: str) -> str:
+    """Return the path of a checkpoint on this machine, as it is after a download."""
+    if not is_url(source):
+        return source
+    from ckptfix.bytes.remote import local_name
+
+    return local_name(source)
 
 
 def _may_destroy(remedy: Remedy) -> bool:

@@ -27,6 +27,16 @@ def test_nothing_to_do_after_a_check(findings):
     assert told(report(*findings)) == []
 
 
+def test_what_is_behind_a_url_is_downloaded_first():
+    lines = told(report(PREFIX, source="https://host/runs/a b.pth"))
+    assert lines[-2:] == ["first: curl -LO 'https://host/runs/a b.pth'", "  run: ckptfix repair 'a b.pth'"]
+    lines = told(report(PREFIX, source="hf://org/repo/model.safetensors"))
+    assert lines[-2:] == [
+        "first: hf download org/repo model.safetensors --local-dir .",
+        "  run: ckptfix repair model.safetensors",
+    ]
+
+
 def test_nothing_is_left_after_a_repair():
     assert told(repaired(), Mode.REPAIR) == ["left: nothing"]
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckptfix
 from ckptfix.zoo.manifest import OWN_NAMES
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.places import Place, open_place
@@ -160,3 +162,13 @@ def test_a_zoo_in_memory_comes_to_this_machine(zoo: Path, memory: str, expected:
         pass
     (tmp_path / "read").mkdir()
     assert comparable(open_place(str(tmp_path / "new")), tmp_path / "read") == expected
+
+
+def test_a_checkpoint_in_a_bucket_is_checked_without_a_download(bucket: S3, tmp_path: Path):
+    server, url = bucket
+    torch.save({f"module.{n}.weight": torch.randn(256, 256) for n in range(8)}, tmp_path / "a.pth")
+    open_place(url).put(tmp_path / "a.pth", "runs/a.pth")
+    server.plan(Trouble.THROTTLED, "GET", "a.pth", times=2)
+    assert [finding.code for finding in ckptfix.check(f"{url}/runs/a.pth").findings] == ["KEY102"]
+    assert ckptfix.check(f"{url}/runs").source == f"{url}/runs/a.pth"
+    assert server.count("GET", "a.pth") <= 8
