@@ -35,7 +35,7 @@ _TENSOR = re.compile(
     rf"(?P<module>.+)\.(?P<role>{_NAME})(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?P<leaf>\.weight|\.bias)?"
 )
 _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
-_PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora$")
+_PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
 _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|transformer|prior)\.|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))_"
 )
@@ -143,9 +143,7 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
     if file.suffix == ".json":
         adapter = adapter_in(base, "", _config(file))
     else:
-        folder = file if file.is_dir() else file.parent
-        config = _config(folder / CONFIG) if (folder / CONFIG).is_file() else None
-        adapter = adapter_in(open_file(path), path, config)
+        adapter = adapter_in(open_file(path), path, config_beside(path))
     if not adapter.layers:
         raise AdapterError(
             f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
@@ -163,7 +161,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
-        match = _TENSOR.fullmatch(key)
+        match = _TENSOR.fullmatch(_PROCESSOR.sub(_of_processor, key))
         if match is None:
             if path or ".modules_to_save." in key:
                 saved[_SAVED.sub("", key).removeprefix(_BASE)] = key
@@ -187,14 +185,15 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     for (prefix, module), keys in found.items():
         if keys.keys() == {"alpha"}:
             continue  # a parameter of the model with this name
-        parts = _PROCESSOR.sub(_of_processor, module).split(".")
+        parts = module.split(".")
         plain = ".".join(part for part in parts if part != "base_layer")
         layers.append(AdapterLayer(plain, prefix, parts.count("base_layer"), keys, (prefix, module) in embeddings))
     return Adapter(path, checkpoint, config, tuple(layers), saved)
 
 
 def _of_processor(match: re.Match[str]) -> str:
-    return ".to_out.0" if match[1] == "to_out" else f".{match[1]}"
+    """Return the place of a layer that old releases of diffusers kept in the processor of an attention."""
+    return f".{match[1]}{'.0' if match[1] == 'to_out' else ''}.lora."
 
 
 def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:
@@ -213,6 +212,12 @@ def _weighted(text: str) -> tuple[str, float]:
     if not math.isfinite(weight):
         raise AdapterError(Opt("adapter", text), ": the weight of an adapter is a finite number, such as 0.5")
     return path, weight
+
+
+def config_beside(path: str) -> Mapping[str, Any] | None:
+    """Return the configuration of an adapter in a folder, or beside a file; None if there is none."""
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / CONFIG
+    return _config(file) if file.is_file() else None
 
 
 def _config(file: Path) -> Mapping[str, Any]:

@@ -99,7 +99,7 @@ class _Names:
         for key, spec in checkpoint.specs.items():
             module, _, leaf = key.rpartition(".")
             # A layer beside a parameter, such as that of all experts, has the name of its module too.
-            if leaf in ("weight", "in_proj_weight") or len(spec.shape) == 3:
+            if leaf == "weight" or len(spec.shape) == 3:
                 self.known[self.dot.join(module.split("."))].append(key)
         self.dropped, self.prefix, self.found = self._find()
 
@@ -163,6 +163,11 @@ class _Names:
         named = (self.adapter.config or {}).get("base_model_name_or_path")
         own = f"; it was trained on {named}" if isinstance(named, str) and named else ""
         for module in lacking:
+            if f"{module}.in_proj_weight" in self.checkpoint.entries:
+                return AdapterError(
+                    f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
+                    "twice; merge it with the release that trained it"
+                )
             packed = next(
                 (name for name in _PACKED for key in (f"{module}.{name}",) if key in self.checkpoint.entries), ""
             )
@@ -276,7 +281,7 @@ def _product(
         fits = len(one) == len(two) == 2 and one[0] == two[1] == rank
         fits = fits and spec.shape in ((two[0], one[1]), (one[1], two[0]))
         is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
-        rounds = narrow or leaf == "in_proj_weight" or layer.depth > 0 or _is_parameter(adapter, layer, leaf)
+        rounds = narrow or _is_parameter(adapter, layer, leaf)
         delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
     if not fits:
         raise AdapterError(

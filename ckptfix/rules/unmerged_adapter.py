@@ -33,15 +33,21 @@ in `adapter_config.json`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, sqrt
 from pathlib import Path
 
+from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
-from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, open_adapter
-from ckptfix.rules.merging import edits_within, find_merge, merge_edits
+from ckptfix.core.wording import first_names
+from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, config_beside, open_adapter
+from ckptfix.rules.merging import edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.merging import is_merged
+from ckptfix.values.merging import is_merged, sampled_change
+
+_SHOWN = 7
+"""Kinds of layers whose change the message has; else it has the least and the most."""
 
 
 @rule("FIL108", "unmerged-adapter")
@@ -52,11 +58,14 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         if not is_merged(checkpoint):
             yield _merge(rule, context)
         return
-    adapter = adapter_in(checkpoint)
+    config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
+    adapter = adapter_in(checkpoint, config=config)
     if not adapter.layers:
         return
     kind = _kind(adapter)
-    if any("base_layer" in key.split(".") for key in checkpoint.entries):
+    if not any("base_layer" in key.split(".") for key in checkpoint.entries):
+        yield from _alone(rule, context, adapter, kind)
+    else:
         yield rule.finding(
             Level.WARNING,
             f"holds {kind} inside of its base, and was never merged",
@@ -64,6 +73,42 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
             blocks=Blocks.FILLING,
         )
+
+
+def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterator[Finding]:
+    """Yield what an adapter is, if the file is nothing else."""
+    own = {key for layer in adapter.layers for key in layer.keys.values()}
+    if adapter.config is None and any(
+        key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
+    ):
+        return  # layers of a model that has matrices of low rank itself
+    targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
+    names = first_names(list(targets))
+    trained_on = (adapter.config or {}).get("base_model_name_or_path")
+    zero = _zero_ranks(adapter) if context.statistics is not None else {}
+    yield rule.finding(
+        Level.NOTE,
+        f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
+        f"{f', trained on {trained_on}' * bool(trained_on)}, and no model"
+        f"{f'; {sum(zero.values())} of its ranks do nothing' * bool(zero)}",
+        keys=tuple(zero),
+        evidence={"zero ranks": zero} if zero else {},
+    )
+
+
+def _zero_ranks(adapter: Adapter) -> dict[str, int]:
+    """Return how many ranks of a layer are zero, if not all are, by the key of its second matrix."""
+    found = {}
+    for layer in adapter.layers:
+        if not {"A", "B"} <= layer.keys.keys():
+            continue
+        one, two = (adapter.checkpoint.read(layer.keys[role]) for role in ("A", "B"))
+        if one.ndim < 2 or two.ndim < 2 or one.shape[0] != two.shape[1]:
+            continue
+        dead = ~(one.flatten(1).any(1) & two.transpose(0, 1).flatten(1).any(1))
+        if 0 < (number := int(dead.sum())) < len(dead):
+            found[layer.keys["B"]] = number
+    return found
 
 
 def _merge(rule: Rule, context: Context) -> Finding:
@@ -75,16 +120,52 @@ def _merge(rule: Rule, context: Context) -> Finding:
     else:
         merge = find_merge(checkpoint, adapters, settings.unmerge)
         edits, left = tuple(merge_edits(checkpoint, merge, settings.unmerge)), merge.left
-    changed = tuple(edit.key for edit in edits if isinstance(edit, MergeAdapter))
+    merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
+    changed = tuple(edit.key for edit in merges)
+    sizes = _changes(context, adapters, merges) if context.statistics is not None else {}
+    elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in left.items())
     names = " and ".join(f"{_kind(adapter)}{f' ({adapter.path})' * bool(adapter.path)}" for adapter in adapters)
-    verb = "is taken off" if settings.unmerge else "changes"
+    is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
+    verb = "is taken off" if settings.unmerge else "would change nothing in" if is_idle else "changes"
     return rule.finding(
-        Level.NOTE,
-        f"{names} {verb} {counted(len(changed), 'tensor')}",
+        Level.WARNING if is_idle else Level.NOTE,
+        f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
-        evidence={"left": left} if left else {},
+        evidence={**({"change": sizes} if sizes else {}), **({"left": left} if left else {})},
         fix=Fix(edits, Applicability.UNSAFE, asked=True),
     )
+
+
+def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:
+    """Return how large the changes are beside the weights, by the names of their modules: of some rows of each."""
+    files = {adapter.path: adapter.checkpoint for adapter in adapters}
+    sums: dict[str, list[float]] = {}
+    for edit in merges:
+        if any(delta.form in ("whole", "rows") for delta in edit.deltas):
+            continue
+        factors = [[files[delta.adapter].specs[key] for key in delta.factors] for delta in edit.deltas]
+        squares = sampled_change(context.checkpoint.specs[edit.key], edit, factors, context.checkpoint.path)
+        for at, square in enumerate(squares):
+            sums.setdefault(_group(edit.key), [0.0, 0.0])[at] += square
+    return {
+        name: round(sqrt(change / whole), 6)
+        for name, (change, whole) in sums.items()
+        if whole > 0 and isfinite(change / whole)
+    }
+
+
+def _group(key: str) -> str:
+    """Return the name of a tensor in its block: ``q_proj``, ``q_proj.bias``, ``experts.down_proj``."""
+    return ".".join(plain_name(key).split(".")[-2:]).removesuffix(".weight")
+
+
+def _in_words(sizes: Mapping[str, float]) -> str:
+    if not sizes:
+        return ""
+    if len(sizes) <= _SHOWN:
+        return f", of their norm: {', '.join(f'{name} by {size:.2g}' for name, size in sizes.items())}"
+    least, most = min(sizes.values()), max(sizes.values())
+    return f" by {least:.2g}" + (f" to {most:.2g}" if f"{least:.2g}" != f"{most:.2g}" else "") + " of their norm"
 
 
 def _kind(adapter: Adapter) -> str:

@@ -50,6 +50,17 @@ def is_merged(checkpoint: Checkpoint) -> bool:
     return False
 
 
+def sampled_change(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> tuple[float, float]:
+    """Return the sums of squares of a change and of what it changes, in the first rows and some of the middle."""
+    source = MergedBytes(spec, edit, factors, path)
+    rows, change, whole = source.shape[0], 0.0, 0.0
+    for first in sorted({0, rows // 2 // FEWEST * FEWEST}):
+        last = min(first + FEWEST, rows)
+        before, after = source.weight(first, last).double(), source.merged(first, last).double()
+        change, whole = change + float((after - before).square().sum()), whole + float(before.square().sum())
+    return change, whole
+
+
 class MergedBytes:
     """The bytes of a tensor in row-major order, with an adapter merged into it or taken off again."""
 
@@ -95,6 +106,13 @@ class MergedBytes:
         raw = bytearray(RowMajorBytes(self.spec, self.path).read(first * self.row, last * self.row))
         return torch.frombuffer(raw, dtype=torch_dtype(self.spec.dtype)).view(last - first, *self.shape[1:])
 
+    def merged(self, first: int, last: int) -> torch.Tensor:
+        """Return rows of the tensor as they are after the merge."""
+        weight, layers = self.weight(first, last), _layers(self)
+        for layer in reversed(layers) if self.edit.undo else layers:
+            weight = layer.take_off(weight, first, last) if self.edit.undo else layer.add(weight, first, last)
+        return weight
+
 
 @lru_cache(maxsize=2)
 def _merged_rows(source: MergedBytes, first: int, last: int) -> memoryview:
@@ -102,13 +120,7 @@ def _merged_rows(source: MergedBytes, first: int, last: int) -> memoryview:
 
     from ckptfix.reading.live import bytes_of
 
-    weight = source.weight(first, last)
-    if not weight.numel():
-        return memoryview(b"")
-    layers = _layers(source)
-    for layer in reversed(layers) if source.edit.undo else layers:
-        weight = layer.take_off(weight, first, last) if source.edit.undo else layer.add(weight, first, last)
-    return bytes_of(weight.contiguous().flatten().view(torch.uint8))
+    return bytes_of(source.merged(first, last).contiguous().flatten().view(torch.uint8))
 
 
 @lru_cache(maxsize=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import ckptfix
 from ckptfix.errors import AdapterError
@@ -56,3 +58,42 @@ def test_another_base_is_refused(change, says, tmp_path):
     change(base)
     with pytest.raises(AdapterError, match=says):
         ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_names_with_underscores_for_dots(tmp_path):
+    """A kohya file without alpha scales by one; two modules that it cannot tell apart are refused."""
+    base = {"a.b_c.weight": torch.randn(6, 4), "a.d.weight": torch.randn(6, 4)}
+    one, two = torch.randn(2, 4), torch.randn(6, 2)
+    save_file(
+        {"lora_unet_a_b_c.lora_down.weight": one, "lora_unet_a_b_c.lora_up.weight": two}, tmp_path / "k.safetensors"
+    )
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors", select="FIL108")
+    assert_same(repaired, {"a.b_c.weight": base["a.b_c.weight"] + two @ one, "a.d.weight": base["a.d.weight"]})
+    base["a_b.c.weight"] = torch.randn(6, 4)
+    with pytest.raises(AdapterError, match=r"may be a\.b_c\.weight or a_b\.c\.weight"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors")
+
+
+def test_square_experts_and_attention_are_refused(tmp_path):
+    def make(dtype=torch.float32):
+        model = net(dtype)
+        model.attention = nn.MultiheadAttention(32, 4)
+        model.experts = nn.Module()
+        model.experts.proj = nn.Parameter(torch.randn(4, 32, 32))
+        return model
+
+    base = make().state_dict()
+    adapter = trained(LORA(r=2, target_modules=["attention"]), tmp_path / "attention", make=make)
+    with pytest.raises(AdapterError, match=r"an nn\.MultiheadAttention"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    adapter = trained(LORA(r=2, target_modules=["q"], target_parameters=["experts.proj"]), tmp_path / "e", make=make)
+    with pytest.raises(AdapterError, match=r"do not fit experts\.proj"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_two_adapters_in_one_file_are_refused(tmp_path):
+    base = net().state_dict()
+    tensors = {f"q.lora_{side}.{name}.weight": torch.ones(2, 2) for side in "AB" for name in ("one", "two")}
+    save_file(tensors, tmp_path / "two.safetensors")
+    with pytest.raises(AdapterError, match=r"holds 2 adapters \(one, two\)"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path / "two.safetensors")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.core.plan import Plan
 from ckptfix.errors import AdapterError, UsageError
 from ckptfix.rules.unmerged_adapter import unmerged_adapter
@@ -186,3 +187,103 @@ def test_a_model_that_was_saved_with_its_adapter_inside(tmp_path):
     want = merged_by_peft([adapter])
     assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
     assert report.exit_code == 0
+
+
+class Experts(nn.Module):
+    def __init__(self, *, inputs_first: bool):
+        super().__init__()
+        shapes = ((4, 32, 48), (4, 24, 32)) if inputs_first else ((4, 48, 32), (4, 32, 24))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.is_transposed = inputs_first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_stacked_experts(inputs_first, dtype, tmp_path, monkeypatch):
+    def make(dtype=torch.float32):
+        model = net(dtype)
+        model.experts = Experts(inputs_first=inputs_first).to(dtype)
+        return model
+
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    config = LORA(r=3, target_modules=["q"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    adapter = trained(config, tmp_path / "adapter", dtype, make)
+    repaired, _ = ckptfix.repair_state_dict(make(dtype).state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], dtype, make))
+
+
+def test_an_adapter_alone(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
+    (found,) = ckptfix.check(adapter).findings
+    assert found.message == "a LoRA adapter of rank 4 for 2 layers (fc, q), and no model"
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.q.lora_B.weight"][:, 1] = 0
+    tensors["base_model.model.q.lora_A.weight"][2] = 0
+    save_file(tensors, file)
+    (found,) = ckptfix.check(adapter).findings
+    assert found.evidence == {"zero ranks": {"base_model.model.q.lora_B.weight": 2}}
+    for key in tensors:
+        if "lora_B" in key:
+            tensors[key].zero_()
+    save_file(tensors, file)
+    found, zero = ckptfix.check(adapter).findings
+    assert not found.evidence
+    assert "this adapter changes nothing" in zero.message
+
+
+def test_how_far_the_base_changes(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    base, want = net().state_dict(), merged_by_peft([adapter])
+    torch.save(base, tmp_path / "base.pth")
+    (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
+    change = (want["q.weight"] - base["q.weight"])[:32].norm() / base["q.weight"][:32].norm()
+    assert found.evidence["change"]["q"] == pytest.approx(float(change), rel=1e-3)
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: value * ("lora_A" in key) for key, value in load_file(file).items()}, file)
+    (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
+    assert found.level is Level.WARNING
+    assert "would change nothing in 2 tensors" in found.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
+    """An adapter of kohya, and the same in the names of diffusers, old and new."""
+    from diffusers import UNet2DConditionModel
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin as Loader
+
+    def unet():
+        torch.manual_seed(0)
+        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 16}
+        return UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8).to(dtype)
+
+    model = unet()
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    ends = ("to_q.weight", "to_out.0.weight", "conv1.weight", "proj_in.weight")
+    kohya = {}
+    for key in (key for key in base if key.endswith(ends)):
+        shape, name = base[key].shape, f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
+        kohya[f"{name}.alpha"] = torch.tensor(3.0)
+        kohya[f"{name}.lora_down.weight"] = torch.randn(4, *shape[1:]) / 5
+        kohya[f"{name}.lora_up.weight"] = torch.randn(shape[0], 4, *[1] * (len(shape) - 2)) / 5
+    text = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    kohya |= {f"{text}.lora_down.weight": torch.ones(4, 8), f"{text}.lora_up.weight": torch.ones(8, 4)}
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    renamed, alphas = Loader.lora_state_dict(dict(kohya))
+    save_file(renamed, tmp_path / "processors.safetensors")
+    Loader.load_lora_into_unet(renamed, alphas, model)
+    model.save_lora_adapter(tmp_path / "new", adapter_name="default_0")
+    model.fuse_lora()
+    model.unload_lora()
+    want = dict(model.state_dict())
+    for path in (tmp_path / "kohya.safetensors", tmp_path / "new" / "pytorch_lora_weights.safetensors"):
+        repaired, report = ckptfix.repair_state_dict(base, adapter=path, select="FIL108")
+        assert_same(repaired, want)
+        assert report.findings[0].evidence.get("left", {}) == ({"lora_te": 1} if "kohya" in path.name else {})
+    # These names have no alpha: the rank stands for it.
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "processors.safetensors", select="FIL108")
+    plain = {key: value for key, value in kohya.items() if "alpha" not in key}
+    save_file(plain, tmp_path / "plain.safetensors")
+    assert_same(repaired, ckptfix.repair_state_dict(base, adapter=tmp_path / "plain.safetensors", select="FIL108")[0])
