@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,9 @@ class Adapter:
     layers: tuple[AdapterLayer, ...]
     saved: Mapping[str, str] = field(default_factory=dict)
     """Keys of the model to those of the adapter."""
+    is_peft: bool = False
+    """Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base."""
     weight: float = 1.0
-
-    @property
-    def is_peft(self) -> bool:
-        """Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base."""
-        return self.config is not None and not self.is_kohya and all(not layer.component for layer in self.layers)
 
     @property
     def is_kohya(self) -> bool:
@@ -149,12 +146,12 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
             f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
         )
     _refuse(adapter, path)
-    return Adapter(adapter.path, adapter.checkpoint, adapter.config, adapter.layers, adapter.saved, weight)
+    return replace(adapter, weight=weight)
 
 
 def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
     """Return the adapter whose tensors a checkpoint holds, by their names; one without layers if there is none."""
-    is_whole = config is not None  # that of a file of peft, in which no names begin with a component of a pipeline
+    is_peft = config is not None  # that of a file of peft, in which no names begin with a component of a pipeline
     config = config or _noted_config(checkpoint)
     found: dict[tuple[str, str], dict[str, str]] = {}
     embeddings: set[tuple[str, str]] = set()
@@ -168,7 +165,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             names.update(name for name in _SAVED.findall(key) if name)
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
-        component = None if is_whole else _COMPONENT.match(match["module"])
+        component = None if is_peft else _COMPONENT.match(match["module"])
         prefix = "" if component is None else component["dotted"] or component["kohya"]
         module = match["module"][len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
         found.setdefault((prefix, module), {})[role] = key
@@ -188,7 +185,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         parts = module.split(".")
         plain = ".".join(part for part in parts if part != "base_layer")
         layers.append(AdapterLayer(plain, prefix, parts.count("base_layer"), keys, (prefix, module) in embeddings))
-    return Adapter(path, checkpoint, config, tuple(layers), saved)
+    return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
 
 
 def _of_processor(match: re.Match[str]) -> str:
