@@ -21,6 +21,7 @@ from ckptfix.errors import Opt, UsageError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from ckptfix.core.adaptations import RECIPES
     from ckptfix.core.options import Option
 
 COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "map", "rule", "explain")
@@ -263,6 +264,9 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     if option.name in ("select", "ignore", "accept"):
         before, comma, code = begun.rpartition(",")
         return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
+    if option.kind is Kind.PAIRS:
+        recipes = (f"{name}={recipe}" for name, recipes in RECIPES.items() for recipe in recipes or ("",))
+        return [CompletionItem(text) for text in recipes if text.startswith(begun)]
     items = [CompletionItem(word) for word in option.words if word.startswith(begun)]
     return (
         [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.FILES, Kind.INPUTS) else items

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Fill, Replace
+from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
 
@@ -16,7 +16,8 @@ from ckptfix.core.target import PARAMETER, Target
 class Coverage:
     """How much of the target came from the file, by number of elements; tied tensors count once.
 
-    ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path).
+    ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path), and
+    ``adapted`` those that recipes of ``--adapt`` made of the file's: they count as from it.
     """
 
     parameters: int
@@ -24,6 +25,7 @@ class Coverage:
     buffers: int
     buffers_from_file: int
     filled: Mapping[str, int] = field(default_factory=dict)
+    adapted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -31,15 +33,19 @@ class Coverage:
         return self.parameters_from_file / self.parameters if self.parameters else 1.0
 
 
-def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace]) -> Coverage:
+def measure_coverage(
+    result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace], adapted: Iterable[Adapt] = ()
+) -> Coverage:
     """The share of the target's parameters and buffers, by number of elements, that came from the file. A tie counts
     once.
     """
     # A name that is tied to a filled tensor holds values that are not from the file either.
     views = {result.specs[key].view: fill for key, fill in filled.items() if key in result.specs}
     filled = {**{key: views[spec.view] for key, spec in result.specs.items() if spec.view in views}, **filled}
+    recipes = {result.specs[edit.key].view: edit for edit in adapted if edit.key in result.specs}
     counts: Counter[tuple[str, bool]] = Counter()
     origins: Counter[str] = Counter()
+    by_recipe: Counter[str] = Counter()
     seen: set[str] = set()
     is_hooked = is_loaded_by_hooks(result, target)
     for key, slot in target.slots.items():
@@ -51,12 +57,18 @@ def measure_coverage(result: Checkpoint, target: Target, filled: Mapping[str, Fi
         numel = result.specs[fits[0]].numel if fits else slot.numel
         from_file = any(name not in filled for name in fits) or (is_hooked and key not in filled)
         counts[slot.kind, from_file] += numel
+        edit = recipes.get(result.specs[fits[0]].view) if fits else None
         if fits and not from_file and slot.kind == PARAMETER:
             origins[filled[fits[0]].origin] += numel
+        elif edit is not None and slot.kind == PARAMETER:
+            by_recipe[edit.recipe] += numel - edit.untrained
+            counts[PARAMETER, True] -= edit.untrained
+            counts[PARAMETER, False] += edit.untrained
+            origins["target"] += edit.untrained
     parameters, buffers = (
         (counts[kind, True] + counts[kind, False], counts[kind, True]) for kind in (PARAMETER, "buffer")
     )
-    return Coverage(*parameters, *buffers, dict(origins))
+    return Coverage(*parameters, *buffers, dict(+origins), dict(by_recipe))
 
 
 def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 from ckptfix.core.parts import Part
@@ -159,6 +160,35 @@ class Assemble(Edit):
         return {**super().to_json(), "parts": [part.to_json() for part in self.parts]}
 
 
+PAD_TARGET = "vocab=pad:target"
+"""The recipe that adds rows of the model's own initial values."""
+
+
+@dataclass(frozen=True)
+class Adapt(Edit):
+    """Make a tensor of another shape, by a recipe of ``--adapt``: ``pos_embed=timm``.
+
+    ``source`` is the key in the file; another one than ``key`` stays there too. ``grids`` are the rows and columns of
+    the file's table and of the new one. ``rows`` are the rows of the file's tensor that the new one has, in order; one
+    past the last stands for the mean of all."""
+
+    kind: ClassVar[str] = "adapt"
+    key: str
+    source: str
+    recipe: str
+    dtype: str
+    before: tuple[int, ...]
+    shape: tuple[int, ...]
+    grids: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    @property
+    def untrained(self) -> int:
+        """How many elements of the new tensor are the model's initial values."""
+        new = self.shape[0] - self.before[0] if self.recipe == PAD_TARGET else 0
+        return max(new, 0) * prod(self.shape[1:])
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one layer of an adapter does to a tensor.
@@ -298,6 +328,7 @@ EDITS: Mapping[str, type[Edit]] = {
         Dequantise,
         Assemble,
         MergeAdapter,
+        Adapt,
         Plain,
         Retag,
         Rewrite,

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from ckptfix.core.adaptations import below
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.shell import no_option, typed
 from ckptfix.errors import Opt, UsageError
@@ -39,13 +40,15 @@ class Kind(Enum):
     """A list of shapes and files."""
     FILES = auto()
     """A list of files, each perhaps with ``=NUMBER`` behind it."""
+    PAIRS = auto()
+    """A table of texts; on the command line NAME=TEXT, once for each."""
     WHOLE = auto()
     NUMBER = auto()
     ARGUMENTS = auto()
     """The arguments of a function: a mapping or a list."""
 
 
-LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES)
+LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)
 """Kinds of options that can be given several times."""
 
 
@@ -196,6 +199,10 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Take the adapter off again, to the rounding of the stored sum."),
         _setting("drop_mismatched", Kind.SWITCH, _REPAIRS, no="--keep-mismatched",
             help="Treat tensors of the wrong shape as missing, so that --fill fills them."),
+        _setting("adapt", Kind.PAIRS, _REPAIRS, metavar="NAME=RECIPE",
+            help="Make tensors of another shape from the file's, by the formula of a library: pos_embed=timm,"
+            " window_bias=swin, patch_embed=timm, in_chans=timm, vocab=pad:mean, inflate=mean, head=MAP.txt,"
+            " depth=0-5. FIT103 names those that fit."),
         _setting("allow_untrained", Kind.SWITCH, _WRITES, scope=Scope.ONE_FILE,
             help="Write the result even if most parameters were filled and are untrained."),
         _setting("replace", Kind.NAMES, _REPAIRS, metavar="CODES|KEYS",
@@ -317,6 +324,9 @@ def flag_text(option: Opt) -> str:
 def key_text(option: Opt) -> str:
     """Return an option as it is written in a TOML file: ``fill = "target"``."""
     key = _BY_NAME[option.name].long.removeprefix("--") if option.name in _BY_NAME else option.name
+    if option.name in _BY_NAME and _BY_NAME[option.name].kind is Kind.PAIRS and option.value is not None:
+        pairs = (text.partition("=") for text in _pairs(option.value))
+        return f"{key} = {{ {', '.join(f'{json.dumps(name)} = {json.dumps(text)}' for name, _, text in pairs)} }}"
     return key if option.value is None else f"{key} = {json.dumps(option.value)}"
 
 
@@ -338,6 +348,8 @@ def _words(name: str, value: object) -> list[str]:
         return [option.long] if option is not None else []
     if option.kind is Kind.SWITCH:
         return [option.long] if value else [option.no] if option.no else []
+    if option.kind is Kind.PAIRS:
+        value = _pairs(value)
     if isinstance(value, (list, tuple)) and option.kind in LISTS:
         joined = [",".join(map(str, value))] if option.kind is Kind.NAMES and value else map(str, value)
         return [word for item in joined for word in (option.long, item)]
@@ -356,7 +368,16 @@ def library_settings(choices: Mapping[str, Any], command: str = REPAIR) -> dict[
     return {name: _library_form(_BY_NAME[name], value) for name, value in choices.items() if name in names}
 
 
+def _pairs(value: Any) -> tuple[str, ...]:
+    """Return a table of texts as ``NAME=TEXT``; a list of these, or one, stays."""
+    if isinstance(value, Mapping):
+        return tuple(f"{name}={text}" for name, text in value.items())
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def _library_form(option: Option, value: Any) -> Any:
+    if option.kind is Kind.PAIRS:
+        return _pairs(value)
     if option.kind is Kind.NAMES:
         texts = (value,) if isinstance(value, str) else value
         return tuple(name for text in texts for name in text.replace(",", " ").split())
@@ -379,6 +400,7 @@ _TOML: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     Kind.NAMES: ("a list of strings", lambda value: is_texts(value)),
     Kind.INPUTS: ("a list of strings", lambda value: is_texts(value)),
     Kind.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
+    Kind.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
     # A bool is not a number here: `seed = true` is a slip.
     Kind.WHOLE: ("an integer", lambda value: type(value) is int),
     Kind.NUMBER: ("a number", lambda value: type(value) in (int, float)),
@@ -431,6 +453,8 @@ def _below(folder: Path, option: Option, value: Any) -> Any:
         return [str(folder / text) for text in ([value] if isinstance(value, str) else value)]
     if option.kind is Kind.INPUTS:
         return [_input_below(folder, text) for text in value]
+    if option.kind is Kind.PAIRS:
+        return [below(folder, text) for text in _pairs(value)]
     return value
 
 

@@ -170,6 +170,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
         "buffers": coverage.buffers,
         "buffers_from_file": coverage.buffers_from_file,
         "filled": dict(coverage.filled),
+        "adapted": dict(coverage.adapted),
         "share": coverage.share,
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -71,6 +71,7 @@ class CheckSettings(TypedDict, total=False):
     adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     unmerge: bool
     drop_mismatched: bool
+    adapt: str | Sequence[str] | Mapping[str, str]
     replace: str | Sequence[str]
     reset_running_stats: bool
     zero_non_finite: bool
@@ -125,7 +126,8 @@ class Settings:
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
     the report and stop nothing. ``rename_layers`` applies a map of layers that is likely, ``rename_map`` one of the
     user (a ``RenameMap``, or the path of one), and ``rename`` single patterns (``OLD=NEW``). ``fill`` is ``target``,
-    ``twin`` (the other set of weights of the file) or the path of a donor file. ``allow_untrained`` writes a result of
+    ``twin`` (the other set of weights of the file) or the path of a donor file. ``adapt`` holds recipes for tensors of
+    another shape, ``{"pos_embed": "timm"}`` or ``pos_embed=timm``. ``allow_untrained`` writes a result of
     which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
     rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
     ``drop_optimizer`` leaves the optimizer out, and ``keep_optimizer`` leaves it as it is even if it no longer fits.
@@ -157,6 +159,7 @@ class Settings:
     adapter: tuple[str, ...] = ()
     unmerge: bool = False
     drop_mismatched: bool = False
+    adapt: tuple[str, ...] = ()
     allow_untrained: bool = False
     replace: tuple[str, ...] = ()
     reset_running_stats: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ class Target:
     parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
     initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
+    ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
+    modules take an image for, by their paths, and ``windows`` those of windows of attention.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model: only hooks of its own can make one work whose names or shapes are others. None without such.
     ``frozen`` names the parameters that ask for no gradient.
@@ -55,6 +57,9 @@ class Target:
     ties: tuple[tuple[str, ...], ...] = ()
     modules: Mapping[str, str] | None = None
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    library: str = ""
+    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], bool] | None = None
     frozen: frozenset[str] = frozenset()
@@ -94,9 +99,39 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         ties=_groups({key: _identity(tensor) for key, tensor in tensors.items()}),
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
+        library=type(module).__module__.partition(".")[0],
+        grids=_sizes(module, _grid_of),
+        windows=_sizes(module, lambda child: _pair(getattr(child, "window_size", None))),
         loads=_Trial(module) if _has_hooks(module) else None,
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )
+
+
+def _sizes(
+    module: torch.nn.Module, size_of: Callable[[torch.nn.Module], tuple[int, int] | None]
+) -> dict[str, tuple[int, int]]:
+    sizes = {path: size_of(child) for path, child in module.named_modules(remove_duplicate=False)}
+    return {path: size for path, size in sizes.items() if size is not None}
+
+
+def _grid_of(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Return the rows and columns of patches that a module divides its images into, if it says so."""
+    for name in ("grid_size", "patches_resolution", "patch_shape"):
+        if (grid := _pair(getattr(module, name, None))) is not None:
+            return grid
+    patch = _pair(getattr(module, "patch_size", None))
+    image = _pair(getattr(module, "image_size", None)) or _pair(getattr(module, "img_size", None))
+    if patch is None or image is None or min(patch) < 1:
+        return None
+    return image[0] // patch[0], image[1] // patch[1]
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    """Return a size as a pair; None if it is not one of two whole numbers."""
+    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, list | tuple) else ()
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+        return None
+    return pair[0], pair[1]
 
 
 _TORCH = "torch.nn.modules."

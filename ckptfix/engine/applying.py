@@ -13,6 +13,7 @@ from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import (
+    Adapt,
     Assemble,
     Cast,
     Dequantise,
@@ -103,10 +104,17 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step, Rename)
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
     changes = [
-        edit for edit in step.edits if isinstance(edit, (Cast, Dequantise, MergeAdapter, Reshape, Replace, Zero))
+        edit
+        for edit in step.edits
+        if isinstance(edit, (Cast, Dequantise, MergeAdapter, Reshape, Replace, Zero))
+        or (isinstance(edit, Adapt) and edit.source == edit.key)
     ]
     supplies = with_measurements(checkpoint, changes, supplies)
-    additions = [edit for edit in step.edits if isinstance(edit, (Fill, Tie))]
+    additions = [
+        edit
+        for edit in step.edits
+        if isinstance(edit, (Fill, Tie)) or (isinstance(edit, Adapt) and edit.source != edit.key)
+    ]
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
     used = {part.source: edit.key for edit in reversed(made_of) for part in reversed(edit.parts)}
     for key in (*renames, *dropped, *used, *(edit.key for edit in changes)):
@@ -140,7 +148,8 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
         name = renames.get(change.key, change.key)
         # The same change of two names of one tensor leaves them one tensor.
         entry = entries[name]
-        view = (entry.view, replace(change, key="")) if isinstance(entry, TensorSpec) and entry.storage else (name,)
+        same = replace(change, key="", source="") if isinstance(change, Adapt) else replace(change, key="")
+        view = (entry.view, same) if isinstance(entry, TensorSpec) and entry.storage else (name,)
         if view not in made:
             made[view] = _changed(checkpoint, entry, change, supplies)
         entries[name] = made[view]
@@ -212,7 +221,7 @@ def _unique(renames: dict[str, str], step: Step, kind: type[Edit]) -> dict[str, 
 def _changed(
     checkpoint: Checkpoint,
     spec: object,
-    change: Cast | Dequantise | MergeAdapter | Reshape | Replace | Zero,
+    change: Adapt | Cast | Dequantise | MergeAdapter | Reshape | Replace | Zero,
     supplies: Supplies,
 ) -> TensorSpec:
     if not isinstance(spec, TensorSpec):
@@ -258,6 +267,8 @@ def _changed(
             [_of_adapter(checkpoint, delta.adapter, key, supplies) for key in delta.factors] for delta in change.deltas
         ]
         return merged_spec(spec, change, factors, checkpoint.path)
+    if isinstance(change, Adapt):
+        return adapted(checkpoint, change, supplies)
     if isinstance(change, Replace):
         if (spec.dtype, spec.shape) != (change.dtype, change.shape):
             raise PlanError(
@@ -288,7 +299,7 @@ def _of_adapter(checkpoint: Checkpoint, path: str, key: str, supplies: Supplies)
 
 
 def _with_additions(
-    checkpoint: Checkpoint, step: Step, entries: dict[str, Any], additions: list[Fill | Tie], supplies: Supplies
+    checkpoint: Checkpoint, step: Step, entries: dict[str, Any], additions: list[Fill | Tie | Adapt], supplies: Supplies
 ) -> dict[str, Any]:
     """The entries with the new ones, each behind the last entry of its module, or else at the end."""
     if not additions:
@@ -304,6 +315,8 @@ def _with_additions(
             )
         if isinstance(addition, Fill):
             value: object = filled(checkpoint, addition, supplies)
+        elif isinstance(addition, Adapt):
+            value = adapted(checkpoint, addition, supplies)
         else:
             value = entries.get(addition.to, added.get(addition.to))
         if not isinstance(value, TensorSpec):
@@ -376,6 +389,19 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
             Opt("fill"),
         )
     return donor
+
+
+def adapted(checkpoint: Checkpoint, edit: Adapt, supplies: Supplies) -> TensorSpec:
+    """The tensor that a recipe makes of one of the file."""
+    from ckptfix.values.adapting import adapted_spec
+
+    spec = checkpoint.entries.get(edit.source)
+    if not isinstance(spec, TensorSpec):
+        raise PlanError(f"{checkpoint.path}: {edit.source} is not a tensor to adapt; the plan belongs to another file")
+    if edit.untrained:
+        fresh = filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, "target"), supplies)
+        return adapted_spec(spec, edit, checkpoint.path, fresh)
+    return adapted_spec(spec, edit, checkpoint.path)
 
 
 def replaced(checkpoint: Checkpoint, change: Replace, supplies: Supplies) -> TensorSpec:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ckptfix.core.adaptations import HEAD, adaptation
 from ckptfix.core.buffers import COUNTED_SINCE
 from ckptfix.core.checkpoint import Checkpoint, path_name
-from ckptfix.core.edits import Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
+from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
@@ -105,7 +106,7 @@ def carry_out(
     from ckptfix.engine.applying import Supplies, apply_plan
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
-    left = diagnose(result, target, replace(settings, unsafe_fixes=False, rename_map=None), donor)
+    left = diagnose(result, target, replace(settings, unsafe_fixes=False, rename_map=None, adapt=()), donor)
     return Diagnosis(left.findings, (), plan, result, left.figures)
 
 
@@ -126,7 +127,8 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
     if target is not None:
         from ckptfix.core.coverage import measure_coverage, obstacles
 
-        coverage = measure_coverage(diagnosis.result, target, diagnosis.filled)
+        adapted = (edit for edit in diagnosis.plan.edits if isinstance(edit, Adapt))
+        coverage = measure_coverage(diagnosis.result, target, diagnosis.filled, adapted)
         left = tuple(obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE)))
     specs = diagnosis.result.specs
     return Report(
@@ -188,6 +190,9 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
 
 def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
     applied = {step.rule for step in plan.steps}
+    # Classes that were put into another order once are not put into it again: their shape does not show it.
+    once = tuple(text for text in settings.adapt if adaptation(text).name != HEAD)
+    context = replace(context, settings=replace(settings, adapt=once))
     for rule in RULES:
         # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
         # the value rules only those that changed something are asked again.

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.options import CHECK, REPAIR, settings_of
+from ckptfix.core.adaptations import adaptation
+from ckptfix.core.options import CHECK, REPAIR, library_settings, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError
@@ -50,8 +51,13 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         adapter=_paths("adapter", settings.adapter),
         input=_texts("input", settings.input),
         rename=_texts("rename", settings.rename),
+        adapt=_texts("adapt", library_settings({"adapt": settings.adapt})["adapt"]),
     )
     settings = replace(settings, rename_map=_rename_map(settings))
+    for each in map(adaptation, settings.adapt):
+        for file in each.files():
+            if not Path(file).is_file():
+                raise UsageError(Opt("adapt", each.text), f": there is no file {file}; check the path")
     if settings.replace and settings.fill is None:
         raise UsageError(
             Opt("replace"),
@@ -99,6 +105,8 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
             *(Opt("fill", settings.fill_file), ": what is missing shows only against a target; add ", *target),
             *(", or name the values to replace with ", Opt("replace")),
         )
+    if settings.adapt and not has_target:
+        raise UsageError(Opt("adapt", settings.adapt), " makes tensors fit a model or a reference; add ", *target)
     if settings.recalibrate is not None and model is None:
         raise UsageError(Opt("recalibrate"), " runs data through the model; add ", factory)
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():

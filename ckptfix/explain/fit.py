@@ -6,7 +6,6 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, Shape, read_mismatch
 from ckptfix.explain.records import Advice
 from ckptfix.explain.text import Message
+from ckptfix.rules.adapting import POSITIONS, cases
 from ckptfix.rules.wrapper_segment import MODULE, WRAPPER_SEGMENTS
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
@@ -225,7 +225,13 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             "mends the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
         )
-    if mismatch.shapes:
+    if recipes := _recipes(mismatch):
+        adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
+        yield Advice(
+            f"makes {counted(len(recipes), 'key')} of another shape fit, by the formula of a library",
+            f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
+        )
+    if mismatch.shapes.keys() - recipes.keys():
         yield Advice(
             "takes the keys of another shape from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
@@ -258,6 +264,13 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
     elif "KEY103" in findings:
         inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE
         yield Advice("loads into the model inside of the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
+
+
+def _recipes(mismatch: Mismatch) -> dict[str, str]:
+    """Return the recipe of ``--adapt`` for each key of another shape that has one."""
+    slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
+    found = cases(mismatch.shapes, Target(mismatch.model or "the model", slots), {})
+    return {key: f"{case.name}={case.recipes[0]}" for case in found for key in case.shapes}
 
 
 def _prefix(edits: tuple[object, ...]) -> str:
@@ -301,7 +314,7 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[s
     others = {key: pair for key, pair in shapes.items() if key not in empty}
     if not others:
         return
-    positions = {key: pair for key, pair in others.items() if _POSITIONS.search(key)}
+    positions = {key: pair for key, pair in others.items() if POSITIONS.search(key)}
     for group, is_positions in ((positions, True), ({k: others[k] for k in others if k not in positions}, False)):
         if group:
             reason = "position embeddings of another resolution or length" if is_positions else _shape_reason(group)
@@ -309,12 +322,6 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[s
                 f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items()
             )
             yield f"{counted(len(group), 'key')} of another shape: {reason}.", lines
-
-
-_POSITIONS = re.compile(
-    r"(?:^|[._])(?:abs_|rel_)?pos(?:ition(?:al|s)?)?(?:_?emb(?:ed(?:ding)?s?)?)?(?:[._]|$)", re.IGNORECASE
-)
-"""Segments of keys that hold position embeddings."""
 
 
 def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:

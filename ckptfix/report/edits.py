@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptfix.core.edits import (
+    Adapt,
     Assemble,
     Cast,
     Dequantise,
@@ -75,6 +76,12 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         lines += _listed(head, (edit.key for edit in merged), limit)
     for which, zeros in _grouped(_of(edits, Zero), lambda edit: edit.which):
         lines += _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
+    for (recipe, grids), adapts in _grouped(_of(edits, Adapt), lambda edit: (edit.recipe, tuple(edit.grids))):
+        old, new = ("x".join(map(str, side)) for side in (grids[: len(grids) // 2], grids[len(grids) // 2 :]))
+        how = f"{recipe}, {old} → {new}" if grids else recipe
+        numel = sum(math.prod(edit.shape) for edit in adapts)
+        specs = {edit.key: f"{list(edit.before)} → {list(edit.shape)}" for edit in adapts}
+        lines += _listed(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
     for edit in _of(edits, Tie):
         lines.append(f"tie {edit.key} to {edit.to}")
     for (before, dtype), casts in _grouped(_of(edits, Cast), lambda edit: (edit.before, edit.dtype)):
@@ -105,6 +112,7 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
         Reshape,
         Assemble,
         MergeAdapter,
+        Adapt,
         Plain,
         Retag,
         Rewrite,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Cast, Drop, Edit, Fill, Moments, Plain, Rename, Replace
+from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
@@ -167,6 +167,7 @@ _DONE: Mapping[type[Edit], str] = {
     Fill: "filled",
     Replace: "replaced",
     Drop: "dropped",
+    Adapt: "adapted",
     Cast: "cast",
 }
 
@@ -295,10 +296,12 @@ def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:
     parameters = f"{quantity(coverage.parameters)} parameters (by number of elements)"
     verb = "came" if mode is Mode.REPAIR else "would come"
     filled = "".join(f"; {elements(numel)} filled from {origin}" for origin, numel in coverage.filled.items())
+    parts = (f"{elements(numel)} adapted by {recipe}" for recipe, numel in coverage.adapted.items())
+    adapted = f" ({', '.join(parts)})" if coverage.adapted else ""
     return (
         "coverage: ",
         Span(share, "good" if coverage.parameters_from_file >= coverage.parameters else "warning"),
-        f" of {parameters} {verb} from the file; buffers {buffers}",
+        f" of {parameters} {verb} from the file{adapted}; buffers {buffers}",
         Span(filled, "warning"),
     )
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
@@ -190,15 +190,16 @@ def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
     return found
 
 
-def is_of_another_model(checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether half of the target's parameters or more are not in the file."""
+def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Collection[str] = ()) -> bool:
+    """Return whether half of the target's parameters or more are not in the file, nor among the ``adaptable`` keys."""
     seen: set[str] = set()
     total = 0
     for key, slot in target.slots.items():
         if slot.kind == PARAMETER and key not in seen:
             seen.update(target.tie_of.get(key, (key,)))
             total += slot.numel
-    return total > 0 and sum(untrained(checkpoint, target).values()) >= MOST * total
+    lost = sum(numel for key, numel in untrained(checkpoint, target).items() if key not in adaptable)
+    return total > 0 and lost >= MOST * total
 
 
 def other_layout(checkpoint: Checkpoint, target: Target) -> str:

@@ -12,23 +12,44 @@ another number of classes, vocabulary, resolution or number of input channels.
 
 ## Fix safety
 
-None by itself: a head of another size, an expanded input convolution or a resized embedding is never invented.
-`--drop-mismatched` takes these keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
-report lists with their numel. Only axes of one element at the end or in front are put on or taken off, safely, as no
-value changes its place: a 1x1 convolution `[64, 16, 1, 1]` in place of a linear layer `[64, 16]`, `[1]` in place of
-`[]`, and the reverse. Where the axes of all such tensors are in another order,
-and only one order gives the target's shapes (spconv 1 has `[3, 3, 3, 16, 32]` where spconv 2 has `[32, 3, 3, 3, 16]`),
-`--unsafe-fixes` puts them in that order. Where other tensors have a shape that fits in either order, such as square
-matrices beside transposed ones, it is only reported.
+Nothing is changed unless it is asked for, except axes of one element at the end or in front: they are put on or taken
+off, safely, as no value changes its place. That makes a 1x1 convolution `[64, 16, 1, 1]` of a linear layer `[64, 16]`,
+`[1]` of `[]`, and the reverse.
+
+`--adapt NAME=RECIPE` makes a tensor of the model's shape from the file's, by the formula of a library. It is unsafe:
+the values are not those that were trained, and the model should be fine-tuned. The message names the recipes that fit,
+that of the model's own library first.
+
+- `pos_embed=timm`, `plain` or `torchvision` resamples the position embeddings of images. The grid of patches and the
+  number of tokens beside it come from the model, or else from the tokens that the file has. The file's grid has to be
+  square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
+- `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's.
+- `patch_embed=timm` is for patches of another size, `in_chans=timm` or `mean` for images with other channels.
+- `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
+- `inflate=mean` or `centre` makes convolutions over images and time of those over images.
+
+`pos_embed@visual.*=timm` is for the keys of that pattern only. Grids that cannot be right and recipes that do not fit
+are refused.
+
+`--drop-mismatched` takes the other keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
+report lists with their numel. Where both shapes are those of a matrix and its transpose, the message says so.
+Where the axes of all such tensors are in another order, and only one order gives the target's shapes (spconv 1 has
+`[3, 3, 3, 16, 32]` where spconv 2 has `[32, 3, 3, 3, 16]`), `--unsafe-fixes` puts them in that order. Where other
+tensors have a shape that fits in either order, such as square matrices beside transposed ones, it is only reported.
 
 ## Example
 
     ckptfix repair imagenet.pth --model my_models:resnet18_10_classes --drop-mismatched --fill target
     # fc.weight  file [1000, 512]  target [10, 512]
+    ckptfix repair vit.pth --model my_models:vit_384 --adapt pos_embed=timm
+    # adapt 1 key (443 k elements) by pos_embed=timm, 14x14 → 24x24: pos_embed  [1, 197, 768] → [1, 577, 768]
 
 ## Sources
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`)
+- https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py
+- https://github.com/google-research/vision_transformer/pull/317 (a square root that took 196 positions for 195)
 """
 
 from __future__ import annotations
@@ -37,14 +58,17 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
+from ckptfix.core.adaptations import HEAD, adaptation
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Assemble, Drop, Reshape
+from ckptfix.core.edits import Adapt, Assemble, Drop, Reshape
 from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of
 from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.adapting import is_adaptable
 
 _TRANSPOSED = advise(
     "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, "
@@ -62,7 +86,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     """Shows both shapes; drops the keys where that was asked for."""
     if context.target is None:
         return
-    evidence = {}
+    evidence: dict[str, Any] = {}
     reshapes = []
     for key, slot in context.target.slots.items():
         entry = context.checkpoint.entries.get(key)
@@ -85,31 +109,64 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=Fix(tuple(reshapes), Applicability.SAFE),
         )
     for axes, keys in _turned(evidence, context.checkpoint, context.target).items():
-        shapes = {key: evidence.pop(key) for key in keys}
+        turned = {key: evidence.pop(key) for key in keys}
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
             f"{', '.join(map(str, axes))} of the file",
             keys=tuple(keys),
-            evidence={"shapes": shapes},
-            fix=Fix(tuple(_turn(key, shapes[key], axes, context.checkpoint) for key in keys), Applicability.UNSAFE),
+            evidence={"shapes": turned},
+            fix=Fix(tuple(_turn(key, turned[key], axes, context.checkpoint) for key in keys), Applicability.UNSAFE),
             remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
             blocks=Blocks.FILLING,
         )
+    shapes = {
+        key: (tuple(pair["file"]), tuple(pair["target"]))
+        for key, pair in evidence.items()
+        if key in context.checkpoint.specs and is_adaptable(context.checkpoint.specs[key])
+    }
+    given = tuple(map(adaptation, context.settings.adapt))
+    known = cases(shapes, context.target, {k: spec.shape for k, spec in context.checkpoint.specs.items()}, given)
+    known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
+    is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
+    for case in known:
+        edits = adapt_edits(case, given, context.checkpoint.specs)
+        if edits or (case.name != HEAD and not is_other):
+            for edit in edits:
+                evidence.pop(edit.key, None)
+            left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
+            yield from _case_findings(rule, context, case, edits, left)
     if evidence:
-        drops = tuple(Drop(key) for key in evidence)
-        turned = sum(_is_transposed(shapes["file"], shapes["target"]) for shapes in evidence.values())
-        # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
-        is_turned = 2 * turned > sum(len(shapes["target"] or ()) == 2 for shapes in evidence.values())
+        heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
+        yield _unknown(rule, context, evidence, is_other, heads)
+
+
+def _case_findings(
+    rule: Rule,
+    context: Context,
+    case: Case,
+    edits: tuple[Adapt, ...],
+    left: Mapping[str, Any],
+) -> Iterator[Finding]:
+    """What a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
+    for recipe in dict.fromkeys(edit.recipe for edit in edits):
+        mine = tuple(edit for edit in edits if edit.recipe == recipe)
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(evidence), 'key')} of another shape than the target's"
-            f"{f', {turned} of them transposed' if turned else ''}",
-            keys=tuple(evidence),
-            evidence={"shapes": evidence},
+            f"{counted(len(mine), 'key')} of another shape, adapted by {recipe}: {case.words}",
+            keys=tuple(edit.key for edit in mine),
+            evidence={"shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in mine}},
+            fix=Fix(mine, Applicability.UNSAFE, asked=True),
+        )
+    if left:
+        drops = tuple(Drop(key) for key in left)
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
+            keys=tuple(left),
+            evidence={"shapes": left},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
-            remedies=_TRANSPOSED if is_turned else tuple(_remedies(evidence, context, context.target)),
-            blocks=Blocks.FILLING if is_turned else Blocks.NOTHING,
+            remedies=(*recipes_of(case), *_fillings(left, context)),
         )
 
 
@@ -165,16 +222,39 @@ def _turn(key: str, shapes: Mapping[str, Any], axes: tuple[int, ...], checkpoint
     return Assemble(key, checkpoint.specs[key].dtype, tuple(shapes["target"]), (part,))
 
 
-def _remedies(mismatched: Mapping[str, Any], context: Context, target: Target) -> Iterator[Remedy]:
-    if is_of_another_model(context.checkpoint, target):
-        yield from NAME_THE_MODEL
-        return
-    if target.initial is not None:
+def _unknown(
+    rule: Rule, context: Context, shapes: Mapping[str, Any], is_other: bool, heads: tuple[Remedy, ...]
+) -> Finding:
+    drops = tuple(Drop(key) for key in shapes)
+    turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
+    # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
+    is_turned = 2 * turned > sum(len(pair["target"] or ()) == 2 for pair in shapes.values())
+    remedies = (
+        _TRANSPOSED
+        if is_turned
+        else NAME_THE_MODEL
+        if is_other
+        else (*_fillings(shapes, context), *heads, Remedy(text="name the model that the file belongs to"))
+    )
+    return rule.finding(
+        Level.ERROR,
+        f"{counted(len(shapes), 'key')} of another shape than the target's"
+        f"{f', {turned} of them transposed' if turned else ''}",
+        keys=tuple(shapes),
+        evidence={"shapes": shapes},
+        fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
+        remedies=remedies,
+        blocks=Blocks.FILLING if is_turned else Blocks.NOTHING,
+    )
+
+
+def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:
+    target = context.target
+    if target is not None and target.initial is not None:
         price = untrained(context.checkpoint, target)
         lost = tuple((key, price[key]) for key in mismatched if key in price)
         yield Remedy((*_DROP, ("fill", "target")), "takes the model's initial values, which are untrained", lost)
     yield Remedy((*_DROP, ("fill", FILE)), "takes them from another checkpoint")
-    yield Remedy(text="name the model that the file belongs to")
 
 
 def _is_plain(spec: TensorSpec) -> bool:

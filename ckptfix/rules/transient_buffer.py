@@ -10,15 +10,16 @@ statistics of an InstanceNorm that does not track them, in files from before tor
 
 Whether such a buffer is saved changes between releases of a library. A strict load then fails over a tensor that
 carries no learned value: `Missing key(s): "embeddings.position_ids"`, or the same as unexpected, or `Unexpected
-running stats buffer(s)`.
+running stats buffer(s)`. A model for other images or longer texts has them in another shape, and it fails with `size
+mismatch`.
 
 ## Fix safety
 
 Safe, with one exception. A buffer is dropped where the target has one of the same name that it does not save, or
 has none at all and the name is known for one of these. It is filled only from the model's own initialisation, which
-is not random here, and only under a known name. A buffer that the target wants is kept as stored, whatever its
-name: ESM's `inv_freq` differs from a fresh one. InstanceNorm statistics are dropped only where the file is older
-than 0.4.0, as evaluation did not use them then.
+is not random here, and only under a known name; one of another shape is replaced in the same way. A buffer that the
+target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs from a fresh one.
+InstanceNorm statistics are dropped only where the file is older than 0.4.0, as evaluation did not use them then.
 
 Unsafe, and a warning, where the target works out a buffer of floats, such as `inv_freq`, with other values than those
 stored: then the model may be configured in another way (the base or the scaling of its rotary embedding), and give
@@ -92,6 +93,19 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(extra),
             evidence={"known": {leaf: TRANSIENT[leaf] for leaf in _leaves(extra) if leaf in TRANSIENT}},
             fix=Fix(tuple(Drop(key) for key in extra), Applicability.SAFE),
+        )
+    if resized := list(_resized(checkpoint, target)):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(resized), 'buffer')} of another shape that the model works out for itself",
+            keys=tuple(fill.key for fill in resized),
+            evidence={
+                "shapes": {
+                    fill.key: {"file": list(checkpoint.specs[fill.key].shape), "target": list(fill.shape)}
+                    for fill in resized
+                }
+            },
+            fix=Fix((*(Drop(fill.key) for fill in resized), *resized), Applicability.SAFE),
         )
     if fills := list(_fills(checkpoint, target)):
         yield rule.finding(
@@ -171,10 +185,21 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
 
 def _fills(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
     """Buffers of a known name that the target wants, the file lacks, and a fresh model has."""
-    if target.initial is None:
-        return
-    for key, slot in target.slots.items():
-        if slot.kind != BUFFER or slot.shape is None or key in checkpoint.entries:
-            continue
-        if is_transient(key, slot.shape):
-            yield Fill(key, slot.dtype, slot.shape, "target")
+    return (fill for fill in _known(target) if fill.key not in checkpoint.entries)
+
+
+def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
+    """Buffers of a known name that the file has for another size of the model, such as another window."""
+    return (
+        fill
+        for fill in _known(target)
+        if fill.key in checkpoint.specs and checkpoint.specs[fill.key].shape != fill.shape
+    )
+
+
+def _known(target: Target) -> Iterator[Fill]:
+    """Fills for the buffers of a known name that a fresh model has."""
+    if target.initial is not None:
+        for key, slot in target.slots.items():
+            if slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):
+                yield Fill(key, slot.dtype, slot.shape, "target")

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptfix.core.adaptations import adaptation
 from ckptfix.core.config import parse_toml
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.options import (
@@ -118,6 +119,7 @@ class Treatment:
         named["compare"] = None if settings.compare == "source" else settings.compare
         yield from ((name, file) for name, file in named.items() if file is not None)
         yield from (("adapter", path) for path in adapter_paths(settings.adapter))
+        yield from (("adapt", file) for text in settings.adapt for file in adaptation(text).files())
         for text in settings.input:
             if Path(file := text.rpartition("=")[2]).is_file():
                 yield "input", file
@@ -267,6 +269,8 @@ def _treatment(
         del chosen[name]  # the defaults have it for the files that have a model
     if chosen.get("fill") == "target" and "fill" not in own and not {"model", "like"} & chosen.keys():
         del chosen["fill"]  # and this for those that have a target
+    if "adapt" in chosen and "adapt" not in own and not {"model", "like"} & chosen.keys():
+        del chosen["adapt"]
     try:
         if output is not None:
             check_template(output)
@@ -289,8 +293,10 @@ def treatment_of_choices(
         raise UsageError(Opt("model"), " and ", Opt("like"), " exclude each other")
     if settings.smoke and model is None:
         raise UsageError(Opt("smoke"), " runs a model; add ", Opt("model", "pkg.mod:factory"))
-    if (settings.fill == "target" or settings.drop_mismatched) and model is None and like is None:
-        option = Opt("fill", "target") if settings.fill == "target" else Opt("drop_mismatched")
+    needing = {"fill": settings.fill == "target", "drop_mismatched": settings.drop_mismatched, "adapt": settings.adapt}
+    if any(needing.values()) and model is None and like is None:
+        name = next(name for name, is_given in needing.items() if is_given)
+        option = Opt(name, "target") if name == "fill" else Opt(name)
         raise UsageError(option, " needs something to fit; add ", Opt("model"), " or ", Opt("like"))
     _ = settings.cast_dtype  # raises for an unknown dtype
     try:

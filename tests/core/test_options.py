@@ -25,6 +25,7 @@ FORMS = {
     Kind.NAMES: tuple[str, ...],
     Kind.INPUTS: tuple[str, ...],
     Kind.FILES: tuple[str, ...],
+    Kind.PAIRS: tuple[str, ...],
     Kind.TEXT: str,
     Kind.FILE: str,
 }

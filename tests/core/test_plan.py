@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import ckptfix
 from ckptfix.core.edits import (
     EDITS,
+    Adapt,
     Assemble,
     Cast,
     Delta,
@@ -185,6 +186,7 @@ EXAMPLES: dict[str, Edit] = {
     "dequantise": Dequantise("a", "int8", "float32", "a.SCB", "bitsandbytes int8"),
     "reshape": Reshape("a", (), (1,)),
     "plain": Plain("args", "argparse.Namespace", "dict"),
+    "adapt": Adapt("a", "b", "pos_embed=timm", "float16", (1, 5, 2), (1, 10, 2), (2, 2, 3, 3), (0, 1)),
     "assemble": Assemble("a", "float32", (4, 2), (Part("b", ((0, 2), (0, 4)), ((0, 4), (0, 2)), axes=(1, 0)),)),
     "merge-adapter": MergeAdapter(
         "a", "float32", (4, 2), (Delta("lora", "linear", ("b", "c"), 0.5), Delta("", "rows", ("d",), rows=(3,))), True

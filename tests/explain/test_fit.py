@@ -90,6 +90,32 @@ def test_what_the_keys_say(message: str, words: str):
     assert words in causes(message)
 
 
+RECIPES = [
+    (size("pos_embed", [1, 197, 8], [1, 577, 8]), "--adapt pos_embed=timm"),
+    (size("encoder.pos_embedding", [1, 197, 8], [1, 577, 8]), "--adapt pos_embed=torchvision"),
+    (size("vit.embeddings.position_embeddings", [1, 197, 8], [1, 577, 8]), "--adapt pos_embed=plain"),
+    (size("layers.0.blocks.0.attn.relative_position_bias_table", [169, 3], [529, 3]), "--adapt window_bias=swin"),
+    (size("patch_embed.proj.weight", [8, 3, 16, 16], [8, 3, 32, 32]), "--adapt patch_embed=timm"),
+    (size("conv1.weight", [8, 3, 7, 7], [8, 1, 7, 7]), "--adapt in_chans=timm"),
+    (size("conv1.weight", [8, 3, 7, 7], [8, 3, 5, 7, 7]), "--adapt inflate=mean"),
+    (size("model.embed_tokens.weight", [100, 8], [104, 8]), "--adapt vocab=pad:mean"),
+]
+
+
+@pytest.mark.parametrize(("message", "option"), RECIPES)
+def test_a_recipe_for_a_shape(message: str, option: str):
+    (read,) = messages(text(None, None, message))
+    commands = [advice.command for advice in read_fit(read).advice if advice.command]
+    assert commands[1:] == [f"ckptfix repair {{FILE}} --model {{MODEL}} {option}"]
+
+
+def test_recipes_beside_a_head():
+    (read,) = messages(text(None, None, RECIPES[0][0], RECIPES[5][0], size("head.weight", [10, 8], [2, 8])))
+    commands = [advice.command for advice in read_fit(read).advice if advice.command]
+    assert commands[1].endswith("--model {MODEL} --adapt pos_embed=timm --adapt in_chans=timm")
+    assert commands[2].endswith("--drop-mismatched --fill target")
+
+
 OLD = [
     pytest.param(
         "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'", "The unexpected key begins", id="0.3"

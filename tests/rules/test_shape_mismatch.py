@@ -45,7 +45,7 @@ def test_shown_with_both_shapes_and_never_resized():
 def test_the_price_of_other_values():
     file, model = (nn.Sequential(nn.Linear(9, 9), nn.Linear(9, width)) for width in (3, 2))
     (finding,) = propose(shape_mismatch, file.state_dict(), model)
-    first, donor, _ = finding.remedies
+    first, donor, *_ = finding.remedies
     assert first.options == (("drop_mismatched", True), ("fill", "target"))
     assert first.untrained == (("1.weight", 18), ("1.bias", 2))
     assert not donor.is_complete

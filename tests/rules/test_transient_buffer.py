@@ -168,6 +168,18 @@ def test_filled_from_the_model():
     assert torch.equal(after["position_ids"], IDS)
 
 
+def test_replaced_if_the_model_has_another_size():
+    """A file for longer texts, or other windows: what is worked out from a size is the model's."""
+    model = Embeddings("position_ids")
+    state = state_of("position_ids", torch.arange(2 * IDS.numel()).unsqueeze(0))
+    (finding,) = propose(transient_buffer, state, model)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.SAFE
+    after = repaired(transient_buffer, state, model)
+    model.load_state_dict(after, strict=True)
+    assert torch.equal(after["position_ids"], IDS)
+
+
 def test_statistics_of_an_old_instance_norm():
     model = nn.Sequential(PLAIN)
     state = before_0_4(nn.Sequential(TRACKING))

@@ -1,0 +1,120 @@
+"""What ``--adapt`` takes: the name of a kind of tensor, and the recipe that makes one of another shape from the file's.
+
+``pos_embed=timm``, ``pos_embed@visual.*=timm:14x14:24x24``, ``vocab=pad:mean``, ``head=classes.txt``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.errors import Opt, UsageError
+
+POS_EMBED, WINDOW_BIAS, PATCH_EMBED, IN_CHANS = "pos_embed", "window_bias", "patch_embed", "in_chans"
+VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
+
+RECIPES: Mapping[str, tuple[str, ...]] = {
+    POS_EMBED: ("timm", "plain", "torchvision", "linear", "cut"),
+    WINDOW_BIAS: ("swin", "beit"),
+    PATCH_EMBED: ("timm",),
+    IN_CHANS: ("timm", "mean"),
+    VOCAB: ("cut", "pad:mean", "pad:zeros", "pad:target"),
+    INFLATE: ("mean", "centre"),
+    HEAD: (),
+    DEPTH: (),
+}
+"""The recipes of each kind of tensor; empty for those whose recipe is a file or a list of the user's."""
+
+WITH_GRIDS = (POS_EMBED, WINDOW_BIAS)
+"""The kinds whose recipe may be followed by the grid of the file and that of the model."""
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """One ``--adapt``: ``name`` is the kind of tensor, ``keys`` a pattern of those it is for, ``old`` and ``new`` the
+    grids of the file and of the model, if they were given."""
+
+    name: str
+    recipe: str
+    keys: str = "*"
+    old: Grid | None = None
+    new: Grid | None = None
+
+    @property
+    def label(self) -> str:
+        """What the plan and the report show: ``pos_embed=timm``; for files and lists, whose rows the plan has, the
+        name."""
+        return f"{self.name}={self.recipe}" if RECIPES[self.name] else self.name
+
+    @property
+    def text(self) -> str:
+        """What the user wrote, without grids."""
+        return self.with_recipe(self.recipe)
+
+    def with_recipe(self, recipe: str) -> str:
+        """Return the same for another recipe."""
+        return f"{self.name}{'' if self.keys == '*' else f'@{self.keys}'}={recipe}"
+
+    def files(self) -> tuple[str, ...]:
+        """Return the files that the recipe names."""
+        return tuple(self.recipe.split(",")) if self.name == HEAD else ()
+
+    def layers(self) -> tuple[int, ...]:
+        """Return the layers of the file that ``depth=0-5,8-11`` names, one for each layer of the model."""
+        found: list[int] = []
+        for piece in self.recipe.split(","):
+            match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", piece.strip())
+            if match is None or (match[2] and int(match[2]) < int(match[1])):
+                raise UsageError(
+                    Opt("adapt", self.text), f": {piece!r:.40} is not a layer of the file; write them like 0-5,8-11"
+                )
+            found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        return tuple(found)
+
+
+def adaptation(text: str) -> Adaptation:
+    """Return what ``NAME[@KEYS]=RECIPE[:GRID[:GRID]]`` means. Raises ``UsageError`` if it means nothing."""
+    left, equals, right = text.partition("=")
+    name, at, keys = left.partition("@")
+    if name not in RECIPES or not equals or not right or (at and not keys):
+        close = difflib.get_close_matches(name, RECIPES, 1)
+        hint = f"did you mean {close[0]}?" if equals and close and close[0] != name else "write it as NAME=RECIPE"
+        raise UsageError(Opt("adapt", text), f": {hint}; the names are {', '.join(RECIPES)}")
+    known = RECIPES[name]
+    if not known:
+        asked = Adaptation(name, right, keys or "*")
+        if name == DEPTH:
+            asked.layers()
+        return asked
+    if name not in WITH_GRIDS:
+        recipe, grids = right, []
+    else:
+        recipe, *grids = right.split(":")
+    if recipe not in known or len(grids) > 2:
+        close = difflib.get_close_matches(recipe, known, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(Opt("adapt", text), f": {name} has no recipe {recipe!r:.40}; {hint}give {' or '.join(known)}")
+    old, new = (*(_grid(text, grid) for grid in grids), None, None)[:2]
+    return Adaptation(name, recipe, keys or "*", old, new)
+
+
+def _grid(text: str, grid: str) -> Grid:
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})?", grid):
+        raise UsageError(
+            Opt("adapt", text),
+            f": {grid!r:.40} is not a grid; write rows x columns of the file and the model: 14x14:24x24",
+        )
+    return tuple(map(int, grid.split("x")))
+
+
+def below(folder: Path, text: str) -> str:
+    """Return the text with its files relative to the folder of the configuration file that it was read from."""
+    left, equals, right = text.partition("=")
+    if left.partition("@")[0] != HEAD:
+        return text
+    return f"{left}{equals}{','.join(str(folder / name) for name in right.split(','))}"

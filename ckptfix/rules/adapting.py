@@ -1,0 +1,484 @@
+"""Tensors of the right name and another shape that a known formula makes fit: which they are, and which recipe of
+``--adapt`` is for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckptfix.core.adaptations import (
+    HEAD,
+    IN_CHANS,
+    INFLATE,
+    PATCH_EMBED,
+    POS_EMBED,
+    VOCAB,
+    WINDOW_BIAS,
+    Adaptation,
+    Grid,
+)
+from ckptfix.core.edits import Adapt
+from ckptfix.core.finding import Placeholder, Remedy, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.errors import Opt, UsageError
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, tuple[Shape, Shape]]
+"""By key the shape in the file and that in the model."""
+
+POSITIONS = re.compile(
+    r"(?:^|[._])(?:wpe|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?(?:_?emb(?:ed(?:ding)?s?)?)?)(?:[._]|$)",
+    re.IGNORECASE,
+)
+"""Segments of keys that hold position embeddings."""
+
+_BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
+_PATCHES = re.compile(r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|visual\.conv1\.weight$", re.IGNORECASE)
+_WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)(?:[._]|$)", re.IGNORECASE)
+_NO_WORDS = re.compile(r"token_type|segment|patch|time", re.IGNORECASE)
+_IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
+
+_TOKENS = {
+    "class": ("cls_token", "class_token", "class_embedding"),
+    "distillation": ("dist_token", "distillation_token"),
+    "register": ("reg_token", "reg_tokens", "register_tokens"),
+}
+"""Parameters of tokens that come before the patches, and may have positions of their own, in that order."""
+
+_MOST_TOKENS = 16
+
+_MOST_CHANNELS = 64
+"""Channels of the file's input beyond which a convolution is not the first one of a model."""
+
+_BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
+_BY_NAME = (
+    (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
+    (re.compile(r"(?:^|\.)position_embeddings?(?:\.weight)?$"), "plain"),
+)
+"""The recipe for position embeddings of each library, by its package, or by the keys that it writes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors that one recipe makes fit.
+
+    ``recipes`` are those that can, the one of the model's own library first, whose name is ``library`` if it is known.
+    ``words`` say what the shapes mean. ``grids`` are that of the file and that of the model, for tables of positions,
+    and ``unclear`` says why they are not known."""
+
+    name: str
+    shapes: Shapes
+    recipes: tuple[str, ...]
+    words: str
+    library: str = ""
+    grids: tuple[Grid, Grid] | None = None
+    unclear: str = ""
+
+
+def cases(shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation] = ()) -> list[Case]:
+    """Return the cases among the keys of another shape.
+
+    ``tensors`` are all tensors of the file. Grids of ``given`` count where the target does not know its own."""
+    found: dict[str, dict[str, tuple[Shape, Shape]]] = {}
+    for key, (old, new) in shapes.items():
+        if name := _kind(key, old, new, target):
+            found.setdefault(name, {})[key] = (old, new)
+    rest = {key: pair for key, pair in shapes.items() if not any(key in group for group in found.values())}
+    if words := _vocabulary(rest, target):
+        found[VOCAB] = words
+    rest = {key: pair for key, pair in rest.items() if key not in words}
+    if heads := _heads(rest, target, tensors, given):
+        found[HEAD] = heads
+    made: list[Case] = []
+    for name, group in found.items():
+        if name in (POS_EMBED, WINDOW_BIAS):
+            made += _tables(name, group, target, tensors, given)
+        else:
+            made += _plain_cases(name, group)
+    return made
+
+
+def _kind(key: str, old: Shape, new: Shape, target: Target) -> str:
+    """Return the kind of a tensor by its name and shapes, except for a vocabulary; empty if it is none."""
+    differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
+    if len(new) == 5 and len(old) == 4:
+        return INFLATE if new[:2] == old[:2] and new[3:] == old[2:] else ""
+    if len(old) != len(new):
+        return ""
+    if _BIAS_TABLES.search(key):
+        return WINDOW_BIAS if len(old) == 2 and differing == [0] else ""
+    if POSITIONS.search(key):
+        is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
+        return POS_EMBED if is_table or _is_map(old, new) else ""
+    if len(old) >= 4 and old[:2] == new[:2] and _PATCHES.search(key):
+        return PATCH_EMBED if len(old) == 4 else ""
+    if len(old) >= 3 and differing == [1] and old[1] <= _MOST_CHANNELS and _is_input(new, target):
+        return IN_CHANS
+    return ""
+
+
+def _is_map(old: Shape, new: Shape) -> bool:
+    """Whether the shapes are of positions in two dimensions with the channels before or after them."""
+    is_4d = len(old) == len(new) == 4 and old[0] == new[0] == 1
+    return is_4d and (old[1] == new[1]) != (old[3] == new[3])
+
+
+def _is_input(shape: Shape, target: Target) -> bool:
+    """Whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
+    weights = (slot.shape for key, slot in target.slots.items() if key.endswith("weight") and slot.shape is not None)
+    return next((each for each in weights if len(each) >= 3), None) == shape
+
+
+def _vocabulary(shapes: Shapes, target: Target) -> dict[str, tuple[Shape, Shape]]:
+    """Return the embeddings of words, and what has as many rows as they: output layers and their biases."""
+    by_rows = {
+        key: pair
+        for key, pair in shapes.items()
+        if len(pair[0]) == len(pair[1]) in (1, 2) and pair[0][0] != pair[1][0] and pair[0][1:] == pair[1][1:]
+    }
+    sizes = {(old[0], new[0]) for key, (old, new) in by_rows.items() if len(old) == 2 and _is_of_words(key, target)}
+    return {key: (old, new) for key, (old, new) in by_rows.items() if (old[0], new[0]) in sizes}
+
+
+def _heads(
+    rest: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
+) -> dict[str, tuple[Shape, Shape]]:
+    """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
+
+    One of as many classes is among them if its keys were named."""
+    heads = {key: (old, new) for key, (old, new) in rest.items() if old and old[1:] == new[1:]}
+    named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
+    heads |= {
+        key: (shape, shape)
+        for key, shape in tensors.items()
+        if any(fnmatchcase(key, keys) for keys in named) and target.accepts(key, shape) and shape
+    }
+    return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in given) else {}
+
+
+def _is_of_words(key: str, target: Target) -> bool:
+    module = key.rpartition(".")[0]
+    is_embedding = "Embedding" in (target.modules or {}).get(module, "")
+    return (is_embedding or bool(_WORDS.search(key))) and not _NO_WORDS.search(key)
+
+
+def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
+    """Yield a case for the tensors of each pair of sizes."""
+    groups: dict[tuple[object, ...], dict[str, tuple[Shape, Shape]]] = {}
+    for key, (old, new) in shapes.items():
+        place = {VOCAB: slice(1), HEAD: slice(1), IN_CHANS: slice(1, 2), INFLATE: slice(2, 3)}.get(name, slice(2, None))
+        groups.setdefault((old[place] if name != INFLATE else (), new[place]), {})[key] = (old, new)
+    for group in groups.values():
+        (old, new), *_ = group.values()
+        if name == VOCAB:
+            words = f"a vocabulary of {old[0]} in the file and of {new[0]} in the model"
+            recipes: tuple[str, ...] = ("cut",) if new < old else ("pad:mean", "pad:zeros", "pad:target")
+        elif name == HEAD:
+            words, recipes = f"{old[0]} classes in the file and {new[0]} in the model", ()
+        elif name == IN_CHANS:
+            words, recipes = (
+                f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model",
+                ("timm", "mean"),
+            )
+        elif name == PATCH_EMBED:
+            words, recipes = f"patches of {size(old[2:])} in the file and of {size(new[2:])} in the model", ("timm",)
+        else:
+            words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
+            recipes = ("mean", "centre")
+        yield Case(name, group, recipes, words)
+
+
+def size(grid: Sequence[int]) -> str:
+    """Return a grid as text: ``14x14``."""
+    return "x".join(map(str, grid))
+
+
+# ---- tables of positions
+
+
+def _tables(
+    name: str, shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
+) -> Iterator[Case]:
+    """Yield a case for the tables of each pair of grids, and of each order of recipes."""
+    found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], dict[str, tuple[Shape, Shape]]] = {}
+    for key, pair in shapes.items():
+        is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
+        recipes, library = _recipes(name, key, pair, is_image, target)
+        known = _grids(name, key, pair, is_image, target, tensors, chosen(name, key, recipes, given))
+        found.setdefault((recipes, library, known), {})[key] = pair
+    for (recipes, library, known), group in found.items():
+        if isinstance(known, str):
+            yield Case(name, group, recipes, known, library, unclear=known)
+        else:
+            words = _table_words(name, *known, next(iter(group.values()))[0])
+            yield Case(name, group, recipes, words, library, grids=known)
+
+
+def _table_words(name: str, old: Grid, new: Grid, shape: Shape) -> str:
+    if name == WINDOW_BIAS:
+        return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model"
+    if len(old) == 1:
+        return f"{old[0]} positions in the file and {new[0]} in the model"
+    tokens = 0 if len(shape) == 4 else math.prod(shape[:-1]) - math.prod(old)
+    beside = f" (and {counted(tokens, 'token')})" if tokens else ""
+    return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model"
+
+
+def window(table: Grid) -> Grid:
+    """Return the window that a table of relative positions is for."""
+    return tuple((side + 1) // 2 for side in table)
+
+
+def _recipes(
+    name: str, key: str, pair: tuple[Shape, Shape], is_image: bool, target: Target
+) -> tuple[tuple[str, ...], str]:
+    """Return the recipes for a table, that of the model's own library first, and the name of the library."""
+    library = target.library
+    if name == WINDOW_BIAS:
+        has_tokens = not _is_square(pair[0][0])
+        own = "beit" if library == "timm" or has_tokens else "swin"
+        return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
+    if not is_image:
+        return ("cut", "linear") if pair[1] < pair[0] else ("linear",), ""
+    own = _BY_LIBRARY.get(library, "")
+    first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(key)), "timm")
+    return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
+
+
+def _is_of_images(key: str, pair: tuple[Shape, Shape], target: Target, tensors: Mapping[str, Shape]) -> bool:
+    """Whether positions are those of patches of an image, and not of a text."""
+    old, new = pair
+    if len(old) == 4 or _grid_of_model(key, new, target) is not None:
+        return True
+    if target.modules is not None:  # a model that takes images for a grid says so
+        return bool(_IMAGES.search(key)) or len(old) == 3
+    return len(old) == 3 or bool(_IMAGES.search(key)) or bool(_tokens_of(key, tensors))
+
+
+def _tokens_of(key: str, tensors: Mapping[str, Shape]) -> dict[str, int]:
+    """Return how many tokens of each kind are beside a table of positions, in its module or in the one around it."""
+    path = key.split(".")[:-1]
+    found: dict[str, int] = {}
+    for around in (path, path[:-1]):
+        for kind, names in _TOKENS.items():
+            for name in names:
+                shape = tensors.get(".".join((*around, name)))
+                if shape is not None and kind not in found:
+                    found[kind] = shape[1] if len(shape) == 3 else 1
+    return found
+
+
+def _grid_of_model(key: str, shape: Shape, target: Target) -> Grid | None:
+    """Return the grid of patches that the model takes an image for, if its table of positions has one for each."""
+    rows = math.prod(shape[:-1])
+    path = key.rpartition(".")[0]
+    while True:
+        below = f"{path}." if path else ""
+        grids = {
+            grid
+            for place, grid in target.grids.items()
+            if (place == path or place.startswith(below)) and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
+        }
+        if grids or not path:
+            return grids.pop() if len(grids) == 1 else None
+        path = path.rpartition(".")[0]
+
+
+def _grids(
+    name: str,
+    key: str,
+    pair: tuple[Shape, Shape],
+    is_image: bool,
+    target: Target,
+    tensors: Mapping[str, Shape],
+    given: Adaptation | None,
+) -> tuple[Grid, Grid] | str:
+    """Return the grid of the file and that of the model, or why they are not known."""
+    if len(pair[0]) == 4:
+        first = 1 if pair[0][3] == pair[1][3] else 2  # the channels are last, or before the grid
+        return pair[0][first : first + 2], pair[1][first : first + 2]
+    rows, wanted = (math.prod(shape[:-1]) for shape in pair)
+    if not is_image:
+        line, goal = (given.old, given.new) if given else (None, None)
+        old, new = line or (rows,), goal or (wanted,)
+        if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
+            return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
+        return old, new
+    hand: Grid | None = given.old if given else None
+    goal = given.new if given else None
+    if name == WINDOW_BIAS:
+        own: Grid | None = next((target.windows[path] for path in _around(key) if path in target.windows), None)
+        hand, goal, own = (tuple(2 * side - 1 for side in grid) if grid else None for grid in (hand, goal, own))
+    else:
+        own = _grid_of_model(key, pair[1], target)
+    if goal is not None and own is not None and goal != own:
+        return f"the model's grid is {size(_shown(name, own))} and not {size(_shown(name, goal))}"
+    goal = goal or own
+    if goal is not None:
+        tokens = wanted - math.prod(goal)
+        if not 0 <= tokens <= _MOST_TOKENS:
+            return f"{wanted} positions in the model are not those of a grid of {size(_shown(name, goal))}"
+        return _with_tokens(name, rows, tokens, goal, hand)
+    beside = _tokens_of(key, tensors)
+    counts = [0, 3] if name == WINDOW_BIAS else [0, *_sums(beside.values())] if tensors else [0, 1, 2, 5]
+    fits = [tokens for tokens in counts if _is_square(wanted - tokens) and (hand or _is_square(rows - tokens))]
+    if len(fits) != 1:
+        return f"the file's {rows} positions and the model's {wanted} are not those of square grids and the same tokens"
+    side = math.isqrt(wanted - fits[0])
+    return _with_tokens(name, rows, fits[0], (side, side), hand)
+
+
+def _with_tokens(name: str, rows: int, tokens: int, goal: Grid, hand: Grid | None) -> tuple[Grid, Grid] | str:
+    """Return the grids, where the file's table has the tokens of the model's."""
+    points = rows - tokens
+    beside = f" and {counted(tokens, 'token')}" if tokens else ""
+    square = (math.isqrt(points),) * 2 if _is_square(points) else None
+    if hand is not None and math.prod(hand) != points:
+        instead = f", but of one of {size(_shown(name, square))}" if square else ""
+        return f"the file's {rows} positions are not those of a grid of {size(_shown(name, hand))}{beside}{instead}"
+    if (old := hand or square) is None:
+        return f"the file's {rows} positions are not those of a square grid{beside}"
+    return old, goal
+
+
+def _shown(name: str, grid: Grid) -> Grid:
+    return window(grid) if name == WINDOW_BIAS else grid
+
+
+def _sums(counts: Collection[int]) -> list[int]:
+    return [sum([*counts][: number + 1]) for number in range(len(counts))]
+
+
+def _around(key: str) -> Iterator[str]:
+    """Yield the module of a key, and the one around it."""
+    path = key.rpartition(".")[0]
+    yield path
+    yield path.rpartition(".")[0]
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
+
+
+# ---- what was asked for
+
+
+def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adaptation]) -> Adaptation | None:
+    """Return the adaptation for a key: one that names keys before one for all, and one of the recipes that fit before
+    one that does not."""
+    fitting = [each for each in given if each.name == name and fnmatchcase(key, each.keys)]
+    return min(fitting, key=lambda each: (each.recipe not in recipes, each.keys == "*"), default=None)
+
+
+def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, TensorSpec]) -> tuple[Adapt, ...]:
+    """Return the edits for those tensors of a case that were asked for.
+
+    Raises ``UsageError`` if a recipe is not for them, and names the right one."""
+    edits = []
+    for key, (old, new) in case.shapes.items():
+        asked = chosen(case.name, key, case.recipes, given)
+        if asked is None:
+            continue
+        if case.name == HEAD:
+            rows = class_rows(asked, old[0], new[0], key)
+            edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, rows=rows))
+            continue
+        if asked.recipe not in case.recipes:
+            right = Opt("adapt", asked.with_recipe(case.recipes[0]))
+            raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
+        if case.unclear:
+            right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{_BY_HAND}"))
+            raise UsageError(
+                f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
+            )
+        grids = (*case.grids[0], *case.grids[1]) if case.grids else ()
+        edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, grids))
+    return tuple(edits)
+
+
+def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ...]:
+    """Return for each class of the model its row in the file; one past the last is the mean of all.
+
+    The map has a row of the file, or ``mean``, on each line; or the lists have the names of both sides. Raises
+    ``UsageError`` if they do not fit the layers."""
+    option = Opt("adapt", asked.text)
+    lists = [_lines(name) for name in asked.files()]
+    if len(lists) > 2:
+        raise UsageError(option, ": give one map, or the names of the file's classes and those of the model's")
+    names = lists[0] if len(lists) == 2 else [str(row) for row in range(old)]
+    if len(names) != old or len(set(names)) != old:
+        raise UsageError(
+            option, f": {asked.files()[0]} has {len(set(names))} different names, and {key} {old} classes in the file"
+        )
+    place = {MEAN: old, **{name: row for row, name in enumerate(names)}}
+    if len(lists[-1]) != new:
+        raise UsageError(
+            option, f": {asked.files()[-1]} has {len(lists[-1])} lines, and {key} {new} classes in the model"
+        )
+    for number, name in enumerate(lists[-1], 1):
+        if name not in place:
+            close = get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}? " if close and len(lists) == 2 else ""
+            rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {old - 1}"
+            raise UsageError(
+                option,
+                f": line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one",
+            )
+    return tuple(place[name] for name in lists[-1])
+
+
+MEAN = "mean"
+"""What a map of classes has for one that the file does not have."""
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: a list of classes cannot be read: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+_BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
+
+_RECIPES = {
+    "pos_embed=timm": "resamples them (bicubic, antialiased), as timm and open_clip",
+    "pos_embed=plain": "without antialiasing, as ViT and DINO in transformers",
+    "pos_embed=torchvision": "with aligned corners",
+    "pos_embed=linear": "stretches the positions",
+    "pos_embed=cut": "keeps the first positions",
+    "window_bias=swin": "resamples them (bicubic), as Swin's own code",
+    "window_bias=beit": "resamples them on a geometric grid, as BEiT and timm",
+    "patch_embed=timm": "resamples them, so that a resized patch gives what the patch did",
+    "in_chans=timm": "repeats or sums the channels, scaled to the same sum",
+    "in_chans=mean": "gives each channel the mean of all, scaled to the same sum",
+    "vocab=cut": "keeps the first entries",
+    "vocab=pad:mean": "adds entries of the mean of all",
+    "vocab=pad:zeros": "adds entries of zeros",
+    "vocab=pad:target": "adds entries of the model's initial values, which are untrained",
+    "inflate=mean": "repeats them over time, divided by its length",
+    "inflate=centre": "puts them at the middle moment, and zeros at the others",
+}
+
+
+def recipes_of(case: Case) -> Iterator[Remedy]:
+    """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command."""
+    if case.name == HEAD:
+        yield Remedy(
+            (("adapt", Placeholder("head=MAP.txt")),), "keeps the classes that both have, by a row on each line"
+        )
+        return
+    first, *others = (f"{case.name}={recipe}" for recipe in case.recipes)
+    if case.unclear:
+        yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")
+    elif case.library:
+        also = f"; {' and '.join(others)} fit too" if others else ""
+        yield Remedy((("adapt", (first,)),), f"{_RECIPES[first]}, and the model is one of {case.library}{also}")
+    else:
+        yield from (Remedy((("adapt", (text,)),), _RECIPES[text]) for text in (first, *others))

@@ -1,0 +1,343 @@
+"""Tensors of another shape, computed from the file's by the formula that a library is known for.
+
+Each formula gives the same bits as the function that it names, in float32, float16 and bfloat16; that of patch
+embeddings, which takes a pseudoinverse, to a relative tolerance of 1e-4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, product
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import PAD_TARGET, Adapt
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import PlanError
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
+
+def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None = None) -> TensorSpec:
+    """Return the tensor that the edit makes of ``spec``; its values are computed when they are read.
+
+    ``fresh`` is the model's own initial tensor. Raises ``PlanError`` if the recipe cannot make the shape."""
+    refusal = PlanError(
+        f"{path}: {edit.source} of {spec.dtype} {list(spec.shape)} cannot become {list(edit.shape)} by {edit.recipe}; "
+        "the plan belongs to another file"
+    )
+    if (spec.dtype, spec.shape) != (edit.dtype, edit.before):
+        raise refusal
+    if edit.recipe == COPY and edit.shape == edit.before and spec.storage is not None:
+        return _made(spec, edit, RowMajorBytes(spec, path))
+    if not is_adaptable(spec):
+        raise refusal
+    if edit.recipe == HEAD_ROWS or edit.recipe in _NEW_ROWS | _KEPT_ROWS:
+        return _of_rows(spec, edit, path, fresh, refusal)
+    if edit.recipe not in FORMULAS:
+        raise refusal
+    return _made(spec, edit, _Computed(spec, edit, path))
+
+
+def is_adaptable(spec: TensorSpec) -> bool:
+    """Whether the tensor is a plain one of floats, which can be computed with."""
+    is_plain = spec.storage is not None and not (spec.parts or spec.quantizer or spec.math_bits)
+    return is_plain and DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1
+
+
+def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
+    storage = Storage(edit.recipe, source, parts=spec.storages)
+    return replace(spec, shape=edit.shape, strides=contiguous_strides(edit.shape), storage=storage, offset=0)
+
+
+class _Computed:
+    """The bytes of a tensor that a formula gives."""
+
+    def __init__(self, spec: TensorSpec, edit: Adapt, path: str) -> None:
+        self.spec, self.edit, self.path = spec, edit, path
+        self.nbytes = replace(spec, shape=edit.shape).nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of the result."""
+        return _result(self)[start:stop]
+
+
+@lru_cache(maxsize=2)
+def _result(computed: _Computed) -> memoryview:
+    """Return the bytes of the whole result; the last ones are kept, as they are read in pieces."""
+    edit = computed.edit
+    try:
+        made = FORMULAS[edit.recipe](_tensor(computed.spec, computed.path), edit)
+    except RuntimeError as error:  # torch's word for shapes that do not go together
+        raise PlanError(f"{computed.path}: {edit.source} cannot be adapted by {edit.recipe}: {error}") from error
+    if tuple(made.shape) != edit.shape:
+        raise PlanError(
+            f"{computed.path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; write the plan again"
+        )
+    return _bytes_of(made)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    from ckptfix.reading.live import bytes_of
+
+    # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
+    return bytes_of(tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8))
+
+
+def _tensor(spec: TensorSpec, path: str) -> Tensor:
+    import torch
+
+    from ckptfix.reading.tensors import row_major_bytes, torch_dtype
+
+    return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
+
+
+# ---- rows that stay as they are
+
+_NEW_ROWS = frozenset({"vocab=pad:mean", "vocab=pad:zeros", PAD_TARGET})
+_KEPT_ROWS = frozenset({"vocab=cut", "pos_embed=cut"})
+HEAD_ROWS, COPY = "head", "depth"
+"""The recipes of classes by a map, and of layers that are repeated."""
+
+_BLOCK = 4096
+"""Rows that are averaged at once."""
+
+
+def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, refusal: PlanError) -> TensorSpec:
+    """Return a tensor of rows of ``spec``, which stay bit for bit, and of those that the recipe makes."""
+    if not spec.shape or spec.shape[1:] != edit.shape[1:]:
+        raise refusal
+    old, new = spec.shape[0], edit.shape[0]
+    rows = edit.rows or tuple(range(new))  # past the last one: a row that the recipe makes
+    has_new = any(row >= old for row in rows)
+    if len(rows) != new or (has_new and edit.recipe in _KEPT_ROWS) or (edit.rows and max(rows) > old):
+        raise refusal
+    chunks: list[tuple[Box, Any]] = []
+    # Rows that follow each other are one chunk, and so are all that are new.
+    for (is_new, _), run in groupby(
+        enumerate(rows), key=lambda at: (at[1] >= old, 0 if at[1] >= old else at[0] - at[1])
+    ):
+        (place, row), *others = run
+        box = Box((place, *(0,) * (len(spec.shape) - 1)), (1 + len(others), *spec.shape[1:]))
+        if is_new:
+            chunks.append((box, _NewRows(spec, edit, path, fresh, box)))
+        else:
+            piece = replace(spec, shape=box.shape, offset=spec.offset + row * spec.strides[0])
+            chunks.append((box, RowMajorBytes(piece, path)))
+    return _made(spec, edit, ChunkedBytes(edit.shape, spec.itemsize, chunks))
+
+
+@dataclass(frozen=True, eq=False)
+class _NewRows:
+    """The bytes of rows that the file does not have."""
+
+    spec: TensorSpec
+    edit: Adapt
+    path: str
+    fresh: TensorSpec | None
+    box: Box
+
+    @cached_property
+    def _bytes(self) -> memoryview:
+        import torch
+
+        from ckptfix.reading.tensors import torch_dtype
+
+        place, count = self.box.offsets[0], self.box.shape[0]
+        if self.edit.recipe == PAD_TARGET:
+            assert self.fresh is not None, "checked when the edit was applied"
+            rows = _tensor(self.fresh, self.path)[place : place + count]
+        elif self.edit.recipe == "vocab=pad:zeros":
+            rows = torch.zeros(self.box.shape)
+        else:
+            rows = self._mean().expand(self.box.shape)
+        return _bytes_of(rows.to(torch_dtype(self.spec.dtype)))
+
+    def _mean(self) -> Tensor:
+        """Return the mean of all rows of the file, in float64."""
+        import torch
+
+        total = torch.zeros(self.spec.shape[1:], dtype=torch.float64)
+        for first in range(0, self.spec.shape[0], _BLOCK):
+            shape = (min(_BLOCK, self.spec.shape[0] - first), *self.spec.shape[1:])
+            block = replace(self.spec, shape=shape, offset=self.spec.offset + first * self.spec.strides[0])
+            total += _tensor(block, self.path).double().sum(0)
+        return total / self.spec.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return self.box.numel * self.spec.itemsize
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of the new rows."""
+        return self._bytes[start:stop]
+
+
+# ---- formulas
+
+
+def _antialiased(grid: Tensor, size: tuple[int, ...]) -> Tensor:
+    """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py (open_clip: the same)"""
+    from torch.nn.functional import interpolate
+
+    return interpolate(grid.float(), size, mode="bicubic", antialias=True, align_corners=False).to(grid.dtype)
+
+
+def _plain(grid: Tensor, size: tuple[int, ...]) -> Tensor:
+    """https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py"""
+    from torch.nn.functional import interpolate
+
+    return interpolate(grid, size, mode="bicubic", align_corners=False)
+
+
+def _between_corners(grid: Tensor, size: tuple[int, ...]) -> Tensor:
+    """https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py"""
+    from torch.nn.functional import interpolate
+
+    return interpolate(grid, size, mode="bicubic", align_corners=True)
+
+
+def _linear(line: Tensor, size: tuple[int, ...]) -> Tensor:
+    """https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)"""
+    from torch.nn.functional import interpolate
+
+    return interpolate(line, size, mode="linear", align_corners=False)
+
+
+def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
+    """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed_rel.py
+
+    The points of the file's grid are further and further apart away from the centre, and the values between them are
+    linear. BEiT's own code has cubic ones, by a function that SciPy removed in 1.14."""
+    import torch
+
+    places, weights = [], []
+    for old, new in zip(grid.shape[2:], size, strict=True):
+        points = torch.tensor(_progression(old // 2, new // 2))
+        wanted = torch.arange(-(new // 2.0), new // 2.0 + 0.1, 1.0)
+        right = torch.bucketize(wanted, points).clamp(max=old - 1)
+        left = (right - 1).clamp(min=0)
+        to_left, to_right = (wanted - points[left]).clamp(min=0), (points[right] - wanted).clamp(min=0)
+        is_point = (to_left == 0) & (to_right == 0)
+        to_left[is_point] = to_right[is_point] = 1.0
+        places.append((left, right))
+        weights.append((to_right, to_left))
+    values = grid[0].float()
+    total: Any = 0.0
+    for row, column in product((0, 1), repeat=2):
+        total = total + values[:, places[0][row][:, None], places[1][column]] * (
+            weights[0][row][:, None] * weights[1][column]
+        )
+    spans = [one + other for one, other in weights]
+    made: Tensor = total / (spans[0][:, None] * spans[1])
+    return made.to(grid.dtype)
+
+
+def _progression(old: int, new: int) -> list[float]:
+    """Return ``2 * old + 1`` points in geometric progression from the centre to about ``new`` on both sides."""
+    low, high = 1.01, 1.5
+    while high - low > 1e-6:
+        ratio = (low + high) / 2.0
+        low, high = (low, ratio) if (1.0 - ratio**old) / (1.0 - ratio) > new else (ratio, high)
+    distance, points = 1.0, []
+    for step in range(old):
+        points.append(distance)
+        distance += ratio ** (step + 1)
+    return [*(-point for point in reversed(points)), 0.0, *points]
+
+
+def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_first: bool) -> Formula:
+    """Return the formula for a table whose rows are the points of a grid, and some more rows for tokens, which stay.
+
+    ``resize`` gets the grid as ``[1, channels, *sizes]``, and the new sizes."""
+
+    def formula(table: Tensor, edit: Adapt) -> Tensor:
+        import torch
+
+        axes = len(edit.grids) // 2
+        old, new = edit.grids[:axes], edit.grids[axes:]
+        if table.dim() == 4 and table.shape[1] == edit.shape[1]:  # [1, channels, rows, columns]
+            return resize(table, new)
+        channels, points = table.shape[-1], math.prod(old)
+        rows = table.reshape(-1, channels)
+        tokens = len(rows) - points
+        kept, grid = (rows[:tokens], rows[tokens:]) if tokens_first else (rows[points:], rows[:points])
+        made = resize(grid.T.reshape(1, channels, *old), new).reshape(channels, -1).T
+        return torch.cat((kept, made) if tokens_first else (made, kept)).reshape(edit.shape)
+
+    return formula
+
+
+def _patch_embed(weight: Tensor, edit: Adapt) -> Tensor:
+    """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/patch_embed.py
+
+    The new kernel answers to a resized patch as the old one does to the patch (FlexiViT, arXiv 2212.08013)."""
+    import torch
+
+    old, new = weight.shape[2:], edit.shape[2:]
+    basis = torch.eye(math.prod(old)).reshape(-1, 1, *old)
+    resize = _antialiased(basis, tuple(new)).reshape(math.prod(old), -1).T
+    inverse: Tensor = torch.linalg.pinv(resize)
+    made = weight.flatten(2).float() @ inverse
+    return made.reshape(edit.shape).to(weight.dtype)
+
+
+def _in_chans(weight: Tensor, edit: Adapt) -> Tensor:
+    """https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/_manipulate.py (`adapt_input_conv`)
+
+    One channel gets the sum of all. More repeat those of the file, and are scaled so that the sum over channels stays;
+    timm does so for three channels in the file, and this for any number."""
+    old, new = weight.shape[1], edit.shape[1]
+    values = weight.float()
+    if new * 3 == old > 3:  # a stem that gathers neighbouring pixels has them as groups of three
+        return values.reshape(len(weight), new, 3, *weight.shape[2:]).sum(2).to(weight.dtype)
+    if new == 1:
+        return values.sum(1, keepdim=True).to(weight.dtype)
+    made = values.repeat(1, -(-new // old), *(1,) * (weight.dim() - 2))[:, :new] * (old / float(new))
+    return made.to(weight.dtype)
+
+
+def _mean_of_channels(weight: Tensor, edit: Adapt) -> Tensor:
+    """https://github.com/ultralytics/ultralytics/pull/21067: each channel gets the mean of all, scaled as in timm's."""
+    mean = weight.float().mean(1, keepdim=True) * (weight.shape[1] / float(edit.shape[1]))
+    return mean.expand(edit.shape).to(weight.dtype)
+
+
+def _repeated_in_time(weight: Tensor, edit: Adapt) -> Tensor:
+    """https://arxiv.org/abs/1705.07750 (I3D): the kernel at each moment, divided by their number."""
+    return (weight.float().unsqueeze(2) / edit.shape[2]).expand(edit.shape).to(weight.dtype)
+
+
+def _in_the_centre(weight: Tensor, edit: Adapt) -> Tensor:
+    """https://arxiv.org/abs/2103.15691 (ViViT): the kernel at the middle moment, zeros at the others."""
+    made = weight.new_zeros(edit.shape)
+    made[:, :, edit.shape[2] // 2] = weight
+    return made
+
+
+Formula = Callable[["Tensor", Adapt], "Tensor"]
+
+FORMULAS: Mapping[str, Formula] = {
+    "pos_embed=timm": _resized(_antialiased, tokens_first=True),
+    "pos_embed=plain": _resized(_plain, tokens_first=True),
+    "pos_embed=torchvision": _resized(_between_corners, tokens_first=True),
+    "pos_embed=linear": _resized(_linear, tokens_first=True),
+    # https://github.com/microsoft/Swin-Transformer/blob/main/utils.py
+    "window_bias=swin": _resized(_plain, tokens_first=False),
+    "window_bias=beit": _resized(_geometric, tokens_first=False),
+    "patch_embed=timm": _patch_embed,
+    "in_chans=timm": _in_chans,
+    "in_chans=mean": _mean_of_channels,
+    "inflate=mean": _repeated_in_time,
+    "inflate=centre": _in_the_centre,
+}
+"""What each recipe computes of the file's tensor."""

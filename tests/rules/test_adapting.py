@@ -1,0 +1,383 @@
+"""Which tensors of another shape a recipe is for, on models of the libraries that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.adaptations import adaptation
+from ckptfix.core.finding import Applicability
+from ckptfix.core.target import target_from_checkpoint
+from ckptfix.errors import UsageError
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.rules.shape_mismatch import shape_mismatch
+from tests.checks import assert_same
+from tests.rules.proposals import propose, repaired
+
+NARROW = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def vit(img_size: Any = 224, name: str = "vit_tiny_patch16_224", **given: Any) -> Any:
+    import timm
+
+    return timm.create_model(name, **{"depth": 1, "num_classes": 10, "embed_dim": 24, "img_size": img_size, **given})
+
+
+def swin(**given: Any) -> Any:
+    import timm
+
+    small = {"depths": (2, 2), "embed_dim": 24, "num_heads": (2, 2), "num_classes": 10}
+    return timm.create_model("swin_tiny_patch4_window7_224", **small, **given)
+
+
+def torchvision_vit(img_size: int) -> Any:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(img_size, 16, 1, 2, 32, 64)
+
+
+def transformers_vit(img_size: int) -> Any:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(**NARROW, image_size=img_size))
+
+
+def clip(img_size: int, length: int = 77) -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    vision, text = {"image_size": img_size, "patch_size": 32}, {"max_position_embeddings": length, "vocab_size": 99}
+    return CLIPModel(CLIPConfig(vision_config={**NARROW, **vision}, text_config={**NARROW, **text}))
+
+
+def open_clip(img_size: int, length: int = 77) -> Any:
+    from open_clip import CLIP
+
+    vision = {"image_size": img_size, "layers": 1, "width": 64, "patch_size": 32}
+    return CLIP(32, vision, {"context_length": length, "vocab_size": 99, "width": 32, "heads": 2, "layers": 1})
+
+
+def gpt2(vocab: int, positions: int = 64) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = {"bos_token_id": 1, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=vocab, n_positions=positions, **ids))
+
+
+def bert(vocab: int) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**NARROW, vocab_size=vocab))
+
+
+def whisper(vocab: int) -> Any:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    return WhisperForConditionalGeneration(WhisperConfig(d_model=32, vocab_size=vocab, **sides, **ids))
+
+
+SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
+
+
+def stem(channels: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3))
+
+
+Pair = Callable[[], tuple[nn.Module, nn.Module]]
+
+KNOWN: dict[str, tuple[Pair, str, str]] = {
+    "timm": (lambda: (vit(), vit(384)), "pos_embed=timm", "14x14 in the file (and 1 token), of 24x24 in the model"),
+    "timm, two tokens": (
+        lambda: (vit(name="deit_tiny_distilled_patch16_224"), vit(384, name="deit_tiny_distilled_patch16_224")),
+        "pos_embed=timm",
+        "14x14 in the file (and 2 tokens), of 24x24",
+    ),
+    "timm, registers": (lambda: (vit(reg_tokens=4), vit(384, reg_tokens=4)), "pos_embed=timm", "(and 5 tokens)"),
+    "timm, no token": (
+        lambda: (vit(class_token=False, global_pool="avg"), vit(384, class_token=False, global_pool="avg")),
+        "pos_embed=timm",
+        "a grid of 14x14 in the file, of 24x24 in the model",
+    ),
+    "torchvision": (lambda: (torchvision_vit(224), torchvision_vit(384)), "pos_embed=torchvision", "24x24"),
+    "transformers": (lambda: (transformers_vit(224), transformers_vit(384)), "pos_embed=plain", "24x24"),
+    "Swin in timm": (
+        lambda: (swin(), swin(img_size=384, window_size=12)),
+        "window_bias=beit",
+        "windows of 7x7 in the file and of 12x12 in the model",
+    ),
+    "patches": (
+        lambda: (vit(), vit(448, patch_size=32)),
+        "patch_embed=timm",
+        "patches of 16x16 in the file and of 32x32 in the model",
+    ),
+    "channels": (lambda: (vit(), vit(in_chans=1)), "in_chans=timm", "3 input channels in the file and 1 in the model"),
+    "more words": (lambda: (gpt2(100), gpt2(104)), "vocab=pad:mean", "a vocabulary of 100 in the file and of 104"),
+    "fewer words": (lambda: (bert(100), bert(96)), "vocab=cut", "a vocabulary of 100 in the file and of 96"),
+    "Whisper": (lambda: (whisper(100), whisper(101)), "vocab=pad:mean", "a vocabulary of 100 in the file and of 101"),
+    "shorter texts": (
+        lambda: (gpt2(99), gpt2(99, 32)),
+        "pos_embed=cut",
+        "64 positions in the file and 32 in the model",
+    ),
+    "longer texts": (lambda: (gpt2(99), gpt2(99, 96)), "pos_embed=linear", "64 positions in the file and 96"),
+}
+
+
+@cache
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    return KNOWN[name][0]()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_recognised(name):
+    (file, model), (_, recipe, words) = pair(name), KNOWN[name]
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert words in finding.message
+    assert finding.fix is None
+    assert finding.remedies[0].options == (("adapt", (recipe,)),)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "Swin in timm"])
+def test_the_same_with_a_file_to_fit(name):
+    """Then the grids follow from the tokens whose parameters are in the files, or are not known."""
+    (file, model), (_, recipe, words) = pair(name), KNOWN[name]
+    (finding,) = propose(shape_mismatch, file.state_dict(), target_from_checkpoint(open_state_dict(model.state_dict())))
+    assert words in finding.message
+    assert finding.remedies[0].options == (("adapt", (recipe,)),)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_adapted_fits(name):
+    (file, model), (_, recipe, _) = pair(name), KNOWN[name]
+    before = file.state_dict()
+    (finding,) = propose(shape_mismatch, before, model, adapt=(recipe,))
+    assert finding.fix is not None
+    assert finding.fix.asked
+    assert finding.fix.applicability is Applicability.UNSAFE
+    after = repaired(shape_mismatch, before, model, adapt=(recipe,))
+    assert {key: value.shape for key, value in after.items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert_same(
+        {k: v for k, v in after.items() if k not in finding.keys},
+        {k: v for k, v in before.items() if k not in finding.keys},
+    )
+
+
+def test_tied_twins_stay_one_tensor():
+    after = repaired(shape_mismatch, gpt2(100).state_dict(), gpt2(104), adapt=("vocab=pad:zeros",))
+    words, head = after["transformer.wte.weight"], after["lm_head.weight"]
+    assert words.data_ptr() == head.data_ptr()
+    assert not words[100:].any()
+
+
+def test_two_tables_of_positions_have_a_recipe_each():
+    file, model = clip(224), clip(384, 120)
+    assert [finding.remedies[0].options for finding in propose(shape_mismatch, file.state_dict(), model)] == [
+        (("adapt", ("pos_embed=linear",)),),
+        (("adapt", ("pos_embed=plain",)),),
+    ]
+    given = ("pos_embed=plain", "pos_embed=linear")
+    edits = [
+        edit.to_json()
+        for finding in propose(shape_mismatch, file.state_dict(), model, adapt=given)
+        if finding.fix is not None
+        for edit in finding.fix.edits
+    ]
+    assert [(edit["key"], edit["recipe"]) for edit in edits] == [
+        ("text_model.embeddings.position_embedding.weight", "pos_embed=linear"),
+        ("vision_model.embeddings.position_embedding.weight", "pos_embed=plain"),
+    ]
+
+
+def test_keys_name_what_a_recipe_is_for():
+    file, model = open_clip(224), open_clip(384, 100)
+    adapted, left = propose(shape_mismatch, file.state_dict(), model, adapt=("pos_embed@visual.*=timm",))[::-1]
+    assert (adapted.keys, left.keys) == (("visual.positional_embedding",), ("positional_embedding",))
+    assert left.fix is None
+
+
+NOT_SQUARE = "pos_embed=timm:ROWSxCOLUMNS:ROWSxCOLUMNS"
+
+
+def test_a_grid_that_is_not_square_is_given_by_hand():
+    file, model = vit((192, 384)), vit(384)
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert "the file's 289 positions are not those of a square grid and 1 token" in finding.message
+    assert not finding.remedies[0].is_complete
+    with pytest.raises(UsageError, match=f"cannot be adapted: the file's 289.*{NOT_SQUARE}"):
+        propose(shape_mismatch, file.state_dict(), model, adapt=("pos_embed=timm",))
+    after = repaired(shape_mismatch, file.state_dict(), model, adapt=("pos_embed=timm:12x24",))
+
+    from timm.layers import resample_abs_pos_embed
+
+    expected = resample_abs_pos_embed(file.state_dict()["pos_embed"], [24, 24], [12, 24])
+    assert torch.equal(after["pos_embed"], expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "recipe", "said"),
+    [
+        (
+            "timm",
+            None,
+            "pos_embed=linear",
+            "pos_embed=linear.* is not for pos_embed: a grid .*give adapt=.*pos_embed=timm",
+        ),
+        ("timm", None, "pos_embed=timm:12x12", "not those of a grid of 12x12 and 1 token, but of one of 14x14"),
+        ("timm", None, "pos_embed=timm:14x14:12x12", "the model's grid is 24x24 and not 12x12"),
+        ("more words", None, "vocab=cut", "a vocabulary of 100 in the file and of 104.*give adapt=.*vocab=pad:mean"),
+        ("fewer words", None, "vocab=pad:zeros", "a vocabulary of 100 in the file and of 96.*give adapt=.*vocab=cut"),
+        ("longer texts", None, "pos_embed=cut", "64 positions in the file and 96.*give adapt=.*pos_embed=linear"),
+        ("longer texts", None, "pos_embed=timm", "is not for transformer.wpe.weight.*give adapt=.*pos_embed=linear"),
+    ],
+)
+def test_what_is_refused(file, model, recipe, said):
+    before, fits = pair(file)
+    with pytest.raises(UsageError, match=said):
+        propose(shape_mismatch, before.state_dict(), fits, adapt=(recipe,))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pos_embd=timm", "did you mean pos_embed"),
+        ("pos_embed", "write it as NAME=RECIPE"),
+        ("pos_embed@=timm", "write it as NAME=RECIPE"),
+        ("pos_embed=tim", "did you mean timm"),
+        ("pos_embed=timm:14", "is not a grid|^$"),
+        ("pos_embed=timm:0x3", "'0x3' is not a grid"),
+        ("pos_embed=timm:1x1:2x2:3x3", "has no recipe"),
+        ("vocab=pad", "give cut or pad:mean"),
+        ("depth=3-1", "is not a layer"),
+        ("depth=a", "is not a layer"),
+    ],
+)
+def test_what_means_nothing(text, said):
+    if text == "pos_embed=timm:14":
+        assert adaptation(text).old == (14,)  # one axis: positions of a text
+        return
+    with pytest.raises(UsageError, match=said):
+        adaptation(text)
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [
+        pytest.param({"pos_embed": torch.zeros(1, 197, 8)}, {"pos_embed": torch.zeros(1, 577, 12)}, id="wider"),
+        pytest.param({"0.weight": torch.zeros(8, 3, 3, 3)}, {"0.weight": torch.zeros(6, 4, 3, 3)}, id="more filters"),
+        pytest.param(
+            {"a.weight": torch.zeros(8, 3, 3, 3), "b.weight": torch.zeros(8, 8, 3, 3)},
+            {"a.weight": torch.zeros(8, 3, 3, 3), "b.weight": torch.zeros(8, 16, 3, 3)},
+            id="a convolution inside of the model",
+        ),
+        pytest.param({"fc.weight": torch.zeros(10, 8)}, {"fc.weight": torch.zeros(5, 8)}, id="a head"),
+        pytest.param({"e.emb.weight": torch.zeros(9, 8)}, {"e.emb.weight": torch.zeros(8, 9)}, id="another width"),
+        pytest.param({"c.weight": torch.zeros(8, 3, 3, 3)}, {"c.weight": torch.zeros(8, 3, 5, 5)}, id="a plain kernel"),
+        pytest.param(
+            {"wte.weight": torch.zeros(9, 8, dtype=torch.int8)},
+            {"wte.weight": torch.zeros(8, 8, dtype=torch.int8)},
+            id="whole numbers",
+        ),
+    ],
+)
+def test_what_no_recipe_is_for(file, model):
+    findings = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(model)))
+    assert findings
+    assert not any(name == "adapt" for f in findings for r in f.remedies for name, _ in r.options)
+
+
+@pytest.mark.parametrize("recipe", ["in_chans=timm", "in_chans=mean"])
+@pytest.mark.parametrize(("old", "new"), [(3, 1), (1, 3), (3, 4), (4, 3)])
+def test_the_first_convolution(recipe, old, new):
+    after = repaired(shape_mismatch, stem(old).state_dict(), stem(new), adapt=(recipe,))
+    stem(new).load_state_dict(after, strict=True)
+
+
+def test_images_to_videos():
+    file, model = nn.Sequential(nn.Conv2d(3, 8, 3)), nn.Sequential(nn.Conv3d(3, 8, (5, 3, 3)))
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert finding.remedies[0].options == (("adapt", ("inflate=mean",)),)
+    after = repaired(shape_mismatch, file.state_dict(), model, adapt=("inflate=centre",))
+    model.load_state_dict(after, strict=True)
+    still = torch.randn(1, 3, 1, 9, 9).expand(1, 3, 5, 9, 9)
+    torch.testing.assert_close(model(still)[:, :, 0], file(still[:, :, 0]))
+
+
+def test_no_recipe_is_offered_for_another_model():
+    """The embedding has the width of the model, and the rest has not."""
+    layers = (nn.Linear(8, 8), nn.Linear(64, 64))
+    file, model = (nn.Sequential(nn.Embedding(n, 8), layer) for n, layer in zip((9, 10), layers, strict=True))
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert not any(remedy.options for remedy in finding.remedies)
+
+
+def head(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, classes))
+
+
+CLASSES = ("cat", "dog", "cow", "emu", "fox")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows"),
+    [
+        pytest.param(None, "4\n0\n2", [4, 0, 2], id="rows of the file"),
+        pytest.param(None, "1\nmean\n", [1, None], id="a class that the file does not have"),
+        pytest.param(CLASSES, "fox\ncat", [4, 0], id="names"),
+        pytest.param(CLASSES, "dog\nmean\nemu\ncow", [1, None, 3, 2], id="names and a new class"),
+        pytest.param(
+            ("background", *CLASSES), "\n".join((*CLASSES, "background")), [1, 2, 3, 4, 5, 0], id="background last"
+        ),
+    ],
+)
+def test_classes_by_a_map(old, new, rows, tmp_path):
+    (tmp_path / "old.txt").write_text("\n".join(old or ()))
+    (tmp_path / "new.txt").write_text(new)
+    file, model = head(len(old or CLASSES)), head(len(rows))
+    lists = f"{tmp_path}/old.txt,{tmp_path}/new.txt" if old else f"{tmp_path}/new.txt"
+    keys = "@2.*" if len(rows) == len(old or CLASSES) else ""
+    before = file.state_dict()
+    repaired_state, report = ckptfix.repair_state_dict(before, model, adapt=f"head{keys}={lists}")
+    assert report.exit_code == 0
+    for key in ("2.weight", "2.bias"):
+        expected = [before[key].double().mean(0) if row is None else before[key][row] for row in rows]
+        assert torch.equal(repaired_state[key], torch.stack([row.to(before[key].dtype) for row in expected]))
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        (("0\n1",), "new.txt has 2 lines, and 2.weight 3 classes in the model"),
+        (("0\n1\n5",), "line 3 of .*new.txt, '5', is not a row of the file, 0 to 4"),
+        (("a\nb", "a\nb\nb"), "old.txt has 2 different names, and 2.weight 5 classes in the file"),
+        (("cat\ndog\ncow\nemu\nfox", "cat\ndog\nfax"), "'fax', is not a class of the file; did you mean 'fox'"),
+    ],
+)
+def test_a_map_that_does_not_fit(lists, said, tmp_path):
+    names = ("old.txt", "new.txt")[-len(lists) :]
+    for name, text in zip(names, lists, strict=True):
+        (tmp_path / name).write_text(text)
+    given = ",".join(f"{tmp_path}/{name}" for name in names)
+    with pytest.raises(UsageError, match=said):
+        propose(shape_mismatch, head(5).state_dict(), head(3), adapt=(f"head={given}",))
+
+
+def test_a_map_that_is_not_there():
+    with pytest.raises(UsageError, match=r"there is no file classes\.txt; check the path"):
+        ckptfix.check(head(5).state_dict(), head(3), adapt={"head": "classes.txt"})
+
+
+def test_a_head_is_offered_a_map_and_a_wider_model_is_not():
+    (finding,) = propose(shape_mismatch, head(5).state_dict(), head(3))
+    assert [str(value) for remedy in finding.remedies for name, value in remedy.options if name == "adapt"] == [
+        "head=MAP.txt"
+    ]
+    file, model = (nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4), nn.Linear(64, 64)) for n in (3, 5))
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert not [remedy for remedy in finding.remedies if ("adapt" in dict(remedy.options))]
