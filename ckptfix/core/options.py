@@ -70,7 +70,7 @@ class Option:
     """An option of one or more commands.
 
     ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
-    ``no`` is the long flag that turns a switch off. ``words`` are values of a FILE that are not the name of a file, and
+    ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they are not the name of a file, and
     ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
     takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out.
     """
@@ -146,6 +146,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     ),
     "Model to fit": (
         Option("model", Kind.TEXT, _FITS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", scope=Scope.REPAIR,
+            words=("timm:", "torchvision:", "transformers:", "diffusers:", "open_clip:", "smp:", "lightning:",
+                "torchaudio:", "ultralytics:", "detectron2:"),
             help="The model that the checkpoint has to fit: one of a library (timm:resnet50[num_classes=10],"
             " torchvision:NAME, transformers:FOLDER, …), built without its weights; or a factory of yours, which runs"
             " your code. The current directory is importable."),

@@ -153,8 +153,9 @@ def ultralytics(name: str) -> Builder:
         described = tasks.yaml_model_load(name)
     except FileNotFoundError as error:
         raise LookupError(f"ultralytics has no {name}, and there is no such file") from error
-    shell = library.YOLO.__new__(library.YOLO)
-    return partial(library.YOLO.task_map.fget(shell)[tasks.guess_model_task(described)]["model"], described)
+    # YOLO knows the class of each task, and is made from a file only.
+    classes = library.YOLO.task_map.fget(library.YOLO.__new__(library.YOLO))
+    return partial(classes[tasks.guess_model_task(described)]["model"], name, verbose=False)
 
 
 def detectron2(name: str) -> Builder:
@@ -163,8 +164,8 @@ def detectron2(name: str) -> Builder:
     """
     settings = importlib.import_module("detectron2.config")
     zoo = importlib.import_module("detectron2.model_zoo")
-    place = name
-    if not Path(name).is_file():
+    place, is_own = name, Path(name).is_file()
+    if not is_own:
         try:
             place = zoo.get_config_file(name)
         except RuntimeError as error:
@@ -172,7 +173,8 @@ def detectron2(name: str) -> Builder:
 
     def build(**options: Any) -> Any:
         config = settings.get_cfg()
-        config.merge_from_file(place, allow_unsafe=False)
+        # Files of detectron2 itself have expressions in them that YAML evaluates; those of others stay plain data.
+        config.merge_from_file(place, allow_unsafe=not is_own)
         config.merge_from_list([word for pair in options.items() for word in pair])
         config.MODEL.WEIGHTS, config.MODEL.DEVICE = "", "cpu"
         return importlib.import_module("detectron2.modeling").build_model(config)
@@ -239,6 +241,15 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{begun.rstrip(',').strip()!r} does not end")
 
 
+def configuration_files(spec: str) -> list[str]:
+    """Return the places of the files that say what model this name is, whether they are there or not."""
+    name = Name.of(spec)
+    if name is None:
+        return []
+    places = [place for place in (name.name, name.arguments.get("config")) if isinstance(place, str)]
+    return [file for place in places for file in (place, f"{place}/config.json")]
+
+
 def named_builder(spec: str) -> Builder | None:
     """Return what builds the model of this name; None if the text does not begin with a scheme.
 
@@ -250,7 +261,7 @@ def named_builder(spec: str) -> Builder | None:
     if name is None or found is None:
         return None
     scheme, package = found
-    with _failing_as(spec, f": {package or name.scheme} cannot be imported: "):
+    with _failing_as(spec, f": {name.scheme} cannot be imported: "):
         try:
             build = scheme(name.name)
         except ModuleNotFoundError as error:

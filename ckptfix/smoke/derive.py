@@ -125,12 +125,14 @@ def diffusers_inputs(model: nn.Module) -> list[Guess]:
     size = getattr(config, "sample_size", None) or _LATENT
     stated = (size, size) if isinstance(size, int) else tuple(size)
     small = tuple(min(edge, _LATENT) for edge in stated)  # large ones take minutes on a CPU
-    shapes = dict.fromkeys(((_BATCH, channels, *small), (_BATCH, channels, *stated), (_BATCH, _TOKENS, channels)))
+    images = [(_BATCH, channels, *edges) for edges in (small, stated, (2, *small))]  # the last is a video
+    shapes = dict.fromkeys((*images, (_BATCH, _TOKENS, channels)))
     guesses: list[Guess] = []
     for shape in shapes:
         given: list[Input] = [RandomInput(shape, None, main), *beside]
         if "controlnet_cond" in parameters:
-            image = (_BATCH, _number(config, "conditioning_channels") or 3, *(8 * edge for edge in shape[2:]))
+            scale = 2 ** (len(config["conditioning_embedding_out_channels"]) - 1)
+            image = (_BATCH, _number(config, "conditioning_channels") or 3, *(scale * edge for edge in shape[2:]))
             given.append(RandomInput(image, None, "controlnet_cond"))
         guesses.append(tuple(given))
     return guesses
@@ -142,8 +144,8 @@ _LATENT = 32
 def _beside(config: Any) -> Iterator[RandomInput]:
     """What a denoiser may take beside the latents, as far as its configuration has it."""
     yield RandomInput((_BATCH,), (0, 1000), "timestep")
-    names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "cross_attention_dim")
-    widths = [width for name in names if (width := getattr(config, name, None))]
+    names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "text_dim")
+    widths = [width for name in (*names, "cross_attention_dim") if (width := getattr(config, name, None))]
     if width := (max(widths[0]) if widths and isinstance(widths[0], list | tuple) else next(iter(widths), None)):
         yield RandomInput((_BATCH, _TOKENS, width), None, "encoder_hidden_states")
     if classes := _number(config, "num_class_embeds", "num_embeds_ada_norm"):
@@ -194,8 +196,12 @@ def derive_inputs(model: nn.Module) -> list[Guess]:
         return stated
     arity = _arity(model)
     guesses: dict[Guess, None] = dict.fromkeys(clip_inputs(model))  # an ordered set
+    counts_steps = arity == 2 and "length" in list(inspect.signature(model.forward).parameters)[1]
     for shapes in islice(_known_layers(model), _FIRST_LAYERS):
         for shape in shapes:
+            if counts_steps and len(shape.shape) == 3:  # the second argument says how long each sequence is
+                steps = shape.shape[1]
+                guesses.setdefault((shape, RandomInput((BATCH,), (steps, steps + 1))))
             guesses.setdefault((shape,) * arity)
     per_argument = [next(iter(shapes)) for shapes in islice(_known_layers(model), arity)]
     if arity > 1 and len(per_argument) == arity:
@@ -240,6 +246,8 @@ def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...
             dims, channels = len(layer.kernel_size), layer.in_channels or layer.weight.shape[1] * layer.groups
             sizes = (*_declared_sizes(model, dims), *_SIZES[dims])
             yield from (((BATCH, channels, *size), None) for size in sizes)
+            if (dims, channels) == (1, 1):
+                yield (BATCH, _SAMPLES), None  # a waveform, to which the model adds the channel
         case nn.Linear() | nn.Bilinear():
             width = layer.in_features if isinstance(layer, nn.Linear) else layer.in1_features
             yield (BATCH, width or layer.weight.shape[1]), None

@@ -41,6 +41,7 @@ from ckptfix.core.options import (
 from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.adapters import adapter_paths
+from ckptfix.modules.named import configuration_files
 from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
 
@@ -124,9 +125,10 @@ class Treatment:
             if Path(file := text.rpartition("=")[2]).is_file():
                 yield "input", file
         if self.model is not None:
-            # The code of the model, if it is in the working directory: its author works on it.
+            # The code of the model, if it is in the working directory: its author works on it. Or its configuration.
             file = self.model.partition(":")[0].replace(".", "/")
-            yield from (("model", each) for each in (f"{file}.py", f"{file}/__init__.py") if Path(each).is_file())
+            places = (f"{file}.py", f"{file}/__init__.py", *configuration_files(self.model))
+            yield from (("model", each) for each in places if Path(each).is_file())
 
 
 @dataclass(frozen=True)

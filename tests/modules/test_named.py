@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.options import OPTIONS
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import TargetError
 from ckptfix.modules import named
@@ -109,6 +110,23 @@ class _Hiding:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == self.module:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_the_shell_completes_every_scheme():
+    (option,) = (option for option in OPTIONS if option.name == "model")
+    assert {*option.words} == {f"{scheme}:" for scheme in (*named.SCHEMES, "lightning")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "files"),
+    [
+        ("transformers:bert", ["bert", "bert/config.json"]),
+        ("transformers:Bert(config=b)", ["Bert", "Bert/config.json", "b", "b/config.json"]),
+        ("pkg.mod:build", []),
+    ],
+)
+def test_the_files_that_say_what_a_model_is(spec, files):
+    assert named.configuration_files(spec) == files
 
 
 def test_arguments_by_position_are_refused():

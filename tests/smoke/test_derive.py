@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -221,3 +223,88 @@ def test_a_plain_module_with_a_config_is_none_of_theirs() -> None:
     model: Any = nn.Module()
     model.config = SimpleNamespace()
     assert not is_transformers_model(model)
+
+
+class Waveform(nn.Module):
+    """Takes sound as (batch, time), and adds the channel itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 10, 5)
+
+    def forward(self, waveforms: Tensor) -> Any:
+        if waveforms.ndim != 2:
+            raise ValueError("expected (batch, time)")
+        return self.conv(waveforms.unsqueeze(1))
+
+
+class Sequences(nn.Module):
+    """Wants the length of each sequence too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 4)
+
+    def forward(self, input: Tensor, lengths: Tensor) -> Any:
+        steps = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+        return self.linear(input) * (steps < lengths[:, None])[..., None]
+
+
+def _denoisers() -> Iterator[Any]:
+    """Tiny models of diffusers, each with another kind of input."""
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (8, 16)}
+    layers = {"layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 12}
+    ups = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "sample_size": 16}
+    yield pytest.param("UNet2DConditionModel", blocks | layers | ups | {"num_class_embeds": 3}, id="Stable Diffusion")
+    sizes = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
+    xl = {"addition_embed_type": "text_time", **sizes}
+    yield pytest.param("UNet2DConditionModel", blocks | layers | ups | xl, id="Stable Diffusion XL, which takes a dict")
+    embedding = {"conditioning_embedding_out_channels": (4, 8)}
+    yield pytest.param("ControlNetModel", blocks | layers | embedding, id="ControlNet, which takes an image too")
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "in_channels": 4}
+    flux = {"num_single_layers": 1, "patch_size": 1, "joint_attention_dim": 12, "pooled_projection_dim": 6}
+    axes = {"axes_dims_rope": (2, 2, 4), "guidance_embeds": True}
+    yield pytest.param("FluxTransformer2DModel", heads | flux | axes, id="FLUX, which takes tokens")
+    wan = {"patch_size": (1, 2, 2), "out_channels": 4, "text_dim": 6, "freq_dim": 8, "ffn_dim": 8}
+    yield pytest.param("WanTransformer3DModel", heads | wan | {"attention_head_dim": 12}, id="Wan, which takes a video")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config"), list(_denoisers()))
+def test_a_denoiser_of_diffusers_runs(name: str, config: dict[str, Any]):
+    import diffusers
+
+    assert _runs(getattr(diffusers, name)(**config))
+
+
+@pytest.mark.parametrize("model", [Waveform(), Sequences()], ids=lambda model: type(model).__name__)
+def test_sound_and_sequences(model: nn.Module):
+    assert _runs(model)
+
+
+def test_an_image_and_a_text():
+    class Clip(nn.Module):
+        context_length, vocab_size = 7, 30
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.visual = nn.Conv2d(3, 4, 4)
+            self.visual.image_size = 16  # type: ignore[assignment]  # open_clip does the same
+            self.text = nn.Embedding(30, 4)
+
+        def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
+            assert image is not None
+            assert text is not None
+            return self.visual(image), self.text(text)
+
+    assert [str(given) for given in derive_inputs(Clip())[0]] == ["image=2x3x16x16", "text=2x7:int:1:30"]
+
+
+def _runs(model: nn.Module) -> bool:
+    """Whether one of the inputs that were derived fits."""
+    for guess in derive_inputs(model.eval()):
+        arguments = make_arguments(guess, torch.float32, torch.device("cpu"))
+        with torch.no_grad(), contextlib.suppress(Exception):
+            model(*arguments.args, **arguments.keywords)
+            return True
+    return False

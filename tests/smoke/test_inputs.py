@@ -34,6 +34,7 @@ from tests.smoke.conftest import Save
         pytest.param("2x16:int:0:1000", RandomInput((2, 16), (0, 1000)), id="integers"),
         pytest.param("4:int:-5:-1", RandomInput((4,), (-5, -1)), id="negative integers"),
         pytest.param("mask=2x16:int:1:2", RandomInput((2, 16), (1, 2), "mask"), id="a keyword"),
+        pytest.param("more.ids=2x6", RandomInput((2, 6), None, "more.ids"), id="a member of a dict"),
     ],
 )
 def test_a_text_is_parsed_and_printed_alike(text: str, meant: RandomInput) -> None:
@@ -181,6 +182,15 @@ CPU = torch.device("cpu")
 
 def make(*texts: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Arguments:
     return make_arguments(parse_inputs(texts), dtype, CPU, seed)
+
+
+def test_names_with_dots_make_dicts() -> None:
+    given = parse_inputs(["3x2", "x=1", "more.ids=2x6", "more.deep.er=4"])
+    arguments = make_arguments(given, torch.float32, torch.device("cpu"))
+    made = arguments.keywords
+    assert made.keys() == {"x", "more"}
+    assert made["more"]["ids"].shape == (2, 6)
+    assert made["more"]["deep"]["er"].shape == (4,)
 
 
 def test_random_inputs_keep_to_their_range_and_seed() -> None:

@@ -48,6 +48,16 @@ no-values = true
 """
 
 
+def test_another_configuration_of_a_named_model_is_another_treatment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert").mkdir()
+    digests = set()
+    for text in ("{}", '{"hidden_size": 8}'):
+        (tmp_path / "bert" / "config.json").write_text(text)
+        digests.add(Treatment(model="transformers:bert").digest("1"))
+    assert len(digests) == 2
+
+
 def test_the_first_match_wins_and_its_keys_outdo_the_defaults(tmp_path):
     (tmp_path / "good.pth").touch()
     table = table_of(tmp_path, EXAMPLE)
