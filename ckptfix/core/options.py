@@ -70,7 +70,7 @@ class Option:
     """An option of one or more commands.
 
     ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
-    ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they are not the name of a file, and
+    ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they name no file, and
     ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
     takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out.
     """

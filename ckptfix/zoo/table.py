@@ -40,8 +40,8 @@ from ckptfix.core.options import (
 )
 from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
-from ckptfix.reading.adapters import adapter_paths
 from ckptfix.modules.named import configuration_files
+from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
 from ckptfix.zoo.patterns import compile_patterns
 
