@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UsageError,
         WriteError,
     )
-    from ckptfix.loading import load
+    from ckptfix.loading import load, repair_optimizer_state
     from ckptfix.modules.mapping import infer_map
     from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
@@ -61,6 +61,7 @@ __all__ = [
     "open_checkpoint",
     "recalibrate",
     "repair",
+    "repair_optimizer_state",
     "repair_state_dict",
 ]
 
@@ -78,6 +79,7 @@ _HOMES = {
     "infer_map": "modules.mapping",
     "load": "loading",
     "recalibrate": "modules.recalibration",
+    "repair_optimizer_state": "loading",
 }
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Blocks, counted
+from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Report
+from ckptfix.core.target import target_from_module
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import HostileError, TargetError, UsageError
+from ckptfix.errors import HostileError, Opt, TargetError, UsageError
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import repair
 from ckptfix.report.commands import remedies_text
@@ -35,6 +37,7 @@ def load(
     *,
     map_location: str | torch.device | None = "cpu",
     assign: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
     **settings: Unpack[RepairSettings],
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
@@ -48,13 +51,80 @@ def load(
     in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
     it may be removed or replaced; but it must not be written in place or cut short as long as the model lives.
 
+    ``optimizer``, made of the model's parameters, loads its state from the same checkpoint, as
+    ``repair_optimizer_state`` gives it.
+
     ``settings`` are those of ``repair``, but for those that write a file."""
     checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
+    state: dict[str, Any] | None = None
+    if optimizer is not None:
+        if assign:
+            raise UsageError(
+                "assign=True gives the model new parameters, which the optimizer does not have; leave it out"
+            )
+        state = repair_optimizer_state(source, model, optimizer, **settings)
+        settings["keep_optimizer"] = True
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
     remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
+    if optimizer is not None and state is not None:
+        optimizer.load_state_dict(state)
     return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
+
+
+def repair_optimizer_state(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[RepairSettings]
+) -> dict[str, Any]:
+    """Return the state of a checkpoint's optimizer for ``optimizer``, which is made of the parameters of ``model``.
+
+    Each parameter gets the state that was saved of it, whatever its name, its place and its group were; one that is
+    new, or whose values are not those of the file, gets none. A group has the hyperparameters of that which most of its
+    parameters were in. ``settings`` are those of ``repair``; names that only follow from the order of the parameters
+    take ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or
+    nothing tells which of its positions is which parameter."""
+    from ckptfix.engine.optimizers import with_optimizers
+    from ckptfix.maps.positions import optimizers_in
+    from ckptfix.reading.opening import open_source
+    from ckptfix.reading.tensors import revive_tree
+    from ckptfix.rules.following import Change, ways
+
+    checked = checked_settings(settings, model, function="load")
+    settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
+    repaired = repair(source, model, **settings)
+    refuse_misfit(repaired.report)
+    before, after = open_source(source, checked), repaired.checkpoint
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    live = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    if not all(all(group) for group in live):
+        raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
+    change = replace(Change.of(before, after, repaired.plan, target_from_module(model)), live=live)
+    found = [(one, way) for one in optimizers_in(after.root) for way in ways(one, change)]
+    found = [(one, way) for one, way in found if any(step.source is not None for group in way.groups for step in group)]
+    if len(found) != 1:
+        what = (
+            "no optimizer whose parameters are the model's" if not found else f"{len(found)} ways to name its optimizer"
+        )
+        raise TargetError(f"{before.path}: has {what}; leave the optimizer out, and training starts with new moments")
+    saved, way = found[0]
+    if not (way.is_unchanged or way.naming.is_certain or checked.unsafe_fixes):
+        raise TargetError(
+            f"{before.path}: the state of {saved.name} has to be moved, and only the order of {way.naming.source} "
+            "tells its parameters apart; if that is right, load with ",
+            Opt("unsafe_fixes", True),
+        )
+    edited = with_optimizers(after, way.edits, saved.name)
+    made = next(one for one in optimizers_in(edited.root) if one.path == saved.path)
+    if any(isinstance(value, Opaque) for row in made.state.values() for value in row.values()):
+        raise TargetError(
+            f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "
+            "load the optimizer from what is written"
+        )
+    state = revive_tree({"state": dict(made.state), "param_groups": list(made.groups)}, edited)
+    for group, own, steps in zip(state["param_groups"], optimizer.param_groups, way.groups, strict=True):
+        if all(step.source is None and not step.parts for step in steps):
+            group.update({name: value for name, value in own.items() if name not in ("params", "param_names")})
+    return dict(state)
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:

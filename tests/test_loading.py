@@ -299,3 +299,108 @@ def test_what_the_meta_device_left_empty_is_named():
     assert remark == (
         "the model has 4 tensors on the meta device still, which no state_dict holds: fill a, b, c … before use"
     )
+
+
+# The optimizer of a script gets its state from the same file
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for number, name in enumerate(names):
+            self.add_module(name, nn.Linear(3, 3 + number))
+
+
+def adamw(model: nn.Module, decay_first: bool | None = None, names: bool = False) -> torch.optim.AdamW:
+    """Return an optimizer of one group, or of two: with decay and without."""
+    parts = {True: [], False: []}  # type: dict[bool, list[Any]]
+    for name, parameter in model.named_parameters():
+        parts[parameter.ndim > 1].append((name, parameter) if names else parameter)
+    if decay_first is None:
+        return torch.optim.AdamW(model.named_parameters() if names else model.parameters(), lr=0.25)
+    groups: list[dict[str, Any]] = [{"params": parts[decay_first]}, {"params": parts[not decay_first], "lr": 0.5}]
+    return torch.optim.AdamW(groups)
+
+
+def trained_file(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    weights = {prefix + key: value for key, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    state = optimizer.state
+    return {name: bytes_of(state[one]["exp_avg"]) for name, one in model.named_parameters() if one in state}
+
+
+def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    optimizer = adamw(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    new = Layers("a", "b")
+    own = torch.optim.AdamW(new.parameters(), lr=1.0)
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert own.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["names", "a recipe"])
+def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) -> None:
+    model = Layers("a", "b", "c")
+    optimizer = adamw(model, names=names)
+    trained_file(tmp_path / "run.pth", model, optimizer)
+    new = Layers("a", "b", "c")
+    own = adamw(new, decay_first=False)
+    if not names:
+        with pytest.raises(TargetError, match=r"only the order of model\.parameters\(\) tells .* unsafe_fixes=True"):
+            ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
+        assert not own.state
+    report = ckptfix.load(new, tmp_path / "run.pth", optimizer=own, unsafe_fixes=not names)
+    assert report.exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert [group["lr"] for group in own.param_groups] == [0.25, 0.25]
+
+
+def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    optimizer = adamw(model, names=True)
+    trained_file(tmp_path / "run.pth", model, optimizer)
+    new = Layers("a", "b", "c")
+    new_ones = [parameter for name, parameter in new.named_parameters() if name.startswith("c.")]
+    old_ones = [parameter for name, parameter in new.named_parameters() if not name.startswith("c.")]
+    groups: list[dict[str, Any]] = [{"params": old_ones}, {"params": new_ones, "lr": 9}]
+    own = torch.optim.AdamW(groups)
+    state = ckptfix.repair_optimizer_state(tmp_path / "run.pth", new, own, fill="target")
+    assert [group["lr"] for group in state["param_groups"]] == [0.25, 9]
+    ckptfix.load(new, tmp_path / "run.pth", optimizer=own, fill="target")
+    assert moments_of(new, own) == moments_of(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        pytest.param({}, "has no optimizer whose parameters are the model's", id="none"),
+        pytest.param(
+            {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "has no optimizer whose", id="of another"
+        ),
+    ],
+)
+def test_without_an_optimizer_nothing_is_loaded(tmp_path: Path, saved: dict[str, Any], said: str) -> None:
+    model = Layers("a", "b")
+    torch.save({"model": {key: value + 1 for key, value in model.state_dict().items()}, **saved}, tmp_path / "run.pth")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(TargetError, match=said):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    trained_file(tmp_path / "run.pth", model, adamw(model))
+    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(Layers("a", "b")))
+    with pytest.raises(ckptfix.UsageError, match="assign=True"):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model), assign=True)

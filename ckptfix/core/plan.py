@@ -58,9 +58,9 @@ class Plan(Displayed):
         rules = ", ".join(step.rule for step in self.steps)
         return f"<Plan: {counted(len(self.edits), 'edit')}{f' of {rules}' if rules else ''}>"
 
-    def then(self, step: Step) -> Plan:
-        """The plan with one more step."""
-        return Plan((*self.steps, step))
+    def then(self, *steps: Step) -> Plan:
+        """The plan with more steps."""
+        return Plan((*self.steps, *steps))
 
     def inverse(self) -> Plan:
         """The plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose data."""

@@ -55,15 +55,18 @@ def diagnose(
     settings: Settings,
     donor: Checkpoint | None = None,
     measure: Measure | None = None,
+    done: tuple[Checkpoint, Plan] | None = None,
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
+    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing.
     Raises ``InternalError`` if a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
-    context = Context(view, target, _statistics(view, settings), settings, donor, checkpoint)
+    before, made = done or (checkpoint, plan)
+    context = Context(view, target, _statistics(view, settings), settings, donor, before, made)
     for rule in RULES:
         is_told = settings.selects(rule.code)
         if not is_told and not rule.is_wanted(settings):
@@ -85,11 +88,11 @@ def diagnose(
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
             statistics = context.statistics and context.statistics.of(view)
-            context = replace(context, checkpoint=view, statistics=statistics, plan=plan)
+            context = replace(context, checkpoint=view, statistics=statistics, plan=made.then(*plan.steps))
     if plan:  # without one, every rule has seen the result already
         # What the user's map said is done.
-        done = replace(settings, rename_map=None)
-        _refuse_unstable(replace(context, settings=done), done, plan)
+        settings = replace(settings, rename_map=None)
+        _refuse_unstable(replace(context, settings=settings), settings, plan)
     figures = context.statistics.known if context.statistics is not None else {}
     return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
 
@@ -106,7 +109,8 @@ def carry_out(
     from ckptfix.engine.applying import Supplies, apply_plan
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
-    left = diagnose(result, target, replace(settings, unsafe_fixes=False, rename_map=None, adapt=()), donor)
+    settings = replace(settings, unsafe_fixes=False, rename_map=None, adapt=())
+    left = diagnose(result, target, settings, donor, done=(checkpoint, plan))
     return Diagnosis(left.findings, (), plan, result, left.figures)
 
 

@@ -192,6 +192,7 @@ RECIPES = (
     Recipe("decay for matrices, none for the rest", lambda layout, key: not _is_flat(layout, key), (True, False)),
     Recipe("timm", _decays_in_timm, (False, True)),
     Recipe("timm with no_weight_decay", _decays_in_vit, (False, True)),
+    Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0]),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm")),
     Recipe("detectron2", lambda layout, key: key),
@@ -220,9 +221,8 @@ of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``so
 class Naming:
     """The names of an optimizer's ids, and how they are known.
 
-    ``recipe`` is None if the names are in the file itself, or if its groups are those of no known trainer but follow
-    the order of the parameters. ``own_shapes`` counts the parameters whose shape no other has: the rest rely on the
-    order between them."""
+    ``recipe`` is None if the names are in the file itself. ``own_shapes`` counts the parameters whose shape no other
+    has: the rest rely on the order between them."""
 
     names: Mapping[Any, str]
     source: str
@@ -272,21 +272,14 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
     moments = sum(bool(found) for _, found, _ in rows)
     counts = Counter(layout.shapes.values())
     own = sum(counts[shape] == 1 for shape in layout.shapes.values())
-    seen = set()
-    for recipe in (*RECIPES, None):
-        if recipe is None:
-            order = list(layout.shapes)  # groups of the user's own, each a run of parameters
-        else:
-            groups = recipe.groups(layout)
-            if tuple(len(keys) for _, keys in groups) != sizes:
-                continue
-            order = list(chain.from_iterable(keys for _, keys in groups))
-        if recipe is None and tuple(order) in seen:
+    for recipe in RECIPES:
+        groups = [keys for _, keys in recipe.groups(layout)]
+        if tuple(map(len, groups)) != sizes:
             continue
-        seen.add(tuple(order))
+        order = list(chain.from_iterable(groups))
         if all(fits(row, layout.shapes[key]) for (_, _, row), key in zip(rows, order, strict=True)):
             names = {number: key for (number, _, _), key in zip(rows, order, strict=True)}
-            yield Naming(names, recipe.name if recipe else "the order of the parameters", recipe, moments, own)
+            yield Naming(names, recipe.name, recipe, moments, own)
 
 
 def _moments(row: Mapping[str, Any]) -> list[Any]:

@@ -188,6 +188,12 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
     return state_dict
 
 
+def revive_tree(value: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Build what is beside the weights, as torch has it. Raises ``UnreadableError`` if bytes fail their checksum."""
+    made: dict[str, Any] = revive(value, Builder(tensors_in(value), checkpoint.path, refusal(checkpoint)), {})
+    return made
+
+
 def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection[Storage]:
     """The storages of these keys' entries that no other entry has a part in, in order."""
     found: dict[bool, dict[Storage, None]] = {True: {}, False: {}}

@@ -5,6 +5,7 @@ here: what cannot be carried exactly starts anew, as it does for a parameter tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,6 +109,8 @@ class Change:
     target: Target | None = None
     kinds: Mapping[str, bool] = field(default_factory=dict)
     """Which tensors of the file are parameters, as far as the model says so."""
+    live: Sequence[Sequence[str]] | None = None
+    """The parameters of each group of the optimizer that is to load the state, if there is one."""
 
     @classmethod
     def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
@@ -289,15 +292,19 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     for scope in scopes(change):
         for naming in namings(optimizer, scope.layout):
             made = follow(optimizer, naming, change, scope)
-            if made is not None:
-                found.setdefault(made.outcome, made)
+            if made is None:
+                return []
+            found.setdefault(made.outcome, made)
     return list(found.values())
 
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
     """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
     of_view = {change.before[key].view: number for number, key in naming.names.items()}
-    ids = {key: of_view[spec.view] for key, spec in change.before.items() if spec.view in of_view}  # tied names too
+    tied = {
+        key: of_view.get(spec.view) for key, spec in change.before.items() if spec.storage is not None and spec.numel
+    }
+    ids = {key: number for key, number in tied.items() if number is not None}
     ids |= {key: number for number, key in naming.names.items()}
     steps: list[Step] = []
     anew: list[str] = []
@@ -305,14 +312,21 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     for key, spec in change.result().items():
         origin = change.origins[key]
         known = [ids[source] for source in origin.sources if source in ids]
-        if not known and (origin.sources or not scope.takes(key)):
+        if change.live is not None:
+            is_wanted = any(key in group for group in change.live)
+        else:
+            is_wanted = bool(known) or (not origin.sources and scope.takes(key))
+        if not is_wanted:
             continue
         step = _carried(optimizer, key, origin, ids, change, spec)
         steps.append(step)
         if step.source is None and not step.parts:
             (anew if known else added).append(key)
     recipe = naming.recipe or _known_recipe(optimizer, naming, scope.layout)
-    if recipe is not None:
+    grouped: Grouped | None
+    if change.live is not None:
+        grouped = _as_in(change.live, optimizer, steps)
+    elif recipe is not None:
         grouped = _by_recipe(recipe, optimizer, naming, steps, change, scope.layout)
     else:
         grouped = _by_kin(optimizer, _in_own_order(optimizer, naming, steps, change, ids), change, ids)
@@ -427,6 +441,20 @@ def _by_recipe(
             return None
         like.append(found)
     return tuple(like), tuple(tuple(members) for _, members in groups)
+
+
+def _as_in(live: Sequence[Sequence[str]], optimizer: Optimizer, steps: Sequence[Step]) -> Grouped:
+    """Group the parameters as a live optimizer does; each group is like that which most of them were in."""
+    of_key = {step.key: step for step in steps}
+    group_of = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
+    groups = tuple(tuple(of_key.get(key, Step(key)) for key in keys) for keys in live)
+    like = []
+    for group in groups:
+        sources = [str(step.source) for step in group if step.source is not None]
+        sources += [part.source for step in group for part in step.parts]
+        places = Counter(group_of[source] for source in sources)
+        like.append(places.most_common(1)[0][0] if places else 0)
+    return tuple(like), groups
 
 
 def _alike(
