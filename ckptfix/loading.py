@@ -84,7 +84,7 @@ def repair_optimizer_state(
     take ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or
     nothing tells which of its positions is which parameter."""
     from ckptfix.engine.optimizers import with_optimizers
-    from ckptfix.maps.positions import optimizers_in
+    from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
     from ckptfix.reading.tensors import revive_tree
     from ckptfix.rules.following import Change, ways
@@ -99,7 +99,7 @@ def repair_optimizer_state(
     if not all(all(group) for group in live):
         raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
     change = replace(Change.of(before, after, repaired.plan, target_from_module(model)), live=live)
-    found = [(one, way) for one in optimizers_in(after.root) for way in ways(one, change)]
+    found = [(one, way) for one in optimizers_of(after) for way in ways(one, change)]
     found = [(one, way) for one, way in found if any(step.source is not None for group in way.groups for step in group)]
     if len(found) != 1:
         what = (
@@ -114,7 +114,7 @@ def repair_optimizer_state(
             Opt("unsafe_fixes", True),
         )
     edited = with_optimizers(after, way.edits, saved.name)
-    made = next(one for one in optimizers_in(edited.root) if one.path == saved.path)
+    made = next(one for one in optimizers_of(edited) if one.path == saved.path)
     if any(isinstance(value, Opaque) for row in made.state.values() for value in row.values()):
         raise TargetError(
             f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "

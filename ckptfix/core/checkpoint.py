@@ -69,7 +69,8 @@ class Checkpoint(Displayed):
     family FIL turn into findings. ``damage`` says what is wrong with the file, where it was opened to be salvaged,
     and ``lost`` has the keys whose bytes are gone: with their specs, or None where
     a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
-    the state_dict, with their names without it; None where the whole state_dict is meant.
+    the state_dict, with their names without it; None where the whole state_dict is meant. ``beside`` has what a trainer
+    saved in files of their own next to it, its optimizer and scheduler, by the name of the file.
     """
 
     path: str
@@ -86,6 +87,7 @@ class Checkpoint(Displayed):
     lost: Mapping[str, TensorSpec | None] = field(default_factory=dict)
     member: str = ""
     picked: Mapping[str, str] | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
     reader: TensorReader | None = field(default=None, repr=False, compare=False)
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was worked out from this very view and takes a walk over all of it, by who worked it out."""

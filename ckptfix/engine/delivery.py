@@ -4,12 +4,14 @@ rename.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
+from ckptfix.core.edits import Regroup
 from ckptfix.core.finding import Blocks, Finding, counted
 from ckptfix.core.regions import Regions
 from ckptfix.core.report import Report
@@ -18,10 +20,11 @@ from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.core.tree import holds_tensors
 from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
-from ckptfix.engine.verification import verify
+from ckptfix.engine.verification import verify, verify_tree
 from ckptfix.errors import Opt, WriteError
-from ckptfix.writing.atomic import deliver_file, deliver_folder, temporary_beside
+from ckptfix.writing.atomic import deliver_file, deliver_folder, refuse_output, temporary_beside
 from ckptfix.writing.output import Write, flushing, write_to, writer_for
+from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.shards import deliver_shards, temporary_shards
 from ckptfix.writing.universal import temporary_universal, universal_form
@@ -77,7 +80,7 @@ def deliver(
         report = replace(report, remarks=(*report.remarks, *_lost_ties(result)))
     write = writer_for(form, settings.for_torch if form == PTH else None)
     if settings.shard_bytes is not None:
-        return _deliver_in_shards(result, report, destination, write, test, settings.shard_bytes)
+        return _deliver_in_shards(result, report, destination, write, test, settings)
     with temporary_beside(destination.output, destination.like) as temporary:
         written = write_to(temporary, result, write, destination.output)
         with flushing([written], destination.output, destination.flush):
@@ -86,8 +89,53 @@ def deliver(
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings)
         destination.refuse_replaced()
-        deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
-    return replace(_delivered(report, destination.output, smoke, findings), written_as=form)
+        with _beside(result, report, destination, settings.force) as files:
+            deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
+            _deliver_beside(files, destination)
+    remarks = tuple(map(_written_beside, files.values()))
+    return replace(_delivered(report, destination.output, smoke, findings, remarks), written_as=form)
+
+
+def _deliver_beside(files: dict[Path, Path], destination: Destination) -> None:
+    for file, goal in files.items():
+        deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
+
+
+def _written_beside(goal: Path) -> str:
+    return f"its training goes on with {goal}"
+
+
+NOWHERE = ("",)
+"""A place that no container has: a file beside a checkpoint holds no state_dict."""
+
+
+@contextlib.contextmanager
+def _beside(result: Checkpoint, report: Report, destination: Destination, force: bool) -> Iterator[dict[Path, Path]]:
+    """Write the files of a trainer beside the checkpoint that the edits have changed, and give the temporary file of
+    each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is."""
+    regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
+    changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
+    if changed and any(edit.like != tuple(range(len(edit.like))) for edit in regroups):
+        changed |= {name for name in result.beside if name.startswith("scheduler")}
+    source = Path(result.path)
+    folder = source if source.is_dir() else source.parent
+    is_elsewhere = folder.resolve() != destination.output.parent.resolve()
+    is_in_place = destination.like == destination.output
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, Path] = {}
+        for name in sorted(changed):
+            root = result.beside[name]
+            fixed = f"{Path(name).stem}.fixed{Path(name).suffix}"
+            goal = destination.output.with_name(name if is_elsewhere or is_in_place else fixed)
+            if not is_in_place:
+                refuse_output(goal, force)
+            tree = replace(result, path=str(folder / name), entries={}, metadata=None, container=NOWHERE, root=root)
+            temporary = stack.enter_context(temporary_beside(goal, folder / name))
+            written = write_to(temporary, tree, writer_for(PTH, None), goal)
+            with flushing([written], goal, destination.flush):
+                verify_tree(temporary, plain_root(tree)[0], goal)
+            files[temporary] = goal
+        yield files
 
 
 def _no_test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
@@ -152,7 +200,7 @@ def _deliver_universal(result: Checkpoint, report: Report, destination: Destinat
 
 
 def _deliver_in_shards(
-    result: Checkpoint, report: Report, destination: Destination, write: Write, test: ForwardTest, limit: int
+    result: Checkpoint, report: Report, destination: Destination, write: Write, test: ForwardTest, settings: Settings
 ) -> Report:
     """Do the same with shards and an index, which hold a state_dict and nothing around it."""
     flat = replace(result, container=(), root=dict(result.entries))
@@ -161,6 +209,7 @@ def _deliver_in_shards(
         lost = set(lost_extras(flat)) - set(flat.specs)
         kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
         flat = replace(flat, entries=kept, root=dict(kept))
+    limit = settings.shard_bytes or 0
     remarks: tuple[str, ...] = ()
     if result.container:
         place = path_name(result.container)
@@ -169,5 +218,8 @@ def _deliver_in_shards(
         smoke, findings = test(index, flat)
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings, remarks)
-        deliver_shards(index, names)
+        with _beside(result, report, destination, settings.force) as files:
+            deliver_shards(index, names)
+            _deliver_beside(files, destination)
+    remarks = (*remarks, *map(_written_beside, files.values()))
     return replace(_delivered(report, names.index, smoke, findings, remarks), written_as=SHARDS)

@@ -11,15 +11,16 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint, PathPart
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.tree import MANY
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import Optimizer, optimizers_in
+from ckptfix.maps.positions import Optimizer, optimizers_of
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
     """Return the checkpoint after the edits of its optimizers. Raises ``PlanError`` if they do not fit it."""
-    root = checkpoint.root
-    found = {optimizer.name: optimizer for optimizer in optimizers_in(root)}
+    root, beside = checkpoint.root, dict(checkpoint.beside)
+    found = {optimizer.name: optimizer for optimizer in optimizers_of(checkpoint)}
     for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
         optimizer = found.get(regroup.where)
         moments = [edit for edit in edits if isinstance(edit, Moments) and edit.where == regroup.where]
@@ -29,7 +30,14 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
                 "to another file"
             )
         made = _regrouped(checkpoint, optimizer, regroup, moments, rule)
-        root = _with(root, optimizer.path, partial(_updated, made))
+        change = partial(_updated, made)
+        like = regroup.like if len(found) == 1 else ()  # of several, nothing tells whose the scheduler is
+        if optimizer.path[:1] and optimizer.path[0] in beside:
+            beside = _with(beside, optimizer.path, change)
+        else:
+            root = _with(root, optimizer.path, change)
+        if like and like != tuple(range(len(optimizer.groups))):
+            root, beside = (_with_schedulers(one, like, len(optimizer.groups)) for one in (root, beside))
     for edit in edits:
         if isinstance(edit, Omit):
             optimizer = found.get(edit.where)
@@ -39,7 +47,23 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
                     "another file"
                 )
             root = _with(root, optimizer.path, lambda before: None)
-    return replace(checkpoint, root=root)
+    return replace(checkpoint, root=root, beside=beside)
+
+
+def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 4) -> Any:
+    """Return a container whose learning-rate schedulers have their lists, an item for each group, as the new groups."""
+    if isinstance(root, list) and len(root) <= MANY and depth:
+        return [_with_schedulers(one, like, count, depth - 1) for one in root]
+    if not isinstance(root, dict) or len(root) > MANY or not depth:
+        return root
+    is_scheduler = "last_epoch" in root
+    result = copy(root)
+    for name, value in root.items():
+        if is_scheduler and isinstance(value, list) and len(value) == count:
+            result[name] = [value[place] for place in like]
+        else:
+            result[name] = _with_schedulers(value, like, count, depth - 1)
+    return result
 
 
 def _updated(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import located, stream
+from ckptfix.bytes.sources import Content, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import tensors_in
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.reading import safetensors
+from ckptfix.reading.formats import read_document
 from ckptfix.reading.lazy_tensors import contiguous_blocks
 from ckptfix.writing.output import Written
 from ckptfix.writing.safetensors import lost_extras
@@ -60,6 +62,19 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
         raise WriteError(
             f"{output}: the written file differs from the plan: {difference}; it was removed; please report this"
         )
+
+
+def verify_tree(temporary: Path, expected: object, output: Path) -> None:
+    """Read the written file of an optimizer again, and compare each of its tensors. Raises ``WriteError`` if one
+    differs."""
+    found = list(tensors_in(read_document(Content.of_file(str(temporary)), False).root))
+    wanted = list(tensors_in(expected))
+    is_equal = len(found) == len(wanted) and all(
+        (one.dtype, one.shape) == (other.dtype, other.shape) and _same_blocks(other, one, str(output))
+        for one, other in zip(found, wanted, strict=True)
+    )
+    if not is_equal:
+        raise WriteError(f"{output}: the written file differs from the plan; it was removed; please report this")
 
 
 def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:

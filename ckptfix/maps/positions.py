@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ckptfix.core.checkpoint import PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 
@@ -86,6 +86,11 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
     for name, member in members:
         if isinstance(name, (str, int)) and isinstance(member, (Mapping, list)):
             yield from optimizers_in(member, (*path, name))
+
+
+def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
+    """Return the optimizers in a checkpoint and in the files beside it."""
+    return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
 
 
 # Recipes

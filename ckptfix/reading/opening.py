@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
-from ckptfix.errors import Opt, UsageError
+from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.weights.containers import open_document
@@ -31,7 +32,8 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
         if not isinstance(source, (str, os.PathLike)):
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
         path, weights = os.fspath(source), settings.weights
-        return open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
+        checkpoint = open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
+        return replace(checkpoint, beside=_saved_beside(Path(path)))
     if settings.smoke_settings.compare == SOURCE:
         raise UsageError(
             Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
@@ -41,6 +43,30 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
 
     checkpoint = open_state_dict(source)
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
+
+
+OF_TRAINERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+"""What the Hugging Face Trainer and accelerate save next to a model."""
+
+MODELS = frozenset(
+    f"{name}{end}"
+    for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
+    for end in ("", ".index.json")
+)
+"""The names under which they save the model itself."""
+
+
+def _saved_beside(path: Path) -> dict[str, Any]:
+    """Read the optimizer and the scheduler that a trainer saved next to a model; no tensor is read."""
+    folder = path if path.is_dir() else path.parent
+    if not (path.is_dir() or path.name in MODELS):
+        return {}
+    found = {}
+    for name in OF_TRAINERS:
+        if (folder / name).is_file():
+            with contextlib.suppress(CkptfixError):  # a check of that file itself says what is wrong with it
+                found[name] = read_document(Content.of_file(str(folder / name)), False).root
+    return found
 
 
 def open_file(

@@ -32,7 +32,7 @@ class Needs(Enum):
         if self is Needs.VALUES:
             return context.statistics is not None
         if self is Needs.OPTIMIZER:
-            return has_optimizer(context.checkpoint.root)
+            return has_optimizer(context.checkpoint.root) or has_optimizer(context.checkpoint.beside)
         if self is Needs.MAP:
             return context.settings.rename_map is not None
         return self is Needs.NAMES

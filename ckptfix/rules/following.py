@@ -109,6 +109,8 @@ class Change:
     target: Target | None = None
     kinds: Mapping[str, bool] = field(default_factory=dict)
     """Which tensors of the file are parameters, as far as the model says so."""
+    is_ordered: bool = True
+    """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
 
@@ -123,7 +125,7 @@ class Change:
             for source in origin.sources
             if target is not None and target.modules is not None and key in target.slots
         }
-        return cls(before.specs, after.specs, known, target, kinds)
+        return cls(before.specs, after.specs, known, target, kinds, not before.format.endswith("safetensors"))
 
     @property
     def model(self) -> Target | None:
@@ -258,11 +260,12 @@ def scopes(change: Change) -> Iterator[Scope]:
             for key in parameters
             if key in names_of
         }
-    orders = [list(parameters)]
+    orders = [list(parameters)] if change.is_ordered else []
     if change.model is not None:
         place = {source: n for n, key in enumerate(change.result()) for source in change.origins[key].sources}
-        orders.append(sorted(parameters, key=lambda key: place.get(key, len(place))))
-    for order in orders[: 1 if orders[0] == orders[-1] else 2]:
+        if parameters.keys() <= place.keys():  # where the others were, the model does not say
+            orders.append(sorted(parameters, key=place.__getitem__))
+    for order in orders if len(orders) < 2 or orders[0] != orders[1] else orders[:1]:
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool]]] = [(order, lambda key: True)]
         if change.kinds:  # what the model does not have may have been a buffer of another one

@@ -64,8 +64,11 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.settings.drop_optimizer:
         yield from _left_out(rule, optimizers)
         return
-    if context.before is None or context.settings.format == "safetensors":
-        return  # that format has no place for an optimizer, as FIL104 says
+    if context.before is None:
+        return
+    if context.settings.format == "safetensors":
+        optimizers = []  # that format has no place for one, as FIL104 says
+    optimizers += optimizers_in(context.checkpoint.beside)
     before, plan = context.before, context.plan
     if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
         before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Finding, Level, Remedy, counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.tree import holds_tensors
-from ckptfix.maps.positions import Optimizer, optimizers_in
+from ckptfix.maps.positions import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -34,8 +34,8 @@ from ckptfix.rules.rule import Context, Rule, rule
 @rule("OPT102", "unreadable-optimizer-state")
 def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the classes in the state of optimizers that the file has now, and had when it was opened."""
-    was = {} if context.before is None else {one.name: one for one in optimizers_in(context.before.root)}
-    for optimizer in optimizers_in(context.checkpoint.root):
+    was = {} if context.before is None else {one.name: one for one in optimizers_of(context.before)}
+    for optimizer in optimizers_of(context.checkpoint):
         classes = dict.fromkeys((*_classes(was.get(optimizer.name, optimizer)), *_classes(optimizer)))
         carried = [name for name in classes if is_low_bit_moment(name) and not _is_taken_apart(optimizer)]
         others = [name for name in classes if name not in carried]

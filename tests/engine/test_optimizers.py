@@ -1,0 +1,174 @@
+"""The optimizer and the scheduler that a trainer saves in files of their own follow the model that they lie beside."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckptfix
+from tests.checks import bytes_of
+
+
+class Net(nn.Module):
+    def __init__(self, names: str = "zyx", width: int = 4) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(width, width))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self._modules.values():
+            assert layer is not None
+            x = layer(x)
+        return x
+
+
+def grouped(model: nn.Module) -> Any:
+    named = list(model.named_parameters())
+    decayed = [p for n, p in named if "bias" not in n and "norm" not in n]
+    return [{"params": decayed}, {"params": [p for n, p in named if "bias" in n or "norm" in n], "weight_decay": 0.0}]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    noise = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=noise)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def folder_of_a_trainer(folder: Path, model: nn.Module) -> torch.optim.Optimizer:
+    """Write what ``Trainer.save_checkpoint`` writes; safetensors sorts the keys."""
+    optimizer = torch.optim.AdamW(grouped(model), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    step(model, optimizer)
+    folder.mkdir()
+    save_file(dict(sorted(model.state_dict().items())), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(schedule.state_dict(), folder / "scheduler.pt")
+    return optimizer
+
+
+def test_a_healthy_folder_has_no_finding(tmp_path):
+    model = Net()
+    folder_of_a_trainer(tmp_path / "run", model)
+    for source in (tmp_path / "run", tmp_path / "run" / "model.safetensors"):
+        assert ckptfix.check(source, model).findings == ()
+        assert ckptfix.check(source).findings == ()
+
+
+@pytest.mark.parametrize("save", ["pytorch_model.bin", "model.safetensors"])
+def test_a_run_of_a_trainer_goes_on(tmp_path, save):
+    """A layer is dropped, which needs the order of the file; or there is a new one, which the model knows."""
+    is_ordered = save == "pytorch_model.bin"
+    names = "zx" if is_ordered else "zwyx"
+    model = Net("zyx")
+    optimizer = folder_of_a_trainer(tmp_path / "run", model)
+    if is_ordered:
+        (tmp_path / "run" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "run" / save)
+    (tmp_path / "new").mkdir()
+    target = Net(names)
+    result = ckptfix.repair(
+        tmp_path / "run" / save, target, output=tmp_path / "new" / save, unsafe_fixes=True, fill="target"
+    )
+    assert not result.report.is_open
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted([save, "optimizer.pt"])
+
+    reference, before = copy.deepcopy(target), dict(model.named_parameters())
+    reference.load_state_dict(
+        {key: value for key, value in model.state_dict().items() if key[0] in names}, strict=False
+    )
+    reference.norm.load_state_dict(model.norm.state_dict())
+    live = torch.optim.AdamW(grouped(reference), lr=0.1)
+    for name, parameter in reference.named_parameters():
+        if name in before:
+            live.state[parameter] = copy.deepcopy(optimizer.state[before[name]])
+    resumed = Net(names)
+    ckptfix.load(resumed, tmp_path / "new" / save)
+    again = torch.optim.AdamW(grouped(resumed), lr=0.1)
+    again.load_state_dict(torch.load(tmp_path / "new" / "optimizer.pt", weights_only=True))
+    step(reference, live)
+    step(resumed, again)
+    assert [bytes_of(one) for one in resumed.parameters()] == [bytes_of(one) for one in reference.parameters()]
+
+
+def test_what_was_dropped_of_sorted_keys_had_a_place_that_nothing_tells(tmp_path):
+    folder_of_a_trainer(tmp_path / "run", Net("zyx"))
+    report = ckptfix.repair(tmp_path / "run", Net("zx"), output=tmp_path / "out.safetensors", unsafe_fixes=True).report
+    assert [finding.code for finding in report.remaining] == ["OPT101"]
+
+
+def test_without_the_model_the_order_is_not_known(tmp_path):
+    """safetensors keeps no order: the file's own names tell nothing."""
+    folder_of_a_trainer(tmp_path / "run", Net("zyx"))
+    save_file(Net("zx").state_dict(), tmp_path / "like.safetensors")
+    report = ckptfix.repair(
+        tmp_path / "run", like=tmp_path / "like.safetensors", output=tmp_path / "out.safetensors", unsafe_fixes=True
+    ).report
+    assert [finding.code for finding in report.remaining] == ["OPT101"]
+    assert not (tmp_path / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_where_the_files_go(tmp_path, in_place):
+    folder_of_a_trainer(tmp_path / "run", Net("zyx"))
+    target = Net("zyxw")
+    old = (tmp_path / "run" / "optimizer.pt").read_bytes()
+    settings: dict[str, Any] = {"in_place": True, "backup": True} if in_place else {"beside": True}
+    ckptfix.repair(tmp_path / "run" / "model.safetensors", target, fill="target", **settings | {"unsafe_fixes": True})
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    kept = tmp_path / "run" / ("optimizer.pt.bak" if in_place else "optimizer.pt")
+    assert kept.read_bytes() == old
+    made = torch.load(tmp_path / "run" / ("optimizer.pt" if in_place else "optimizer.fixed.pt"), weights_only=True)
+    assert [len(group["params"]) for group in made["param_groups"]] == [4, 6]
+    assert "scheduler.fixed.pt" not in names
+
+
+def test_nothing_is_replaced_unasked(tmp_path):
+    folder_of_a_trainer(tmp_path / "run", Net("zyx"))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "optimizer.pt").write_bytes(b"precious")
+    settings: dict[str, Any] = {
+        "output": tmp_path / "new" / "model.safetensors",
+        "unsafe_fixes": True,
+        "fill": "target",
+    }
+    with pytest.raises(ckptfix.UsageError, match=r"optimizer\.pt"):
+        ckptfix.repair(tmp_path / "run", Net("zyxw"), **settings)
+    assert (tmp_path / "new" / "optimizer.pt").read_bytes() == b"precious"
+    assert not (tmp_path / "new" / "model.safetensors").exists()
+    ckptfix.repair(tmp_path / "run", Net("zyxw"), force=True, **settings)
+    assert (tmp_path / "new" / "optimizer.pt").read_bytes() != b"precious"
+
+
+def test_the_lists_of_a_scheduler_follow_the_groups(tmp_path):
+    """A group for each parameter: with the parameters go their groups, and with these the rates of the scheduler."""
+    model = Net("zyx")
+    optimizer = torch.optim.AdamW([{"params": [p], "lr": 1.0 + n} for n, p in enumerate(model.parameters())])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    step(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": schedule.state_dict()}
+    torch.save(saved, tmp_path / "run.pth")
+    ckptfix.repair(tmp_path / "run.pth", Net("zx"), output=tmp_path / "out.pth", unsafe_fixes=True)
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert made["scheduler"]["base_lrs"] == [group["lr"] for group in made["optimizer"]["param_groups"]]
+    assert made["scheduler"]["base_lrs"] == [1.0, 2.0, 5.0, 6.0, 7.0, 8.0]
+    assert made["scheduler"]["last_epoch"] == saved["scheduler"]["last_epoch"]
+
+
+def test_a_live_optimizer_loads_from_the_folder(tmp_path):
+    model = Net("zyx")
+    optimizer = folder_of_a_trainer(tmp_path / "run", model)
+    new = Net("zyx")
+    own = torch.optim.AdamW(grouped(new), lr=0.1)
+    ckptfix.load(new, tmp_path / "run", optimizer=own)
+    before = dict(model.named_parameters())
+    for name, parameter in new.named_parameters():
+        assert torch.equal(own.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
