@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from ckptfix.bytes.sources import Content
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import read_ranks
+from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.known import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
@@ -31,6 +34,9 @@ FOLDER_FORMATS = (
     FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
 )
 """Every format that is a folder, in the order in which a folder is asked."""
+
+COMMON = ("meta.pt", "common.pt")
+"""What Lightning and Megatron (``torch_dist``) call the file with the rest of a checkpoint, beside the chunks."""
 
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
 """How names of checkpoints end; looked at only to say which file of a folder may be meant."""
@@ -97,7 +103,8 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
     try:
         for form in FOLDER_FORMATS:
             if form.looks_like(folder):
-                return form.read(folder, salvage)
+                found = form.read(folder, salvage)
+                return _with_common(found, folder, salvage, read) if form.name == dcp.NAME else found
         if (document := read_ranks(folder, salvage, read)) is not None:
             return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
@@ -105,6 +112,26 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
         raise UnreadableError(
             f"{path}: the folder cannot be listed: {error.strerror or error}; ask its owner for the right"
         ) from error
+
+
+def _with_common(document: Document, folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return a document with what one rank saved for all of them, beside the chunks: epoch, arguments, schedulers.
+
+    An entry that the chunks have too is theirs."""
+    file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
+    if file is None or not isinstance(document.root, dict):
+        return document
+    common = read(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))), salvage)
+    if not isinstance(common.root, dict):
+        return document
+    damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
+    return replace(
+        document,
+        root=type(document.root)({**document.root, **{k: v for k, v in common.root.items() if k not in document.root}}),
+        names=document.names | common.names,
+        remarks=list(dict.fromkeys((*document.remarks, *common.remarks))),
+        damage=[*document.damage, *damage],
+    )
 
 
 def _contents(folder: Path) -> str:

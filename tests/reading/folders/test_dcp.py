@@ -111,6 +111,23 @@ def test_a_repair_writes_one_file(saved: Path, tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "one.pth")["model"], STATE)
 
 
+@pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
+def test_what_lightning_and_megatron_save_beside_the_chunks_is_in_the_container(saved: Path, name: str) -> None:
+    torch.save({"global_step": 7, "epoch": 99, "rng": torch.arange(3)}, saved / name)
+    ckptfix.repair(saved, output=saved.parent / "one.pth")
+    one = torch.load(saved.parent / "one.pth")
+    assert (one["global_step"], one["epoch"]) == (7, 3)
+    assert torch.equal(one["rng"], torch.arange(3))
+    assert_same(one["model"], STATE)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:
+    torch.save({"stolen": 1}, saved.parent / "meta.pt")
+    (saved / "meta.pt").symlink_to(saved.parent / "meta.pt")
+    with pytest.raises(HostileError, match="leads out of the folder"):
+        ckptfix.open_checkpoint(saved)
+
+
 def test_without_a_plan_the_names_stay_flat(tmp_path: Path) -> None:
     write_chunks(tmp_path, {"model.a": (STATE["conv.weight"], [((0, 0, 0), STATE["conv.weight"])])})
     assert ckptfix.open_checkpoint(tmp_path).keys() == ["model.a"]
