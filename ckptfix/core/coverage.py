@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
@@ -72,8 +72,22 @@ def measure_coverage(
 
 
 def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether the model loads a checkpoint strictly although names or shapes are others."""
-    return target.loads is not None and bool(_misfits(checkpoint, target)) and target.loads(checkpoint)
+    """Return whether the model loads every parameter from a checkpoint although names or shapes are others."""
+    if target.loads is None or not _misfits(checkpoint, target):
+        return False
+    loaded = target.loads(checkpoint)
+    return loaded is not None and all(
+        key in loaded for key, slot in target.slots.items() if slot.kind == PARAMETER and slot.shape is not None
+    )
+
+
+def lost_by_edits(source: Checkpoint, result: Checkpoint, target: Target, filled: Collection[str]) -> list[str]:
+    """Return the parameters that the model's own hooks load from the source, and that do not come from the result."""
+    before = target.loads(source) if target.loads is not None and _misfits(source, target) else None
+    if not before or is_loaded_by_hooks(result, target):
+        return []
+    missing = {key for key in _misfits(result, target) if key in target.slots}
+    return sorted(key for key in before if key in missing or key in filled)
 
 
 def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:

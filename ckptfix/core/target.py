@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -46,7 +47,8 @@ class Target:
     ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
     modules take an image for, by their paths, and ``windows`` those of windows of attention.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
-    copy of the model: only hooks of its own can make one work whose names or shapes are others. None without such.
+    copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
+    make one work whose names or shapes are others. None without such.
     ``frozen`` names the parameters that ask for no gradient.
     """
 
@@ -61,7 +63,7 @@ class Target:
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    loads: Callable[[Checkpoint], bool] | None = None
+    loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
 
     @cached_property
@@ -160,42 +162,54 @@ class _Trial:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known: dict[int, tuple[Checkpoint, bool]] = {}
+        self._known: dict[int, tuple[Checkpoint, frozenset[str] | None]] = {}
 
-    def __call__(self, checkpoint: Checkpoint) -> bool:
+    def __call__(self, checkpoint: Checkpoint) -> frozenset[str] | None:
         if id(checkpoint) not in self._known:
             # The checkpoint is kept beside what is known of it, or its id could be that of another one.
             self._known[id(checkpoint)] = checkpoint, _loads(self._module, checkpoint)
         return self._known[id(checkpoint)][1]
 
 
-def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> bool:
-    """Return whether a strict load works on a copy of the module. The copy is on the meta device, where values cost
-    nothing; if the hooks need real ones, on a real copy.
+def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | None:
+    """Return the parameters that a strict load gives values, None if it fails.
+
+    The load is tried on a copy on the meta device, where values cost nothing, and then on one full of NaN: a hook that
+    drops what it does not know makes every load a success, and only the values say what was loaded.
     """
     import copy
     import warnings
 
     import torch
+    from torch.nn.parameter import is_lazy
 
     tensors = (*module.parameters(), *module.buffers())
-    on_meta = {
+    on_meta: dict[int, torch.Tensor] = {
         id(tensor): torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter)
         else tensor.detach().to("meta")
         for tensor in tensors
     }
-    for memo in (on_meta, {}):
+    of_nan: dict[int, torch.Tensor] = {
+        id(tensor): torch.nn.Parameter(torch.full(tensor.shape, math.nan, dtype=tensor.dtype), tensor.requires_grad)
+        for tensor in module.parameters()
+        if tensor.is_floating_point() and not is_lazy(tensor)
+    }
+    for memo in (on_meta, of_nan):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a load into a meta tensor warns that it does nothing
-                copy.deepcopy(module, dict(memo)).load_state_dict(checkpoint.state_dict(mmap=True), strict=True)
+                trial = copy.deepcopy(module, dict(memo))
+                trial.load_state_dict(checkpoint.state_dict(mmap=True), strict=True)
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            if "Error(s) in loading state_dict" in str(error):
-                return False
-        else:
-            return True
-    return False
+            if memo is of_nan or "Error(s) in loading state_dict" in str(error):
+                return None
+    return frozenset(
+        key
+        for key, tensor in trial.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+        if is_lazy(tensor) or not tensor.is_floating_point() or not tensor.numel() or not bool(tensor.isnan().all())
+    )
 
 
 def target_from_checkpoint(checkpoint: Checkpoint) -> Target:

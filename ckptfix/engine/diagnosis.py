@@ -129,11 +129,13 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
     coverage: Coverage | None = None
     left: tuple[str, ...] = ()
     if target is not None:
-        from ckptfix.core.coverage import measure_coverage, obstacles
+        from ckptfix.core.coverage import lost_by_edits, measure_coverage, obstacles
 
         adapted = (edit for edit in diagnosis.plan.edits if isinstance(edit, Adapt))
         coverage = measure_coverage(diagnosis.result, target, diagnosis.filled, adapted)
-        left = tuple(obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE)))
+        misfits = obstacles(diagnosis.result, target, settings.is_for_torch_before(COUNTED_SINCE))
+        lost = lost_by_edits(checkpoint, diagnosis.result, target, diagnosis.filled)
+        left = tuple(dict.fromkeys((*misfits, *lost)))
     specs = diagnosis.result.specs
     return Report(
         source=checkpoint.path,

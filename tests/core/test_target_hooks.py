@@ -87,3 +87,66 @@ def test_the_model_itself_is_not_touched():
     before = {key: value.clone() for key, value in model.state_dict().items()}
     ckptfix.check(state("old"), model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Lenient(nn.Module):
+    """Takes what it knows and drops the rest, whatever ``strict`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old, self.new = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def whole(prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{key}": value for name in ("old", "new") for key, value in state(name).items()}
+
+
+def test_a_load_that_drops_everything_is_no_load():
+    repaired, report = ckptfix.repair_state_dict(whole("module."), Lenient())
+    assert list(repaired) == list(whole())
+    assert report.exit_code == 0
+    _, report = ckptfix.repair_state_dict({f"x{key}": value for key, value in whole().items()}, Lenient())
+    assert report.exit_code == 1
+    assert report.coverage is not None
+    assert report.coverage.share == 0
+
+
+def test_a_load_of_a_part_is_not_the_whole():
+    _, report = ckptfix.repair_state_dict(state("old"), Lenient())
+    assert report.obstacles == ("new.weight", "new.bias")
+    assert report.coverage is not None
+    assert report.coverage.share == 0.5
+
+
+def test_weights_that_are_not_finite_were_loaded_too():
+    file = state("old")
+    file["old.weight"][0] = float("nan")
+    _, report = ckptfix.repair_state_dict(file, Renaming(), select=("FIT",))
+    assert report.obstacles == ()
+
+
+class Splitting(nn.Module):
+    """Loads one fused weight into two, and drops what it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.head = nn.Linear(4, 4, False), nn.Linear(4, 4, False), nn.Linear(4, 4, False)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state_dict = dict(state_dict)
+        if "qk" in state_dict:
+            state_dict["q.weight"], state_dict["k.weight"] = state_dict.pop("qk").chunk(2)
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def test_what_loads_less_than_the_source_is_never_written(tmp_path):
+    torch.save({"qk": torch.randn(8, 4), "other": torch.ones(3)}, tmp_path / "f.pth")
+    model = Splitting()
+    settings: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "allow_untrained": True}
+    report = ckptfix.repair(tmp_path / "f.pth", model, output=tmp_path / "out.pth", **settings).report
+    assert {"q.weight", "k.weight"} <= set(report.obstacles)
+    assert report.exit_code == 1
+    assert not (tmp_path / "out.pth").exists()
