@@ -234,7 +234,18 @@ def test_a_donor_under_any_prefix(tmp_path, prefix):
     assert repair.report.coverage is not None
     assert repair.report.coverage.share < 1
     assert dict(repair.report.coverage.filled) == {"donor": 20}
-    assert (repair.report.is_open, repair.report.exit_code) == (False, 1)
+    assert (repair.report.is_open, repair.report.exit_code) == (False, 0)  # the donor's values are trained
+
+
+def test_findings_that_the_user_accepts_leave_nothing_open(tmp_path):
+    state = prefixed(net().state_dict(), "module.")
+    state["module.2.weight"][0] = float("nan")
+    torch.save(state, tmp_path / "f.pth")
+    for accept, code in (((), 1), (("KEY",), 1), (("VAL101",), 0), (("VAL",), 0)):
+        report = ckptfix.repair(tmp_path / "f.pth", accept=accept).report
+        assert report.exit_code == code
+        assert "VAL101" in [finding.code for finding in report.remaining]
+        assert ("[accepted]" in str(report)) is (code == 0)
 
 
 def test_fill_is_seeded(factories):

@@ -11,6 +11,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
+TRAINED = frozenset({"donor", "twin"})
+"""Origins of values that were trained: a checkpoint that ``--fill`` names, and the other set of weights of the file."""
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -31,6 +34,12 @@ class Coverage:
     def share(self) -> float:
         """Share of the target's parameters that came from the file, 1.0 for a target without parameters."""
         return self.parameters_from_file / self.parameters if self.parameters else 1.0
+
+    @property
+    def untrained(self) -> int:
+        """Elements of parameters that came neither from the file nor from another checkpoint that the user named."""
+        trained = sum(numel for origin, numel in self.filled.items() if origin in TRAINED)
+        return self.parameters - self.parameters_from_file - trained
 
 
 def measure_coverage(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.display import Displayed
-from ckptfix.core.finding import Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -32,8 +32,8 @@ class Report(Displayed):
     architecture that the state_dict is or is like, if no target was given. ``figures`` are the statistics
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
     each of these; ``place`` is the path of the state_dict in the container of the result, and
-    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). They are no part of the
-    JSON form.
+    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
+    rules, or beginnings of their codes, whose findings the user accepts. They are no part of the JSON form.
     """
 
     source: str
@@ -55,6 +55,7 @@ class Report(Displayed):
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     place: tuple[str | int, ...] = ()
     written_as: str = ""
+    accepted: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         left = sum(finding.level > Level.NOTE for finding in self.remaining)
@@ -72,13 +73,17 @@ class Report(Displayed):
         rules were selected, or the forward test failed.
         """
         failed = self.smoke is not None and self.smoke.passed is False
-        return failed or bool(self.obstacles) or any(finding.level > Level.NOTE for finding in self.remaining)
+        left = any(finding.level > Level.NOTE and not self.is_accepted(finding) for finding in self.remaining)
+        return failed or bool(self.obstacles) or left
+
+    def is_accepted(self, finding: Finding) -> bool:
+        """Return whether the user accepts a finding. What forbids to write a file cannot be accepted."""
+        return finding.code.startswith(self.accepted or ("-",)) and Blocks.WRITING not in finding.blocks
 
     @property
     def exit_code(self) -> int:
-        """0: clean, or all fixed and verified. 1: something is left, or a parameter did not come from the file."""
-        is_partial = self.coverage is not None and self.coverage.share < 1.0
-        return int(self.is_open or is_partial)
+        """0: clean, or all fixed and verified. 1: something is left, or a parameter is untrained."""
+        return int(self.is_open or (self.coverage is not None and self.coverage.untrained > 0))
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
         """The report as plain JSON data, the same that ``--output-format json`` prints.

@@ -47,7 +47,8 @@ def refusal(report: Report, settings: Settings) -> str:
         return f"nothing is written because of {blocking[0].code} {blocking[0].name}"
     if report.obstacles:
         return f"nothing is written: a strict load would still fail on {counted(len(report.obstacles), 'key')}"
-    if report.coverage is not None and report.coverage.share < LEAST_COVERAGE and not settings.allow_untrained:
+    coverage = report.coverage if not settings.allow_untrained else None
+    if coverage is not None and coverage.parameters - coverage.untrained < LEAST_COVERAGE * coverage.parameters:
         return "nothing is written: less than half of the model's parameters come from the file"
     return ""
 

@@ -149,6 +149,7 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
         fixed=diagnosis.fixed,
         edits=diagnosis.plan.edits,
         coverage=coverage,
+        accepted=settings.accept,
         obstacles=left,
         remarks=target.remarks if target is not None else (),
         figures=diagnosis.figures,

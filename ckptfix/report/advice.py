@@ -27,11 +27,10 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     remaining = _remaining(report)
     if not remaining:
         if report.exit_code == 0 and telling.mode is not Mode.CHECK:
-            yield (Span("left: nothing", "good"),)
+            yield (Span("nothing left to do", "good"),)
         elif not report.is_open and report.coverage is not None:
-            lost = report.coverage.parameters - report.coverage.parameters_from_file
-            share = percent(lost, report.coverage.parameters)
-            yield (Span(f"left: {share} of the parameters do not come from the file", "warning"),)
+            share = percent(report.coverage.untrained, report.coverage.parameters)
+            yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
         return
     yield (Span("left:", "strong"),)
     for finding in remaining:
@@ -131,7 +130,7 @@ def _may_destroy(remedy: Remedy) -> bool:
 
 
 def _remaining(report: Report) -> list[Finding]:
-    return [finding for finding in report.remaining if finding.level > Level.NOTE]
+    return [finding for finding in report.remaining if finding.level > Level.NOTE and not report.is_accepted(finding)]
 
 
 def _text(finding: Finding) -> str:

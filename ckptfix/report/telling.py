@@ -49,6 +49,8 @@ def mark(finding: Finding, report: Report, mode: Mode) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
         return "[would be fixed]" if mode is Mode.DRY_RUN else "[fixed]"
+    if report.is_accepted(finding):
+        return "[accepted]"
     if finding.needs_unsafe:
         return "[fixable with --unsafe-fixes]"
     return "[fixable]" if finding.is_fixable else ""

@@ -102,7 +102,7 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
     """Return in one line what is wrong, worst first; after a repair, what was done and how it was proved."""
     telling = telling or Telling()
     source = Span(f"{report.source}: ", "strong")
-    left = [finding for finding in report.remaining if finding.level > Level.NOTE]
+    left = [finding for finding in report.remaining if finding.level > Level.NOTE and not report.is_accepted(finding)]
     written = f" → {report.output}" if report.output is not None else ""
     if telling.mode is Mode.CHECK or (left and not report.edits):
         return (source, *(_defects(left) if left else _sound(report, telling)))

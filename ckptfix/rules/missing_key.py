@@ -14,7 +14,8 @@ says so only in its return value, and the results are wrong without any error.
 
 Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
 initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
-shape. Whatever was filled is listed in the report with its numel and does not count as coverage.
+shape. Whatever was filled is listed in the report with its numel and does not count as coverage. Initial values are
+untrained and end with exit code 1; those of a checkpoint that was named are not.
 
 ## Example
 

@@ -25,7 +25,7 @@ def test_repair_beside_the_source(folder):
     assert (folder / "wrapped.pth").read_bytes() == before
     assert "  rename 2 keys: module.{…} → {…}\n" in done.stdout
     code = "torch.load('wrapped.fixed.pth', weights_only=True)"
-    assert done.stdout.endswith(f"written: wrapped.fixed.pth\nleft: nothing\nload it with: {code}\n")
+    assert done.stdout.endswith(f"written: wrapped.fixed.pth\nnothing left to do\nload it with: {code}\n")
     assert done.stderr == ""
 
 

@@ -38,7 +38,7 @@ def test_what_is_behind_a_url_is_downloaded_first():
 
 
 def test_nothing_is_left_after_a_repair():
-    assert told(repaired(), Mode.REPAIR) == ["left: nothing"]
+    assert told(repaired(), Mode.REPAIR) == ["nothing left to do"]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ coverage: 100 % of 11.7 M parameters (by number of elements) came from the file;
 forward test: passed on cpu (no CUDA device): float32[2, 3, 8, 8] → float32[2, 10], 0.012 s
 written: resnet.fixed.pth
 note: built on the meta device
-left: nothing
+nothing left to do
 """
     )
 
