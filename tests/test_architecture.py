@@ -19,7 +19,7 @@ PACKAGE = Path(ckptfix.__file__).parent
 
 LAYERS = (
     "errors core maps bytes reading writing values rules known engine modules smoke report repairing loading "
-    "comparison explain zoo cli"
+    "comparison explain zoo callbacks cli"
 ).split()
 """The rooms, from the bottom up. A module imports from its own room and from those before it; ``comparison``,
 ``explain`` and ``zoo`` do not import each other."""

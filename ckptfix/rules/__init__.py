@@ -152,6 +152,9 @@ RULES: tuple[Listed, ...] = (
 FITTING = ("KEY", "BUF", "FIT")
 """The families of rules that make the keys of a checkpoint those of a target."""
 
+VALUES = ("VAL",)
+"""The rules about values."""
+
 FOR_NAMES = ("KEY", "FIL102")
 """Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has."""
 

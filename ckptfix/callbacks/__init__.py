@@ -1,0 +1,1 @@
+"""Callbacks of training frameworks that check every checkpoint when it is saved."""

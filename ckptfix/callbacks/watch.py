@@ -1,0 +1,89 @@
+"""Checks of checkpoints beside a training: in a process of their own, one after another, with the lowest priority.
+
+A new Python runs each, which imports nothing of the training: a script needs no guarded main module, and whatever
+happens in a check cannot touch the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.rules import VALUES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckptfix.core.settings import CheckSettings
+
+_CHECK = """
+import json, sys
+from ckptfix.repairing import check
+path, settings = json.load(sys.stdin)
+json.dump(check(path, **settings).to_json(fixes=False), sys.stdout)
+"""
+
+_log = logging.getLogger("ckptfix")
+
+
+class Watch:
+    """Checks what is saved, and logs a warning for each defect. ``defects`` has them by the path of the checkpoint.
+
+    ``settings`` are those of ``ckptfix.check``; without a selection the rules about values are run. A checkpoint that
+    is replaced or removed before its check ends says nothing."""
+
+    def __init__(self, **settings: Unpack[CheckSettings]) -> None:
+        self.defects: dict[str, list[Mapping[str, Any]]] = {}
+        self._settings: dict[str, Any] = {"select": VALUES, **settings}
+        self._thread = ThreadPoolExecutor(1, "ckptfix")
+        self._checks: list[Future[None]] = []
+
+    def check(self, path: str | os.PathLike[str]) -> None:
+        """Check a checkpoint, file or folder, in the background."""
+        self._checks.append(self._thread.submit(self._check, os.fspath(path)))
+
+    def wait(self) -> None:
+        """Wait for the checks that are not done yet."""
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check.result()
+
+    def _check(self, path: str) -> None:
+        before = _state(path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CHECK],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        out, errors = process.communicate(json.dumps([path, self._settings]))
+        if before is None or _state(path) != before:
+            return
+        if process.returncode:
+            _log.warning(
+                "%s: the checkpoint cannot be checked: %s", path, (errors.strip().splitlines() or ["killed"])[-1]
+            )
+            return
+        found = [each for each in json.loads(out)["findings"] if each["level"] != "note"]
+        if found:
+            self.defects[path] = found
+        for each in found:
+            keys = ", ".join(each["keys"][:3]) + (f" and {len(each['keys']) - 3} more" if len(each["keys"]) > 3 else "")
+            _log.warning("%s: %s %s: %s%s", path, each["code"], each["name"], each["message"], keys and f" ({keys})")
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

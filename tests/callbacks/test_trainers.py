@@ -1,0 +1,152 @@
+"""Small trainings with Lightning and with transformers, in which weights go bad at a known step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+pytest.importorskip("lightning", reason="pip install lightning")
+pytest.importorskip("transformers", reason="pip install transformers")
+
+
+class Pairs(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, number):
+        features = torch.randn(32, generator=torch.Generator().manual_seed(number))
+        return {"features": features, "labels": features.sum()}
+
+
+class Net(nn.Module):
+    """Spoils itself: ``nan`` at a step, as a division by zero does, or ``decay`` of a layer that gets no gradient."""
+
+    def __init__(self, spoil: str = "", at: int = 15) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5)), nn.Linear(32, 1))
+        self.dead = nn.Linear(32, 32)
+        self.spoil, self.at, self.step = spoil, at, 0
+
+    def forward(self, features, labels=None):
+        self.step += self.training
+        if self.step == self.at and self.spoil == "nan":
+            self.get_parameter("layers.2.0.weight").data[3, 4] = torch.nan
+        unused = 0.0 * self.dead(features).sum()
+        return {"loss": ((self.layers(features)[:, 0] - labels) ** 2).mean() + unused}
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """One that takes 60 % of the dead layer away in each step if it is to decay."""
+        decay = 1.0 if self.spoil == "decay" else 0.0
+        dead: dict[str, Any] = {"params": list(self.dead.parameters()), "lr": 0.6, "weight_decay": decay}
+        return torch.optim.SGD([{"params": list(self.layers.parameters())}, dead], lr=1e-3)
+
+
+class Clock:
+    """Wraps methods and adds up the processor time that this thread spends in them."""
+
+    def __init__(self, target, *names: str) -> None:
+        self.spent = 0.0
+        for name in names:
+            setattr(target, name, self.timed(getattr(target, name)))
+
+    def timed(self, method):
+        def call(*words, **named):
+            begun = time.thread_time()
+            try:
+                return method(*words, **named)
+            finally:
+                self.spent += time.thread_time() - begun
+
+        return call
+
+
+def with_lightning(folder, net, callback, steps=30):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning is not typed here
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, _):
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return net.optimizer()
+
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps // 3, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, callbacks=[saving, callback], enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(Pairs(), batch_size=4))
+    return trainer.global_step
+
+
+def with_transformers(folder, net, callback, steps=30):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, save_steps=steps // 3, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True, lr_scheduler_type="constant", logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(net, arguments, train_dataset=Pairs(), callbacks=[callback], optimizers=(net.optimizer(), None))
+    trainer.train()
+    return trainer.state.global_step
+
+
+def checking(framework, **settings):
+    if framework is with_lightning:
+        from ckptfix.callbacks.lightning import CheckCheckpoints as OfLightning
+
+        return OfLightning(**settings)
+    from ckptfix.callbacks.transformers import CheckCheckpoints as OfTransformers
+
+    return OfTransformers(**settings)
+
+
+FRAMEWORKS = [pytest.param(with_lightning, id="lightning"), pytest.param(with_transformers, id="transformers")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", FRAMEWORKS)
+@pytest.mark.parametrize(("spoil", "code", "since"), [("nan", "VAL101", 20), ("decay", "VAL201", 10)])
+def test_what_goes_bad_is_said_for_each_checkpoint_since_then(train, spoil, code, since, tmp_path, caplog):
+    callback = checking(train)
+    assert train(tmp_path, Net(spoil), callback) == 30
+    steps = sorted(int("".join(filter(str.isdigit, path.rpartition("/")[2]))) for path in callback.watch.defects)
+    assert steps == list(range(since, 40, 10))
+    assert all(code in {each["code"] for each in found} for found in callback.watch.defects.values())
+    assert sum(f"{code} " in message for message in caplog.messages) == len(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", FRAMEWORKS)
+def test_a_sound_training_is_left_alone_and_pays_next_to_nothing(train, tmp_path, caplog):
+    callback = checking(train, stop=True)
+    clock = Clock(callback.watch, "check")
+    begun = time.thread_time()
+    assert train(tmp_path, Net(), callback, steps=60) == 60
+    assert clock.spent < 0.01 * (time.thread_time() - begun)
+    assert (callback.watch.defects, [message for message in caplog.messages if "VAL" in message]) == ({}, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", FRAMEWORKS)
+def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
+    callback = checking(train, stop=True)
+    net = Net("nan", at=5)
+    save = callback.watch.check
+
+    def check_and_wait(path):  # a step here takes a thousandth of the time of a check
+        save(path)
+        callback.watch.wait()
+
+    callback.watch.check = check_and_wait
+    assert train(tmp_path, net, callback) in (10, 11)
