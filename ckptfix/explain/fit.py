@@ -270,7 +270,7 @@ def _recipes(mismatch: Mismatch) -> dict[str, str]:
     """Return the recipe of ``--adapt`` for each key of another shape that has one."""
     slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
     found = cases(mismatch.shapes, Target(mismatch.model or "the model", slots), {})
-    return {key: f"{case.name}={case.recipes[0]}" for case in found for key in case.shapes}
+    return {key: f"{case.name}={case.recipes[0]}" for case in found if case.recipes for key in case.shapes}
 
 
 def _prefix(edits: tuple[object, ...]) -> str:

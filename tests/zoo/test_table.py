@@ -277,3 +277,30 @@ def test_the_models_of_a_table_come_with_the_first_place_that_names_them(tmp_pat
     text = '[[files]]\nmatch = "a"\nmodel = "m:f"\n[[files]]\nmatch = "b"\nmodel = "m:f"\n[[files]]\nmatch = "c"\n'
     assert table_of(tmp_path, text).models() == {"m:f": "[[files]] 1 (a)"}
     assert plain_table().models() == {}
+
+
+def test_recipes_for_shapes(tmp_path):
+    """Those of the defaults are for the files that have a model; a list of classes is read beside the source."""
+    (tmp_path / "classes.txt").write_text("0\n1\n")
+    defaults = '[defaults]\nadapt = { pos_embed = "timm" }\n'
+    own = '[[files]]\nmatch = "a"\nlike = "classes.txt"\nadapt = { in_chans = "mean", head = "classes.txt" }\n'
+    table = table_of(tmp_path, f'{defaults}{own}[[files]]\nmatch = "b"\nmodel = "m:f"\n')
+    first, second, rest = (table.treatment_of(name) for name in "abc")
+    assert first.settings["adapt"] == ("in_chans=mean", f"head={tmp_path / 'classes.txt'}")
+    assert ("adapt", str(tmp_path / "classes.txt")) in set(first.files())
+    assert first.command("x.pth")[-4:] == ("--adapt", "in_chans=mean", "--adapt", f"head={tmp_path / 'classes.txt'}")
+    assert second.settings["adapt"] == ("pos_embed=timm",)
+    assert "adapt" not in rest.settings
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('adapt = { pos_embed = "tim" }', r'adapt = { "pos_embed" = "tim" }: .* did you mean timm\?'),
+        ('adapt = "pos_embed=timm"', "adapt has to be a table of strings"),
+        ("adapt = { pos_embed = 3 }", "adapt has to be a table of strings"),
+    ],
+)
+def test_recipes_that_mean_nothing(tmp_path, text, said):
+    with pytest.raises(UsageError, match=said):
+        table_of(tmp_path, f'[[files]]\nmatch = "a"\nmodel = "m:f"\n{text}\n')

@@ -89,13 +89,16 @@ function coverageSection(coverage) {
   if (!coverage) return null;
   const share = coverage.share;
   const came = isDry ? "would come" : "came";
-  const filled = Object.entries(coverage.filled || {});
+  const parts = [
+    ...Object.entries(coverage.adapted || {}).map(([recipe, numel]) => `${quantity(numel)} elements adapted by ${shown(recipe)}: computed from the file's`),
+    ...Object.entries(coverage.filled || {}).map(([origin, numel]) => `${quantity(numel)} elements filled from ${shown(origin)}: not weights of this file`),
+  ];
   const buffers = coverage.buffers ? `; ${percent(coverage.buffers_from_file / coverage.buffers)} of its buffers` : "";
   return el("section", { "aria-labelledby": "coverage-title" },
     el("h3", { id: "coverage-title" }, "Coverage"),
     el("div", { className: "meter", role: "img", "aria-label": `${percent(share)} of the parameters ${came} from the file` }, gauge(share, share >= 1 ? "good" : "attention")),
     el("p", {}, `${percent(share)} of the model's ${quantity(coverage.parameters)} parameters, by number of elements, ${came} from the file${buffers}.`),
-    filled.length ? el("ul", {}, filled.map(([origin, numel]) => el("li", {}, `${quantity(numel)} elements filled from ${shown(origin)}: not weights of this file`))) : null,
+    parts.length ? el("ul", {}, parts.map((text) => el("li", {}, text))) : null,
   );
 }
 

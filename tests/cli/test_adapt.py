@@ -1,0 +1,145 @@
+"""``--adapt`` as a user gives it: the printed command, the repair, the plan, a zoo."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cli.programs import run_here
+
+MODELS = """
+import torch
+from torch import nn
+
+class Patches(nn.Module):
+    def __init__(self, side, channels):
+        super().__init__()
+        self.grid_size = (side, side)
+        self.proj = nn.Conv2d(channels, 8, 4, stride=4)
+
+class Transformer(nn.Module):
+    def __init__(self, side=12, channels=3, classes=5):
+        super().__init__()
+        self.patch_embed = Patches(side, channels)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
+        self.pos_embed = nn.Parameter(torch.randn(1, 1 + side * side, 8))
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, images):
+        patches = self.patch_embed.proj(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat((self.cls_token.expand(len(images), 1, 8), patches), 1) + self.pos_embed
+        return self.head(tokens.mean(1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(MODELS)
+    scope: dict[str, type[nn.Module]] = {}
+    exec(compile(MODELS, "nets.py", "exec"), scope)
+    torch.save(scope["Transformer"](6).state_dict(), tmp_path / "old.pth")
+    return tmp_path
+
+
+FACTORY = ("--model", "nets:Transformer", "--input", "1x3x48x48")
+UNTESTED = (*FACTORY[:2], "--no-smoke")
+
+
+def test_the_printed_command_repairs(folder):
+    checked = run_here("check", "old.pth", *FACTORY[:2], cwd=folder)
+    assert checked.returncode == 1
+    (line,) = [line for line in checked.stdout.splitlines() if line.startswith("  run: ")]
+    words = shlex.split(line.removeprefix("  run: "))
+    assert words[-2:] == ["--adapt", "pos_embed=timm"]
+    done = run_here(*words[1:], *FACTORY[2:], cwd=folder)
+    assert done.returncode == 0
+    assert (
+        "  adapt 1 key (1.16 k elements) by pos_embed=timm, 6x6 → 12x12: pos_embed  [1, 37, 8] → [1, 145, 8]"
+        in done.stdout
+    )
+    assert "from the file (1.16 k elements adapted by pos_embed=timm)" in done.stdout
+    assert "untrained" not in done.stdout
+    assert "forward test: passed" in done.stdout
+    before, after = (torch.load(folder / name, weights_only=True) for name in ("old.pth", "old.fixed.pth"))
+    assert torch.equal(after["pos_embed"][:, :1], before["pos_embed"][:, :1])
+
+
+def test_the_plan_gives_the_same_file(folder):
+    words = ("repair", "old.pth", *UNTESTED, "--adapt", "pos_embed=plain")
+    run_here(*words, "--dry-run", "--plan", "plan.json", cwd=folder)
+    assert not (folder / "old.fixed.pth").exists()
+    (step,) = json.loads((folder / "plan.json").read_text())["steps"]
+    assert [(edit["edit"], edit["recipe"], edit["grids"]) for edit in step["edits"]] == [
+        ("adapt", "pos_embed=plain", [6, 6, 12, 12])
+    ]
+    assert run_here(*words, "-o", "direct.pth", cwd=folder).returncode == 0
+    assert (
+        run_here("repair", "old.pth", *UNTESTED, "--apply", "plan.json", "-o", "saved.pth", cwd=folder).returncode == 0
+    )
+    assert (folder / "direct.pth").read_bytes() == (folder / "saved.pth").read_bytes()
+
+
+def test_json(folder):
+    done = run_here("repair", "old.pth", *UNTESTED, "--adapt", "pos_embed=timm", "--output-format", "json", cwd=folder)
+    (report,) = json.loads(done.stdout)["reports"]
+    assert report["exit_code"] == 0
+    assert report["coverage"]["adapted"] == {"pos_embed=timm": 1160}
+    assert report["coverage"]["share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            "pos_embed=tim",
+            "--adapt pos_embed=tim: pos_embed has no recipe 'tim'; did you mean timm? give timm or plain",
+        ),
+        ("pos_embed=linear", "give --adapt pos_embed=timm"),
+        ("pos_embed=timm:3x3", "the file's 37 positions are not those of a grid of 3x3 and 1 token, but of one of 6x6"),
+        ("head=classes.txt", "--adapt head=classes.txt: there is no file classes.txt; check the path"),
+    ],
+)
+def test_what_is_refused_in_one_line(folder, option, said):
+    done = run_here("repair", "old.pth", *FACTORY, "--adapt", option, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (folder / "old.fixed.pth").exists()
+
+
+def test_a_recipe_needs_something_to_fit(folder):
+    done = run_here("repair", "old.pth", "--adapt", "pos_embed=timm", cwd=folder)
+    assert done.returncode == 2
+    assert "--adapt pos_embed=timm makes tensors fit a model or a reference; add --model or --like" in done.stderr
+
+
+def test_a_recipe_that_nothing_needs_changes_nothing(folder):
+    words = ("check", "old.pth", "--model", "nets:Transformer", "--model-args", '{"side": 6}')
+    assert run_here(*words, "--adapt", "pos_embed=timm", "--adapt", "vocab=cut", cwd=folder).returncode == 0
+
+
+def test_a_configuration_file(folder):
+    (folder / "ckptfix.toml").write_text('adapt = { pos_embed = "timm" }\n')
+    assert run_here("repair", "old.pth", *FACTORY[:2], "--no-smoke", cwd=folder).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_zoo(folder):
+    (folder / "zoo").mkdir()
+    (folder / "old.pth").rename(folder / "zoo" / "old.pth")
+    (folder / "zoo.toml").write_text(
+        '[[files]]\nmatch = "*.pth"\nmodel = "nets:Transformer"\ninput = ["1x3x48x48"]\n'
+        'adapt = { pos_embed = "timm" }\n'
+    )
+    done = run_here("migrate", "zoo", "new", "--jobs", "1", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.load(folder / "new" / "old.pth", weights_only=True)["pos_embed"].shape == (1, 145, 8)
+    (manifest,) = (folder / "new").glob("*manifest*.jsonl")
+    (record,) = map(json.loads, manifest.read_text().splitlines())
+    assert [edit["recipe"] for edit in record["edits"]] == ["pos_embed=timm"]
+    assert record["coverage"]["adapted"] == {"pos_embed=timm": 1160}
