@@ -119,10 +119,10 @@ def _sizes(
 def _grid_of(module: torch.nn.Module) -> tuple[int, int] | None:
     """Return the rows and columns of patches that a module divides its images into, if it says so."""
     for name in ("grid_size", "patches_resolution", "patch_shape"):
-        if (grid := _pair(getattr(module, name, None))) is not None:
+        if (grid := _pair(vars(module).get(name))) is not None:
             return grid
-    patch = _pair(getattr(module, "patch_size", None))
-    image = _pair(getattr(module, "image_size", None)) or _pair(getattr(module, "img_size", None))
+    patch = _pair(vars(module).get("patch_size"))
+    image = _pair(vars(module).get("image_size")) or _pair(vars(module).get("img_size"))
     if patch is None or image is None or min(patch) < 1:
         return None
     return image[0] // patch[0], image[1] // patch[1]
