@@ -217,6 +217,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Set NaN and infinite weights to zero. A last resort."),
         _setting("flush_subnormals", Kind.SWITCH, _REPAIRS, no="--keep-subnormals",
             help="Set subnormal values, which are slow, to zero."),
+        _setting("optimizer_positions", Kind.SWITCH, (CHECK, REPAIR), flag="--optimizer", scope=Scope.RUN,
+            help="Show which state of the optimizer belongs to which parameter, and how sure that is."),
         _setting("drop_optimizer", Kind.SWITCH, _WRITES,
             help="Leave the optimizer out: training goes on from the weights, with new moments and step counts."),
         _setting("keep_optimizer", Kind.SWITCH, _WRITES,

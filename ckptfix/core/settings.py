@@ -79,6 +79,7 @@ class CheckSettings(TypedDict, total=False):
     dtype: str | None
     for_torch: str | None
     values: bool
+    optimizer_positions: bool
     seed: int
     format: str | None
 
@@ -130,7 +131,8 @@ class Settings:
     another shape, ``{"pos_embed": "timm"}`` or ``pos_embed=timm``. ``allow_untrained`` writes a result of
     which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
     rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
-    ``drop_optimizer`` leaves the optimizer out, and ``keep_optimizer`` leaves it as it is even if it no longer fits.
+    ``optimizer_positions`` shows which state belongs to which parameter. ``drop_optimizer`` leaves the optimizer out,
+    and ``keep_optimizer`` leaves it as it is even if it no longer fits.
     ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
     and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
     ``format`` is ``pth``, ``safetensors`` or ``universal`` (a folder of DeepSpeed); None keeps that of the source.
@@ -166,6 +168,7 @@ class Settings:
     recalibrate: str | None = None
     zero_non_finite: bool = False
     flush_subnormals: bool = False
+    optimizer_positions: bool = False
     drop_optimizer: bool = False
     keep_optimizer: bool = False
     dtype: str | None = None

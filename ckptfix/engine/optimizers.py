@@ -14,7 +14,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.tree import MANY
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import Optimizer, optimizers_of
+from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
@@ -124,7 +124,7 @@ def _regrouped(
 
 def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
     """Return the state that Adagrad begins with; None for the others, which make theirs at the first step."""
-    value = group.get("initial_accumulator_value")
+    value = group.get(INITIAL)
     like = next((row for row in map(optimizer.row, optimizer.ids) if isinstance(row.get("sum"), TensorSpec)), None)
     if not isinstance(value, (int, float)) or like is None:
         return None

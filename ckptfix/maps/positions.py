@@ -30,6 +30,10 @@ NAMED, KEYED = "param_names", "names in the place of numbers"
 """What makes names certain."""
 
 
+INITIAL = "initial_accumulator_value"
+"""The hyperparameter of Adagrad with which the sums of its squared gradients begin."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """The state of an optimizer in a container: a row for each id, and the groups of ids."""

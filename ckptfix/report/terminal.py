@@ -236,11 +236,21 @@ def _key_lines(finding: Finding, telling: Telling) -> Iterator[str]:
 
 def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
     shapes, figures = evidence.get("shapes"), evidence.get("tensors")
+    positions = evidence.get("positions")
+    if isinstance(positions, dict):
+        return lambda key: _position_text(positions.get(key))
     if isinstance(shapes, dict):
         return lambda key: _shapes_text(shapes.get(key))
     if isinstance(figures, dict):
         return lambda key: _figures_text(figures.get(key))
     return None
+
+
+def _position_text(position: Any) -> str:
+    """Return the group of a parameter in its optimizer, and what is kept of it: ``group 0: exp_avg [8, 3]``."""
+    state = {name: shape for name, shape in position["state"].items() if shape} if position else {}
+    kept = ", ".join(f"{name} {shape}" for name, shape in state.items())
+    return f"group {position['group']}: {kept or 'no moments'}" if position else ""
 
 
 def _shapes_text(shapes: Any) -> str:

@@ -18,6 +18,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.maps.positions import (
+    INITIAL,
     NAMED,
     RECIPES,
     Layout,
@@ -33,9 +34,6 @@ from ckptfix.maps.positions import (
 )
 
 Shape = tuple[int, ...]
-
-INITIAL = "initial_accumulator_value"
-"""The hyperparameter of Adagrad with which the sums of its squared gradients begin."""
 
 STEP = "step"
 """The count of steps in a row, which is a tensor of one element since torch 1.12."""

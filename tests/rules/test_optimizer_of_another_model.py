@@ -1,0 +1,55 @@
+"""An optimizer whose moments have the shape of no weight is that of another model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+
+
+def run(model: nn.Module, make: Any = torch.optim.AdamW, **groups: Any) -> dict[str, Any]:
+    """Return the checkpoint of a training."""
+    optimizer = make(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def found(report: ckptfix.Report, code: str) -> list[Any]:
+    return [finding for finding in report.findings if finding.code == code]
+
+
+def test_its_own_optimizer_is_no_finding(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor):
+        torch.save(run(model, make), tmp_path / "run.pth")
+        assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
+
+
+def test_one_of_a_part_is_no_finding(tmp_path):
+    """A frozen backbone, or a second network beside the weights that were taken."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    saved = run(model[1]) | {"model": model.state_dict()}
+    torch.save(saved, tmp_path / "run.pth")
+    assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
+    other = run(nn.Linear(7, 6))
+    torch.save(
+        {"model": model.state_dict(), "critic": other["model"], "optimizer": other["optimizer"]}, tmp_path / "b.pth"
+    )
+    assert found(ckptfix.check(tmp_path / "b.pth", weights="model"), "OPT104") == []
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_one_of_another_model_is_named(tmp_path, make):
+    saved = run(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))
+    saved["optimizer"] = run(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 6)), make)["optimizer"]
+    torch.save(saved, tmp_path / "run.pth")
+    (finding,) = found(ckptfix.check(tmp_path / "run.pth"), "OPT104")
+    assert finding.level is Level.WARNING
+    assert ckptfix.repair(tmp_path / "run.pth", drop_optimizer=True).report.exit_code == 0
