@@ -139,11 +139,11 @@ class Merging:
         self.optim = {data: file for (data, model), file in by_rank(self.folder, OPTIM).items() if model == model_rank}
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
         self._ranks = {rank: made for rank, file in self.optim.items() if (made := self._states(file)) is not None}
+        if not self._ranks:
+            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
 
     def masters(self, root: Any) -> Masters:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
-        if not self._ranks:
-            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
         first = self._ranks[min(self._ranks)]
         self._check_alike(self._ranks, self.optim)
         prefix = next(iter(self.optim.values())).name.partition("zero_pp_rank")[0]
