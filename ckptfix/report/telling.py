@@ -52,5 +52,6 @@ def mark(finding: Finding, report: Report, mode: Mode) -> str:
     if report.is_accepted(finding):
         return "[accepted]"
     if finding.needs_unsafe:
-        return "[fixable with --unsafe-fixes]"
+        switches = [name for remedy in finding.remedies for name, value in remedy.options if value is True]
+        return f"[fixable with --{(switches or ['unsafe_fixes'])[0].replace('_', '-')}]"
     return "[fixable]" if finding.is_fixable else ""
