@@ -57,12 +57,13 @@ class RenameMap(Displayed):
     """The rules of a map, in order. ``name`` is the file or the library that they come from.
 
     ``missing`` are the keys of the target that an inferred map has no source for, ``unused`` the keys of the source
-    that it has no place for."""
+    that it has no place for. ``shapes`` are of tensors that only a file which the map is for has in this shape."""
 
     rules: tuple[MapRule, ...]
     name: str = ""
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __repr__(self) -> str:
         return f"<RenameMap: {counted(len(self.rules), 'rule')}>"
@@ -70,7 +71,12 @@ class RenameMap(Displayed):
     def json_text(self) -> str:
         """Return the map as JSON, a rule per line."""
         rows = ",\n".join(f"    {json.dumps(rule.to_json(), ensure_ascii=False)}" for rule in self.rules)
-        fields = {"ckptfix-map": MAP_VERSION, "missing": [*self.missing], "unused": [*self.unused]}
+        fields = {
+            "ckptfix-map": MAP_VERSION,
+            "shapes": dict(self.shapes),
+            "missing": [*self.missing],
+            "unused": [*self.unused],
+        }
         head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items() if value)
         return f'{{\n{head},\n  "rules": [\n{rows}\n  ]\n}}\n'
 
@@ -81,7 +87,8 @@ class RenameMap(Displayed):
             raise UsageError(f"{name}: not a map of ckptfix; ckptfix map A B --output-format json writes one")
         if data.get("ckptfix-map") != MAP_VERSION:
             raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
-        return cls(tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1)), name)
+        rules = tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1))
+        return cls(rules, name, shapes=tuple((key, tuple(shape)) for key, shape in data.get("shapes", {}).items()))
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptfix.core.adaptations import adaptation
 from ckptfix.core.options import CHECK, REPAIR, library_settings, settings_of
-from ckptfix.core.rename_map import MapRule, RenameMap, read_map
+from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
@@ -118,7 +118,8 @@ def _rename_map(settings: Settings) -> RenameMap | None:
     given = settings.rename_map
     if given is None and not settings.rename:
         return None
-    from ckptfix.maps.resolving import parsed  # most repairs need no map
+    from ckptfix.maps.library import named_map  # most repairs need no map
+    from ckptfix.maps.resolving import parsed
 
     rules: list[MapRule] = []
     for text in settings.rename:
@@ -127,7 +128,7 @@ def _rename_map(settings: Settings) -> RenameMap | None:
             raise UsageError(Opt("rename", text), ": write it as OLD=NEW, such as encoder.*=backbone.*")
         rules.append(MapRule(old, new))
     if given is not None and not isinstance(given, RenameMap):
-        given = read_map(given)
+        given = named_map(given)
     whole = RenameMap((*(given.rules if given is not None else ()), *rules), given.name if given is not None else "")
     parsed(whole)  # raises for a rule without a meaning
     return whole

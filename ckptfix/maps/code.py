@@ -186,7 +186,7 @@ def _value(variable: Variable, names: dict[str, str]) -> str:
     name = names[variable.name]
     if (variable.scale, variable.offset) == (1, 0) or not variable.is_number:
         return name
-    scale = f"{variable.scale} * " * (variable.scale > 1)
+    scale = f"{variable.scale} * " * (variable.scale != 1)
     return f"{scale}int({name}) + {variable.offset}"
 
 

@@ -276,11 +276,13 @@ def _columns(instances: Sequence[_Instance]) -> tuple[list[tuple[int, ...]], lis
 
 
 def _relation(ours: Sequence[int], theirs: Sequence[int], name: str) -> tuple[str, str] | None:
-    for scale in (1, 2, 3, 4) if len(set(ours)) > 2 else (1,):
+    for scale in (1, 2, 3, 4, -1) if len(set(ours)) > 2 else (1,):
         for one, other, turned in ((ours, theirs, False), (theirs, ours, True)):
             offset = other[0] - scale * one[0]
             if all(b == scale * a + offset for a, b in zip(one, other, strict=True)):
                 number = f"{{{scale if scale > 1 else ''}{name}{f'{offset:+d}' if offset else ''}}}"
+                if scale < 0:
+                    number = f"{{{offset}-{name}}}"
                 return (number, f"{{{name}}}") if turned else (f"{{{name}}}", number)
     return None
 
@@ -334,7 +336,7 @@ def _exact(
     left = {
         key: shape
         for key, shape in inference.source.items()
-        if line.source.match(key) and not any(other.source.match(key) for other in narrower)
+        if line.source.matches(key) and not any(other.source.matches(key) for other in narrower)
     }
     parts = {key: inference.matches[key].parts for each in instances for key in each.keys}
     try:

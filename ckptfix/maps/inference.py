@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptfix.core.parts import Part, Shape, full, merged, used_in_full
+from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, weights
@@ -34,11 +35,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Inference:
-    """The map: a match for each key of the target that has one, and the shapes of both sides."""
+    """The map: a match for each key of the target that has one, and the shapes of both sides.
+
+    ``maps`` are the shipped maps that it comes from."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
     target: dict[str, Shape]
+    maps: tuple[RenameMap, ...] = ()
 
     @property
     def missing(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Patterns of keys: ``blocks.{n}.attn.{query,key}.weight``.
 
-``{n}`` is a number, ``{n+1}`` and ``{2n+1}`` are numbers computed from it, ``{a,b}`` is one of these texts, and ``*``
-is any text, dots included.
+``{n}`` is a number, ``{n+1}``, ``{2n+1}`` and ``{3-n}`` are numbers computed from it, ``{a,b}`` is one of these texts,
+and ``*`` is any text, dots included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import count
 
 _PIECE = re.compile(r"\{[^{}]*\}|\*|[^{}*]+|.", re.DOTALL)
-_NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?")
+_NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?|(\d+)-([a-z])")
 
 Binding = Mapping[str, int | str]
 """The values of variables by name: numbers, the place among several texts, or any text."""
@@ -51,7 +51,12 @@ class Variable:
         """Return how a key shows a value."""
         if isinstance(value, str):
             return value
-        return self.options[value] if self.options else str(self.scale * value + self.offset)
+        if self.options:
+            return self.options[value]
+        number = self.scale * value + self.offset
+        if number < 0:
+            raise ValueError(f"{{{self.name}}} would count down to {number}")
+        return str(number)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,10 @@ class Pattern:
                 return None
         return values
 
+    def matches(self, key: str) -> bool:
+        """Return whether a key matches."""
+        return self.match(key) is not None
+
     def key(self, values: Binding) -> str:
         """Return the key for these values."""
         return "".join(piece if isinstance(piece, str) else piece.text(values[piece.name]) for piece in self.pieces)
@@ -108,8 +117,10 @@ def parse(text: str) -> Pattern:
         elif piece[0] not in "{}":
             pieces.append(piece)
         elif number := _NUMBER.fullmatch(piece[1:-1]):
-            scale, name, offset = number.groups()
-            pieces.append(Variable(name, (), int(scale or 1) or 1, int(offset or 0)))
+            scale, name, offset, top, down = number.groups()
+            pieces.append(
+                Variable(name, (), int(scale or 1) or 1, int(offset or 0)) if name else Variable(down, (), -1, int(top))
+            )
         elif "," in piece:
             options = tuple(option.strip() for option in piece[1:-1].split(","))
             if len(set(options)) < len(options):

@@ -168,9 +168,9 @@ def resolve(
     A map that only fits backwards is applied backwards. Raises ``PlanError`` that names the rule for a key that the
     file or the target does not have, two sources for one element, and an uneven split."""
     lines = parsed(rename_map)
-    if not any(line.source.match(key) for line in lines for key in source):
+    if not any(line.source.matches(key) for line in lines for key in source):
         back = inverse(rename_map)
-        if any(line.source.match(key) for line in parsed(back) for key in source):
+        if any(line.source.matches(key) for line in parsed(back) for key in source):
             rename_map, lines = back, parsed(back)
     moves: dict[str, Move] = {}
     users: dict[str, MapRule] = {}
@@ -206,7 +206,7 @@ def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
         found[width] = dict(left)
         for line, own in zip(lines, widths, strict=True):
             if own == width:
-                left = {key: shape for key, shape in left.items() if line.source.match(key) is None}
+                left = {key: shape for key, shape in left.items() if not line.source.matches(key)}
     return [found[width] for width in widths]
 
 

@@ -18,6 +18,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.errors import UsageError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, infer
+from ckptfix.maps.library import look_up
 from ckptfix.modules.factory import target_of
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.rules import FOR_NAMES
@@ -39,6 +40,9 @@ def infer_map(
     ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
     first. Raises ``UsageError`` if not even a name can be matched."""
     ours, theirs = _shapes(source, weights), _shapes(target, other_weights)
+    known = look_up(ours, theirs)
+    if known is not None and len(known.maps) == 1:
+        return known.maps[0]
     inference = infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")

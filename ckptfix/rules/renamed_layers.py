@@ -8,6 +8,9 @@ first, one decision for each repeated template, with names, numbers and the orde
 finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed. A map must
 fill three quarters of the target; if only a few layers have other names, it has to leave nothing over on either side.
 
+Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
+for rotary embeddings and how rows are interleaved.
+
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
 
@@ -29,7 +32,7 @@ written by hand."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -37,7 +40,9 @@ from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.target import Target
+from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, Match, infer
+from ckptfix.maps.library import look_up
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.wrapper_segment import two_sets
@@ -47,6 +52,8 @@ COVERED = 0.75
 
 UNPLACED = 0.25
 """The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
+
+SHOWN = "applies the map; ckptfix map FILE REFERENCE prints it"
 
 Specs = Mapping[str, Shape]
 Moves = dict[str, Match]
@@ -59,7 +66,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is None or two_sets(checkpoint.entries):
         return
     source, wanted = _tensors(checkpoint), _slots(target)
-    inference = _inference(source, wanted)
+    inference = _inference(source, wanted, target.tie_of)
     if inference is None:
         return
     moves = _moves(inference, checkpoint)
@@ -67,7 +74,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
-    if applied and _is_stable(applied, source, wanted, checkpoint):
+    if applied and _is_stable(applied, source, wanted, target.tie_of):
         is_whole = not inference.missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         is_safe = least is Label.CERTAIN and is_whole and is_much
@@ -75,13 +82,19 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under the names or in the layout of another implementation",
             keys=tuple(applied),
-            evidence={"labels": dict(labels), "missing": len(inference.missing), "unused": len(inference.unused)},
+            evidence={
+                "rules": [str(each) for each in (inference.maps[0] if inference.maps else fold(inference)).rules],
+                **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
+                "labels": dict(labels),
+                "missing": len(inference.missing),
+                "unused": len(inference.unused),
+            },
             fix=Fix(
                 tuple(_edits(applied, checkpoint)),
                 Applicability.SAFE if is_safe else Applicability.UNSAFE,
                 asked=context.settings.rename_layers,
             ),
-            remedies=() if is_safe else (Remedy((("rename_layers", True),), "applies the map; --verbose shows it"),),
+            remedies=() if is_safe else (Remedy((("rename_layers", True),), SHOWN),),
         )
     if ambiguous:
         yield rule.finding(
@@ -89,7 +102,11 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit",
             keys=tuple(ambiguous),
             evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
-            remedies=advise("the names do not say which is which: rename the layers in the file"),
+            remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
+            or advise(
+                "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
+                " --output-format json, and give it to --rename-map"
+            ),
         )
 
 
@@ -112,12 +129,14 @@ def _takes_part(key: str, dtype: str) -> bool:
     return DTYPES[dtype].is_float or key.rpartition(".")[2] == COUNTER
 
 
-def _inference(source: Specs, target: Specs) -> Inference | None:
+def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference | None:
     """Return the map, or None if names alone explain the file, or if there is no map that explains it."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
     if not any(len(target[key]) > 1 for key in unplaced):
         return None  # vectors of one length are many
+    if known := look_up(source, target, tied):
+        return known
     inference = infer(source, target)
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
@@ -154,11 +173,11 @@ def _stays(key: str, match: Match, inference: Inference) -> bool:
     return match.parts == (Part(key, shape, shape),)
 
 
-def _is_stable(moves: Moves, source: Specs, target: Specs, checkpoint: Checkpoint) -> bool:
+def _is_stable(moves: Moves, source: Specs, target: Specs, tied: Collection[str]) -> bool:
     """Tell whether the map, applied, leaves nothing that another look would move: else it contradicts itself."""
     used = {part.source for move in moves.values() for part in move.parts}
     after = {key: shape for key, shape in source.items() if key not in used} | {key: target[key] for key in moves}
-    again = _inference(after, target)
+    again = _inference(after, target, tied)
     return again is None or not any(
         match.label > Label.AMBIGUOUS and not _stays(key, match, again) for key, match in again.matches.items()
     )

@@ -1,0 +1,92 @@
+"""The maps that ship with ckptfix, one file each; ``tests/maps/test_library.py`` proves them against the libraries.
+
+A file is named after its two sides: ``timm-vit_transformers`` goes from timm's names to those of transformers. Each is
+applied backwards too."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from ckptfix.core.parts import Part, full
+from ckptfix.core.rename_map import RenameMap, read_map
+from ckptfix.errors import Opt, PlanError, UsageError
+from ckptfix.maps.inference import Inference, Match
+from ckptfix.maps.resolving import Line, Move, Shapes, inverse, parsed, resolve
+from ckptfix.maps.trees import Label
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """Return the names of the maps."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@lru_cache
+def shipped(name: str) -> RenameMap:
+    """Return the map of this name."""
+    return RenameMap.from_json(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")), name)
+
+
+def named_map(path: str | os.PathLike[str]) -> RenameMap:
+    """Return the map in a file, or the one of this name. Raises ``UsageError`` if there is neither."""
+    name = os.fspath(path)
+    if name in names():
+        return shipped(name)
+    if not Path(path).exists() and "/" not in name and (close := difflib.get_close_matches(name, names(), 1)):
+        raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close[0]}?")
+    return read_map(path)
+
+
+@lru_cache
+def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
+    forth = shipped(name)
+    return tuple((each, tuple(parsed(each))) for each in (forth, inverse(forth)))
+
+
+def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
+    """Return what the shipped maps say that explain both sides, None if none does. Where two differ, it is ambiguous.
+
+    ``tied`` are keys of the target that need no source, as they are another name of one that has."""
+    found = list(_fitting(source, target, tied))
+    # Two maps may differ in what a file does not say, as in the size of Llama's heads.
+    is_sure = [all(key in source for key, _ in rename_map.shapes) for rename_map, _ in found]
+    if any(is_sure):
+        found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
+    elif len(found) < 2:
+        return None
+    matches = {}
+    for key, shape in target.items():
+        moves = [moves[key] for _, moves in found if key in moves]
+        if not moves and key in source:
+            matches[key] = Match((Part(key, full(shape), full(shape)),), Label.CERTAIN)
+        elif moves:
+            parts = moves[0].parts
+            label = Label.LIKELY if any(move.rule.label for move in moves) else Label.CERTAIN
+            if len(moves) < len(found) or any(move.parts != parts for move in moves):
+                label = Label.AMBIGUOUS
+            matches[key] = Match(parts, label)
+    return Inference(matches, dict(source), dict(target), tuple(rename_map for rename_map, _ in found))
+
+
+def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iterator[tuple[RenameMap, dict[str, Move]]]:
+    """Yield the maps that explain both sides: every key of the target is moved there, or has its place already."""
+    kept = {key for key, shape in target.items() if source.get(key) == shape}
+    for name in names():
+        for rename_map, lines in _directions(name):
+            if any(source.get(key, shape) != shape for key, shape in rename_map.shapes):
+                continue
+            if all(line.rule.optional or any(map(line.source.matches, source)) for line in lines):
+                try:
+                    moves = resolve(rename_map, source, target)
+                except PlanError:
+                    continue
+                used = {part.source for move in moves.values() for part in move.parts}
+                shapes = {key: source[key] for key in kept - used} | {key: move.shape for key, move in moves.items()}
+                if all(shapes.get(key, shape if key in tied else None) == shape for key, shape in target.items()):
+                    yield rename_map, moves
