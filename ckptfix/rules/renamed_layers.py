@@ -75,7 +75,8 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
     if applied and _is_stable(applied, source, wanted, target.tie_of):
-        is_whole = not inference.missing and not inference.unused
+        missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
+        is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         is_safe = least is Label.CERTAIN and is_whole and is_much
         yield rule.finding(
@@ -86,7 +87,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 "rules": [str(each) for each in (inference.maps[0] if inference.maps else fold(inference)).rules],
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
                 "labels": dict(labels),
-                "missing": len(inference.missing),
+                "missing": len(missing),
                 "unused": len(inference.unused),
             },
             fix=Fix(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptfix.maps.library import names, shipped
 from tests.cli.programs import run_here
 from tests.cli.test_schemas import assert_valid
 
@@ -36,6 +37,7 @@ def theirs(width=8, depth=2):
 def large():
     return theirs(16, 5)
 """
+GPT = {"attn.c_attn": (24, 8), "attn.c_proj": (8, 8), "mlp.c_fc": (32, 8), "mlp.c_proj": (8, 32)}
 WANTED = """\
 blocks.{n}.qkv.{weight,bias} → layer.{n}.{query,key,value}.{weight,bias}, split 3  (likely)
 blocks.{n}.up.{weight,bias} → layer.{n}.fc1.{weight,bias}
@@ -87,6 +89,22 @@ def test_the_function_gives_the_bytes_that_a_repair_gives(zoo: Path):
     pasted, repaired = names["convert"](torch.load("large.pth")), torch.load("large.fixed.pth")
     assert pasted.keys() == repaired.keys()
     assert all(torch.equal(value, repaired[key]) for key, value in pasted.items())
+
+
+def test_the_shipped_maps_are_as_the_schema_says():
+    for name in names():
+        assert_valid(json.loads(shipped(name).json_text()), "map")
+
+
+def test_a_shipped_map_outranks_what_is_inferred(zoo: Path):
+    """nanoGPT to GPT-2: that a square matrix is transposed shows in no shape."""
+    torch.save({f"transformer.h.0.{key}.weight": torch.ones(shape) for key, shape in GPT.items()}, "nano.pth")
+    save_file(
+        {f"transformer.h.0.{key}.weight": torch.ones(shape[::-1]) for key, shape in GPT.items()}, "gpt.safetensors"
+    )
+    done = run_here("map", "nano.pth", "gpt.safetensors", cwd=zoo)
+    layers = "{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj}"
+    assert done.stdout == f"transformer.h.{{n}}.{layers}.weight → transformer.h.{{n}}.{layers}.weight, transpose\n"
 
 
 def test_keys_without_a_source_have_exit_code_1(zoo: Path):

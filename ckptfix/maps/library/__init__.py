@@ -90,3 +90,4 @@ def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iter
                 shapes = {key: source[key] for key in kept - used} | {key: move.shape for key, move in moves.items()}
                 if all(shapes.get(key, shape if key in tied else None) == shape for key, shape in target.items()):
                     yield rename_map, moves
+                    break  # one that is its own inverse fits twice

@@ -1,0 +1,468 @@
+"""The maps that ship: each is applied to a model of one library, and the model of the other gives the same outputs.
+
+All weights are random, or an exchange of two layers would not be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.maps.library import look_up, names, shipped
+from ckptfix.repairing import repair_state_dict
+
+State = dict[str, torch.Tensor]
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+NORMS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+
+def randomised(model: Any) -> Any:
+    torch.manual_seed(0)
+    for parameter in model.double().eval().parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+        elif name.endswith("running_mean"):
+            buffer.normal_()
+    return model
+
+
+def moved(state: State, name: str) -> State:
+    return repair_state_dict(state, rename_map=shipped(name), values=False)[0]
+
+
+def output(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(*inputs)
+    value: torch.Tensor = getattr(found, "logits", found)
+    return value
+
+
+def assert_equal(one: State, other: State) -> None:
+    assert one.keys() == other.keys()
+    assert [key for key in one if one[key].shape != other[key].shape or not torch.equal(one[key], other[key])] == []
+
+
+def timm_vit() -> Any:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=10)
+
+
+def torchvision_vit() -> Any:
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(32, 8, 3, 4, 48, 192, num_classes=10)
+
+
+def transformers_vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 192}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=10))
+
+
+def timm_convnext() -> Any:
+    from timm.models.convnext import ConvNeXt
+
+    return ConvNeXt(depths=(2, 2, 3, 2), dims=(16, 32, 48, 64), num_classes=10)
+
+
+def torchvision_convnext() -> Any:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    sizes = ((16, 32, 2), (32, 48, 2), (48, 64, 3), (64, None, 2))
+    return ConvNeXt([CNBlockConfig(*each) for each in sizes], num_classes=10)
+
+
+def transformers_convnext() -> Any:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    sizes = {"depths": [2, 2, 3, 2], "hidden_sizes": [16, 32, 48, 64]}
+    return ConvNextForImageClassification(ConvNextConfig(**sizes, num_labels=10))
+
+
+def timm_swin() -> Any:
+    from timm.models.swin_transformer import SwinTransformer
+
+    sizes: dict[str, Any] = {"depths": (2, 2, 3, 2), "num_heads": (2, 2, 4, 4), "window_size": 1, "embed_dim": 24}
+    return SwinTransformer(img_size=32, patch_size=4, num_classes=10, **sizes)
+
+
+def torchvision_swin() -> Any:
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    return SwinTransformer([4, 4], 24, [2, 2, 3, 2], [2, 2, 4, 4], [1, 1], num_classes=10)
+
+
+def transformers_swin() -> Any:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    sizes = {"depths": [2, 2, 3, 2], "num_heads": [2, 2, 4, 4], "window_size": 1, "embed_dim": 24}
+    return SwinForImageClassification(SwinConfig(image_size=32, patch_size=4, num_labels=10, **sizes))
+
+
+def torchvision_resnet() -> Any:
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [2, 1, 1, 2], num_classes=10)
+
+
+def transformers_resnet() -> Any:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = {"depths": [2, 1, 1, 2], "hidden_sizes": [64, 128, 256, 512]}
+    return ResNetForImageClassification(ResNetConfig(**sizes, layer_type="basic", num_labels=10))
+
+
+IMAGE_MODELS = [
+    ("timm-vit_transformers", timm_vit, transformers_vit),
+    ("torchvision-vit_timm", torchvision_vit, timm_vit),
+    ("torchvision-vit_transformers", torchvision_vit, transformers_vit),
+    ("timm-convnext_transformers", timm_convnext, transformers_convnext),
+    ("torchvision-convnext_timm", torchvision_convnext, timm_convnext),
+    ("torchvision-convnext_transformers", torchvision_convnext, transformers_convnext),
+    ("torchvision-swin_timm", torchvision_swin, timm_swin),
+    ("timm-swin_transformers", timm_swin, transformers_swin),
+    ("torchvision-resnet_transformers", torchvision_resnet, transformers_resnet),
+]
+PROVED = {name for name, _, _ in IMAGE_MODELS}
+"""The maps that a test of this module proves; the tests below add theirs."""
+
+
+def proves(*maps: str) -> Callable[[Any], Any]:
+    PROVED.update(maps)
+    return lambda test: test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ours", "theirs"), IMAGE_MODELS, ids=[each[0] for each in IMAGE_MODELS])
+def test_models_of_images(name: str, ours: Callable[[], nn.Module], theirs: Callable[[], nn.Module]):
+    source, target = randomised(ours()), theirs().double().eval()
+    state = {key: value for key, value in source.state_dict().items() if "relative_position_index" not in key}
+    # The rule finds the map by itself, and it is certain.
+    done, report = repair_state_dict(state, target, values=False)
+    assert report.exit_code == 0
+    assert [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence] == [[name]]
+    assert_equal(done, moved(state, name))
+    target.load_state_dict(done, strict="swin" not in name)
+    wanted = output(source, IMAGES)
+    assert (output(target, IMAGES) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert_equal(moved(done, name), state)
+
+
+@pytest.mark.slow
+@proves("timm-vit_transformers-4")
+def test_what_transformers_saves_has_the_names_of_its_version_4(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    source, target = randomised(transformers_vit()), timm_vit().double().eval()
+    source.save_pretrained(tmp_path)
+    target.load_state_dict(moved(load_file(tmp_path / "model.safetensors"), "timm-vit_transformers-4"))
+    assert (output(target, IMAGES) - output(source, IMAGES)).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@proves("open-clip_transformers")
+def test_clip():
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+    from transformers import CLIPConfig, CLIPModel
+
+    vision = CLIPVisionCfg(layers=4, width=48, head_width=16, patch_size=8, image_size=32)
+    text = CLIPTextCfg(context_length=20, vocab_size=99, width=32, heads=2, layers=3)
+    source: Any = randomised(CLIP(24, vision, text, quick_gelu=True))
+    theirs = {
+        "vision_config": {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
+                          "image_size": 32, "patch_size": 8},
+        "text_config": {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
+                        "vocab_size": 99, "max_position_embeddings": 20, "eos_token_id": 98, "bos_token_id": 97},
+    }  # fmt: skip
+    target = CLIPModel(CLIPConfig(**theirs, projection_dim=24)).double().eval()
+    target.load_state_dict(moved(source.state_dict(), "open-clip_transformers"))
+    words = torch.randint(1, 90, (2, 20))
+    words[:, -1] = 98
+    with torch.no_grad():
+        for wanted, found in (
+            (source.encode_image(IMAGES), target.get_image_features(IMAGES)),
+            (source.encode_text(words), target.get_text_features(words)),
+        ):
+            assert (getattr(found, "pooler_output", found) - wanted).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+@proves("torch-encoder_bert")
+def test_an_encoder_of_torch_and_bert():
+    from transformers import BertConfig, BertModel
+
+    layer = nn.TransformerEncoderLayer(48, 4, 192, activation="gelu", batch_first=True, layer_norm_eps=1e-12)
+    source = randomised(nn.TransformerEncoder(layer, 3))
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 192}
+    target = BertModel(BertConfig(**sizes)).double().eval().encoder
+    target.load_state_dict(moved(source.state_dict(), "torch-encoder_bert"))
+    inputs = torch.randn(2, 5, 48, dtype=torch.float64)
+    with torch.no_grad():
+        assert (source(inputs) - target(inputs)[0]).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+@proves("ldm-vae_diffusers", "ldm-unet_diffusers")
+@pytest.mark.parametrize("name", ["ldm-vae_diffusers", "ldm-unet_diffusers"])
+def test_stable_diffusion(name: str):
+    """Backwards from diffusers' names; diffusers' own function has to bring them back."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from diffusers.loaders import single_file_utils as theirs
+
+    sizes: dict[str, Any] = {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "layers_per_block": 2}
+    if "vae" in name:
+        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        model: Any = AutoencoderKL(**blocks, **sizes)
+        convert, prefix = theirs.convert_ldm_vae_checkpoint, ""
+    else:
+        model = UNet2DConditionModel(cross_attention_dim=8, attention_head_dim=4, sample_size=8, **sizes)
+        convert, prefix = theirs.convert_ldm_unet_checkpoint, "model.diffusion_model."
+    state = randomised(model).state_dict()
+    original = moved(state, name)
+    assert_equal(convert({prefix + key: value for key, value in original.items()}, dict(model.config)), state)
+    assert_equal(moved(original, name), state)
+
+
+@pytest.mark.slow
+@proves("nanogpt_transformers")
+def test_nanogpt():
+    """nanoGPT has GPT-2's names, and ``nn.Linear`` in the place of ``Conv1D``: square matrices are transposed too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    target = randomised(GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=99, n_positions=32)))
+    state = target.state_dict()
+    linear = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    nano = {key: value.t() if key.endswith(linear) else value for key, value in state.items()}
+    done, report = repair_state_dict(nano, target, values=False)
+    assert report.exit_code == 0
+    assert_equal(done, state)
+
+
+def rotated(x: torch.Tensor, angle: float) -> torch.Tensor:
+    """Meta's: neighbours are a complex number."""
+    pairs = torch.view_as_complex(x.reshape(-1, 2))
+    turns = torch.polar(torch.ones(len(pairs)).double(), angle / torch.arange(1, len(pairs) + 1).double())
+    return torch.view_as_real(pairs * turns).reshape(-1)
+
+
+def rotated_by_halves(x: torch.Tensor, angle: float) -> torch.Tensor:
+    """That of transformers: the halves of a head are the two parts."""
+    half = len(x) // 2
+    turns = angle / torch.arange(1, half + 1).double()
+    cos, sin = torch.cat([turns.cos()] * 2), torch.cat([turns.sin()] * 2)
+    return x * cos + torch.cat([-x[half:], x[:half]]) * sin
+
+
+def llama(size: int, heads: int = 2, width: int = 256) -> State:
+    torch.manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq": (heads * size, width),
+        "wk": (size, width),
+        "wv": (size, width),
+        "wo": (width, heads * size),
+    }
+    layer = {f"attention.{name}.weight": shape for name, shape in shapes.items()}
+    layer |= {"feed_forward.w1.weight": (96, width), "feed_forward.w3.weight": (96, width)}
+    layer |= {"feed_forward.w2.weight": (width, 96), "attention_norm.weight": (width,), "ffn_norm.weight": (width,)}
+    whole = {"tok_embeddings.weight": (99, width), "norm.weight": (width,), "output.weight": (99, width)}
+    whole |= {f"layers.{at}.{key}": shape for at in range(2) for key, shape in layer.items()}
+    return {key: torch.randn(shape, dtype=torch.float64) for key, shape in whole.items()}
+
+
+@proves("meta-llama-64_transformers", "meta-llama-128_transformers")
+@pytest.mark.parametrize("size", [64, 128])
+def test_llama_permutes_the_rows_of_query_and_key(size: int):
+    state = llama(size)
+    done = moved(state, f"meta-llama-{size}_transformers")
+    x = torch.randn(256, dtype=torch.float64)
+    for name, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
+        ours = (state[f"layers.1.attention.{name}.weight"] @ x)[-size:]
+        found = (done[f"model.layers.1.self_attn.{theirs}.weight"] @ x)[-size:]
+        pairs = rotated(ours, 0.7).reshape(-1, 2)
+        assert torch.allclose(rotated_by_halves(found, 0.7), torch.cat([pairs[:, 0], pairs[:, 1]]))
+    assert torch.equal(done["model.layers.1.mlp.up_proj.weight"], state["layers.1.feed_forward.w3.weight"])
+
+
+def test_the_size_of_a_llamas_head_decides_or_is_left_to_the_user(tmp_path: Path):
+    state = llama(128)
+    target = moved(state, "meta-llama-128_transformers")
+    torch.save({key: torch.zeros_like(value) for key, value in target.items()}, tmp_path / "like.pth")
+    done, report = repair_state_dict(
+        {**state, "rope.freqs": torch.ones(64)}, like=tmp_path / "like.pth", rename_layers=True, values=False
+    )
+    del done["rope.freqs"]
+    assert_equal(done, target)
+    done, report = repair_state_dict(state, like=tmp_path / "like.pth", rename_layers=True, values=False)
+    assert report.exit_code == 1
+    assert not any("q_proj" in key or "k_proj" in key for key in done)
+    options = [option for finding in report.findings for remedy in finding.remedies for option in remedy.options]
+    maps = [value for name, value in options if name == "rename_map"]
+    assert maps == ["meta-llama-128_transformers", "meta-llama-64_transformers"]
+    done, report = repair_state_dict(state, like=tmp_path / "like.pth", rename_map=str(maps[0]), values=False)
+    assert report.exit_code == 0
+    assert_equal(done, target)
+
+
+class Dense(nn.Module):
+    """A dense block of ESRGAN as in both of its releases; ``wrap`` is how a convolution is kept."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        for at in range(1, 6):
+            self.add_module(f"conv{at}", wrap(nn.Conv2d(4 + (at - 1) * 2, 2 if at < 5 else 4, 3, padding=1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = [x]
+        for at in range(1, 5):
+            seen.append(nn.functional.leaky_relu(self.get_submodule(f"conv{at}")(torch.cat(seen, 1)), 0.2))
+        out: torch.Tensor = self.get_submodule("conv5")(torch.cat(seen, 1)) * 0.2 + x
+        return out
+
+
+class Residual(nn.Module):
+    def __init__(self, name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        for at in range(1, 4):
+            self.add_module(f"{name}{at}", Dense(wrap))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for block in self.children():
+            out = block(out)
+        return out * 0.2 + x
+
+
+class Shortcut(nn.Module):
+    def __init__(self, sub: nn.Module) -> None:
+        super().__init__()
+        self.sub = sub
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.sub(x)
+        return out
+
+
+def conv(inputs: int = 4, outputs: int = 4) -> nn.Module:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def old_esrgan() -> nn.Module:
+    body = nn.Sequential(*(Residual("RDB", nn.Sequential) for _ in range(2)), conv())
+    up = [module for _ in range(2) for module in (nn.Upsample(scale_factor=2), conv(), nn.LeakyReLU(0.2))]
+    parts = [conv(3), Shortcut(body), *up, conv(), nn.LeakyReLU(0.2), conv(4, 3)]
+    return nn.ModuleDict({"model": nn.Sequential(*parts)})
+
+
+class Esrgan(nn.Module):
+    def __init__(self, blocks: str, block: str, trunk: str, ends: tuple[str, ...]) -> None:
+        super().__init__()
+        self.order = (blocks, trunk, *ends)
+        self.conv_first = conv(3)
+        self.add_module(blocks, nn.Sequential(*(Residual(block, lambda module: module) for _ in range(2))))
+        self.add_module(trunk, conv())
+        for name in ends:
+            self.add_module(name, conv(4, 3 if name == "conv_last" else 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        body, trunk, *ups, hr, last = (self.get_submodule(name) for name in self.order)
+        x = self.conv_first(x)
+        x = x + trunk(body(x))
+        for up in ups:
+            x = nn.functional.leaky_relu(up(nn.functional.interpolate(x, scale_factor=2)), 0.2)
+        out: torch.Tensor = last(nn.functional.leaky_relu(hr(x), 0.2))
+        return out
+
+
+@proves("esrgan-old_esrgan", "esrgan-old_basicsr")
+@pytest.mark.parametrize(
+    ("name", "names_of_new"),
+    [
+        ("esrgan-old_esrgan", ("RRDB_trunk", "RDB", "trunk_conv", ("upconv1", "upconv2", "HRconv", "conv_last"))),
+        ("esrgan-old_basicsr", ("body", "rdb", "conv_body", ("conv_up1", "conv_up2", "conv_hr", "conv_last"))),
+    ],
+)
+def test_esrgan(name: str, names_of_new: Any):
+    source, target = randomised(old_esrgan()), Esrgan(*names_of_new).double()
+    done, report = repair_state_dict(source.state_dict(), target, values=False)
+    assert report.exit_code == 0
+    assert_equal(done, moved(source.state_dict(), name))
+    target.load_state_dict(done)
+    small = IMAGES[:, :, :4, :4]
+    assert (output(source["model"], small) - output(target, small)).abs().max() < 1e-9
+
+
+@proves("dinov2-chunked_dinov2", "timm-swin-0.6_timm")
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("dinov2-chunked_dinov2", "blocks.1.3.attn.qkv.weight", "blocks.3.attn.qkv.weight"),
+        ("timm-swin-0.6_timm", "layers.0.downsample.norm.weight", "layers.1.downsample.norm.weight"),
+    ],
+)
+def test_the_names_of_two_releases(name: str, old: str, new: str):
+    """As dinov2's ``chunk_blocks`` and timm's ``checkpoint_filter_fn`` have it."""
+    others = {"blocks.0.0.norm1.weight": "blocks.0.norm1.weight"} if "dino" in name else {
+        "layers.0.downsample.reduction.weight": "layers.1.downsample.reduction.weight",
+        "layers.0.downsample.norm.bias": "layers.1.downsample.norm.bias",
+        "head.weight": "head.fc.weight", "head.bias": "head.fc.bias",
+    }  # fmt: skip
+    state = {key: torch.randn(3) for key in (old, *others)}
+    done = moved(state, name)
+    assert {key: done[to].tolist() for key, to in {old: new, **others}.items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
+    back = look_up(dict.fromkeys(done, (3,)), dict.fromkeys(state, (3,)))
+    assert back is not None
+    assert back.matches[old].parts[0].source == new
+
+
+@pytest.mark.slow
+@proves("openai-whisper_transformers")
+def test_whisper_has_the_names_of_openai():
+    """The names are those of ``whisper/model.py``; with it, the outputs of both were equal to 5e-7."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+             "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 9, "num_mel_bins": 8,
+             "max_source_positions": 20, "max_target_positions": 16, "pad_token_id": 0}  # fmt: skip
+    target = WhisperForConditionalGeneration(WhisperConfig(**sizes))
+    state = {key: value for key, value in target.state_dict().items() if key != "proj_out.weight"}
+    original = moved(state, "openai-whisper_transformers")
+    attention = {"query.weight", "query.bias", "key.weight", "value.weight", "value.bias", "out.weight", "out.bias"}
+    ends = {"mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias", "attn_ln.weight", "attn_ln.bias",
+            "mlp_ln.weight", "mlp_ln.bias", *(f"attn.{each}" for each in attention)}  # fmt: skip
+    cross = {"cross_attn_ln.weight", "cross_attn_ln.bias", *(f"cross_attn.{each}" for each in attention)}
+    wanted = {f"encoder.blocks.{at}.{each}" for at in range(2) for each in ends}
+    wanted |= {f"decoder.blocks.{at}.{each}" for at in range(2) for each in ends | cross}
+    wanted |= {f"encoder.{name}.{end}" for name in ("conv1", "conv2", "ln_post") for end in ("weight", "bias")}
+    wanted |= {"encoder.positional_embedding", "decoder.positional_embedding", "decoder.token_embedding.weight"}
+    assert original.keys() == wanted | {"decoder.ln.weight", "decoder.ln.bias"}
+    assert torch.equal(
+        original["decoder.blocks.1.cross_attn.key.weight"], state["model.decoder.layers.1.encoder_attn.k_proj.weight"]
+    )
+    done, report = repair_state_dict(original, target, values=False)
+    assert report.exit_code == 0
+    assert torch.equal(done["proj_out.weight"], state["model.decoder.embed_tokens.weight"])
+
+
+def test_each_map_is_proved():
+    assert set(names()) == PROVED
+
+
+def test_a_name_is_found_and_a_slip_of_one_gets_a_hint():
+    with pytest.raises(ckptfix.UsageError, match="did you mean the map timm-vit_transformers"):
+        ckptfix.check({"a": torch.ones(1)}, rename_map="timm-vit-transformers")
+
+
+@pytest.mark.parametrize("states", [({}, {}), ({"norm.weight": (3,)}, {"vit.layernorm.weight": (3,)})])
+def test_a_part_of_a_model_is_no_reason_for_a_shipped_map(states):
+    assert look_up(*states) is None
