@@ -10,6 +10,8 @@ from ckptfix.explain.explanation import Explanation
 from ckptfix.report.advice import next_command
 from ckptfix.report.telling import Telling, message_with_count
 
+_OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
+
 _OF_TARGET = ("KEY", "BUF", "FIT")
 """The families of rules that compare with a model."""
 
@@ -34,7 +36,9 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
     confirming = tuple(finding for finding in report.findings if finding.code.startswith(codes)) if codes else ()
     others = tuple(finding for finding in report.findings if finding not in confirming)
     defects = [finding for finding in others if finding.level > Level.NOTE]
-    if confirming:
+    if confirming and explanation and explanation.about_file:
+        sentence = f"{_what_it_holds(report)} It has what the message tells of:"
+    elif confirming:
         sentence = f"{report.source} has what the message tells of:"
     elif codes and not defects and not (explanation and explanation.about_file):
         sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
@@ -42,6 +46,8 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
         sentence = f"{report.source} shows nothing of the kind, but something else:"
     elif explanation is not None and explanation.about_file:
         sentence = _what_it_holds(report)
+    elif defects and explanation is None:
+        sentence = f"{report.source} has {counted(len(defects), 'defect')}, which may be the cause:"
     elif defects:
         sentence = (
             f"The message is not about the file; {report.source} has {counted(len(defects), 'defect')} of its own:"
@@ -57,7 +63,15 @@ def _what_it_holds(report: Report) -> str:
     """What the file is and where its weights are: for messages about that, no rule finds anything wrong."""
     tensors = counted(report.tensors, "tensor")
     place = f"a bare state_dict of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    return f"{report.source} is a {report.format} file and holds {place}."
+    return f"{report.source} is a {report.format} file and holds {place}{_code(report)}."
+
+
+def _code(report: Report) -> str:
+    """Return how code reaches the state_dict of the file; empty if it is not one that torch.load gives back so."""
+    steps = "".join(f"[{step!r}]" for step in report.place)
+    becomes = [text for finding in report.findings for text in finding.evidence.values() if isinstance(text, str)]
+    is_state_dict = not any(text.endswith("→ state_dict") for text in becomes)
+    return f", torch.load(…){steps}" if steps and is_state_dict and report.format in _OF_TORCH else ""
 
 
 def finding_text(finding: Finding) -> str:

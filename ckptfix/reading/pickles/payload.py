@@ -58,12 +58,13 @@ COMMON_NAMES = frozenset("calendar chunk code new parser profile queue symbol te
 
 HARMFUL = frozenset(
     """aiohttp cffi cloudpickle dill distutils fabric fickling fsspec invoke IPython joblib modelscan paramiko
-    pexpect picklescan pip pkg_resources pudb pytest requests setuptools sh smart_open""".split()
+    jsonpickle pexpect picklescan pip pkg_resources pudb pytest requests setuptools sh smart_open""".split()
 )
 """Packages of which no checkpoint needs more than a class that is trusted by name."""
 
 PACKAGES = frozenset(
-    """yaml sklearn pandas scipy tensorflow keras jax transformers nltk cv2 PIL h5py matplotlib hydra sympy""".split()
+    """yaml sklearn pandas scipy tensorflow keras jax transformers nltk cv2 PIL h5py matplotlib hydra sympy torchvision
+    torchaudio diffusers timm accelerate""".split()
 )
 """Packages whose classes checkpoints hold, and on whose functions an attack may count."""
 

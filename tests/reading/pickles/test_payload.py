@@ -99,6 +99,7 @@ EXECUTORS = """pathlib.Path.unlink pathlib.PosixPath.write_text functools.reduce
     setuptools._distutils.spawn.spawn distutils.file_util.write_file torch.onnx.export torch._ops._Ops.load_library
     torch.jit.unsupported_tensor_ops.execWrapper torch.fx.graph_module._forward_from_src __builtin__.reload
     numpy.testing.runstring sklearn.externals.joblib.load copy._reconstruct builtins.map functools.partial()
+    torchvision.datasets.utils.download_url jsonpickle.decode timm.models.load_checkpoint
     builtins.getattr() logging.config.listen keras.models.load_model""".split()
 
 
