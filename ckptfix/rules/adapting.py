@@ -41,7 +41,7 @@ POSITIONS = re.compile(
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
 _PATCHES = re.compile(r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|visual\.conv1\.weight$", re.IGNORECASE)
 _WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)(?:[._]|$)", re.IGNORECASE)
-_NO_WORDS = re.compile(r"token_type|segment|patch|time", re.IGNORECASE)
+_NO_WORDS = re.compile(r"token_type|segment|patch|time|label|class|y_emb", re.IGNORECASE)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
 _TOKENS = {

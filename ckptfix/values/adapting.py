@@ -169,7 +169,7 @@ class _NewRows:
         for first in range(0, self.spec.shape[0], _BLOCK):
             shape = (min(_BLOCK, self.spec.shape[0] - first), *self.spec.shape[1:])
             block = replace(self.spec, shape=shape, offset=self.spec.offset + first * self.spec.strides[0])
-            total += _tensor(block, self.path).double().sum(0)
+            total += _tensor(block, self.path).sum(0, dtype=torch.float64)
         return total / self.spec.shape[0]
 
     @property

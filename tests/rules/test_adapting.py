@@ -277,6 +277,11 @@ def test_what_means_nothing(text, said):
             id="a convolution inside of the model",
         ),
         pytest.param({"fc.weight": torch.zeros(10, 8)}, {"fc.weight": torch.zeros(5, 8)}, id="a head"),
+        pytest.param(
+            {"label_embed.weight": torch.zeros(9, 8)},
+            {"label_embed.weight": torch.zeros(5, 8)},
+            id="classes, not words",
+        ),
         pytest.param({"e.emb.weight": torch.zeros(9, 8)}, {"e.emb.weight": torch.zeros(8, 9)}, id="another width"),
         pytest.param({"c.weight": torch.zeros(8, 3, 3, 3)}, {"c.weight": torch.zeros(8, 3, 5, 5)}, id="a plain kernel"),
         pytest.param(

@@ -1,0 +1,85 @@
+"""What an adapted model answers, on pictures that torch's own dependencies ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, interpolate
+
+import ckptfix
+
+SIDE, PIECE = 48, 24
+
+
+def pictures() -> torch.Tensor:
+    """The plots that sympy and networkx compare theirs with, in grey: torch needs both packages."""
+    import networkx
+    import numpy as np
+    import sympy
+    from PIL import Image
+
+    folders = (
+        Path(sympy.__file__).parent / "plotting/tests",
+        Path(networkx.__file__).parent / "drawing/tests/baseline",
+    )
+    files = sorted(file for folder in folders for file in folder.glob("*.png"))
+    assert len(files) >= 4
+    images = [Image.open(file).convert("L").resize((128, 128)) for file in files]
+    return torch.stack([torch.from_numpy(np.asarray(image, dtype="float32") / 255 - 0.5) for image in images])
+
+
+def scenes(images: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A piece of a picture in one of four corners, and which: only the positions of the patches say so."""
+    corners = torch.randint(4, (number,))
+    found = torch.zeros(number, 1, SIDE, SIDE)
+    for scene, corner in zip(found, corners.tolist(), strict=True):
+        x, y = torch.randint(images.shape[1] - PIECE, (2,)).tolist()
+        top, left = (corner // 2) * PIECE, (corner % 2) * PIECE
+        picture = images[int(torch.randint(len(images), ()))]
+        scene[0, top : top + PIECE, left : left + PIECE] = picture[y : y + PIECE, x : x + PIECE]
+    return found, corners
+
+
+def transformer(side: int) -> nn.Module:
+    from timm.models import VisionTransformer
+
+    return VisionTransformer(side, 8, 1, 4, embed_dim=32, depth=1, num_heads=2)
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1])
+
+
+@pytest.mark.slow
+def test_an_adapted_transformer_answers_as_the_original_did():
+    torch.manual_seed(0)
+    images, small = pictures(), transformer(SIDE)
+    optimizer = torch.optim.AdamW(small.parameters(), 2e-3)
+    for _ in range(150):
+        batch, corners = scenes(images, 64)
+        loss = cross_entropy(small(batch), corners)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    batch, corners = scenes(images, 256)
+    larger = interpolate(batch, scale_factor=2.0, mode="bilinear")
+    small.eval()
+    found = {}
+    with torch.no_grad():
+        before = small(batch)
+        for recipe in ("timm", "plain", "torchvision"):
+            large = transformer(2 * SIDE).eval()
+            state, report = ckptfix.repair_state_dict(small.state_dict(), large, adapt={"pos_embed": recipe})
+            assert report.exit_code == 0
+            large.load_state_dict(state, strict=True)
+            found[recipe] = correlation(before, large(larger))
+        by_chance = []
+        for _ in range(5):
+            large.pos_embed.copy_(torch.randn_like(large.pos_embed) * small.pos_embed.std())
+            by_chance.append(correlation(before, large(larger)))
+    assert float((before.argmax(1) == corners).float().mean()) > 0.9
+    assert min(found.values()) > 0.8
+    assert max(by_chance) < 0.5
