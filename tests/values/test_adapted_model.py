@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
 
 import ckptfix
@@ -43,7 +43,7 @@ def scenes(images: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
     return found, corners
 
 
-def transformer(side: int) -> nn.Module:
+def transformer(side: int) -> Any:
     from timm.models import VisionTransformer
 
     return VisionTransformer(side, 8, 1, 4, embed_dim=32, depth=1, num_heads=2)
