@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ SIDE, PIECE = 48, 24
 
 def pictures() -> torch.Tensor:
     """The plots that sympy and networkx compare theirs with, in grey: torch needs both packages."""
-    import networkx
     import numpy as np
-    import sympy
     from PIL import Image
 
-    folders = (
-        Path(sympy.__file__).parent / "plotting/tests",
-        Path(networkx.__file__).parent / "drawing/tests/baseline",
-    )
-    files = sorted(file for folder in folders for file in folder.glob("*.png"))
+    folders = [(find_spec("sympy"), "plotting/tests"), (find_spec("networkx"), "drawing/tests/baseline")]
+    files = [
+        file
+        for spec, below in folders
+        if spec is not None and spec.origin is not None
+        for file in sorted((Path(spec.origin).parent / below).glob("*.png"))
+    ]
     assert len(files) >= 4
     images = [Image.open(file).convert("L").resize((128, 128)) for file in files]
     return torch.stack([torch.from_numpy(np.asarray(image, dtype="float32") / 255 - 0.5) for image in images])
