@@ -162,6 +162,8 @@ def detectron2(name: str) -> Builder:
     """``detectron2:CONFIG``: a YAML file, or one of detectron2's model zoo. Arguments are options of the
     configuration.
     """
+    import torch
+
     settings = importlib.import_module("detectron2.config")
     zoo = importlib.import_module("detectron2.model_zoo")
     place, is_own = name, Path(name).is_file()
@@ -176,7 +178,7 @@ def detectron2(name: str) -> Builder:
         # Files of detectron2 itself have expressions in them that YAML evaluates; those of others stay plain data.
         config.merge_from_file(place, allow_unsafe=not is_own)
         config.merge_from_list([word for pair in options.items() for word in pair])
-        config.MODEL.WEIGHTS, config.MODEL.DEVICE = "", "cpu"
+        config.MODEL.WEIGHTS, config.MODEL.DEVICE = "", str(torch.get_default_device())
         return importlib.import_module("detectron2.modeling").build_model(config)
 
     return build
@@ -198,7 +200,7 @@ SCHEMES: Mapping[str, tuple[Callable[[str], Builder], str]] = {
 _GROUP = "ckptfix.models"
 _MODULES = {"smp": "segmentation_models_pytorch"}
 _OR_FOLDER = "and there is no such folder with a config.json"
-_SPEC = re.compile(r"(\w+):(.+?)(?:\(((?:\s*\w+\s*=.*)?)\)|\[((?:\s*\w+\s*=.*)?)\])?", re.DOTALL)
+_SPEC = re.compile(r"(\w+):(.+?)(?:\(((?:\s*[\w.]+\s*=.*)?)\)|\[((?:\s*[\w.]+\s*=.*)?)\])?", re.DOTALL)
 _JSON = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -227,7 +229,7 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
     for piece in text.split(",") if text.strip() else ():
         begun += piece
         key, equals, value = (part.strip() for part in begun.partition("="))
-        if not (key.isidentifier() and equals and value):
+        if not (key.replace(".", "").isidentifier() and equals and value):
             raise ValueError(f"{begun.strip()!r} is not key=value")
         try:
             yield key, _JSON[value] if value in _JSON else ast.literal_eval(value)

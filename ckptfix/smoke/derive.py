@@ -179,7 +179,7 @@ _MOST_GUESSES = 24
 _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((64,), (1024,), (16000,), (28,)),
     2: ((64, 64), (224, 224), (32, 32), (28, 28), (256, 256), (299, 299)),
-    3: ((8, 32, 32), (16, 112, 112), (32, 32, 32), (64, 64, 64)),
+    3: ((8, 32, 32), (16, 112, 112), (32, 32, 32), (64, 64, 64), (16, 224, 224)),
 }
 _LATENT_SIZES = (1, 4, 8, 16)
 _LENGTHS = (8, 4, 1)
@@ -196,6 +196,8 @@ def derive_inputs(model: nn.Module) -> list[Guess]:
         return stated
     arity = _arity(model)
     guesses: dict[Guess, None] = dict.fromkeys(clip_inputs(model))  # an ordered set
+    if type(model).__module__.startswith("detectron2."):
+        guesses.setdefault((RandomInput((3, 64, 64), None, "batched_inputs.0.image"),))
     counts_steps = arity == 2 and "length" in list(inspect.signature(model.forward).parameters)[1]
     for shapes in islice(_known_layers(model), _FIRST_LAYERS):
         for shape in shapes:

@@ -6,7 +6,7 @@
     [NAME=]SHAPE:int:LOW:HIGH  input_ids=2x16:int:0:1000  int64, LOW <= value < HIGH
     [NAME=]FILE                image.npy, batch.pt, batch.safetensors
 
-A NAME with dots is a member of a dict: ``added_cond_kwargs.time_ids=2x6``.
+A NAME with dots is a member of a dict, or of a list: ``added_cond_kwargs.time_ids=2x6``, ``images.0=3x64x64``.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Arguments:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """``kwargs`` as ``forward`` takes them: those with dots in their names are members of a dict."""
+        """``kwargs`` as ``forward`` takes them: those with dots in their names are members of dicts and lists."""
         made: dict[str, Any] = {}
         for name, tensor in self.kwargs.items():
             *places, last = name.split(".")
@@ -225,7 +225,7 @@ class Arguments:
             for place in places:
                 inner = inner.setdefault(place, {})
             inner[last] = tensor
-        return made
+        return {name: _listed(value) for name, value in made.items()}
 
     def first(self, size: int) -> Arguments:
         """The first ``size`` of the batch; tensors of another first dimension have no part in it and stay whole."""
@@ -252,6 +252,14 @@ class Arguments:
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
         kwargs = {name: change(tensor) for name, tensor in self.kwargs.items()}
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
+
+
+def _listed(value: Any) -> Any:
+    """Return a dict whose keys are numbers as a list, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    members = {name: _listed(member) for name, member in value.items()}
+    return list(members.values()) if all(name.isdecimal() for name in members) else members
 
 
 def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Arguments:

@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
         ("a:b(x='1,2',y={'k': [1, 2]})", "b", {"x": "1,2", "y": {"k": [1, 2]}}),
         ("a:b(x=true,y=None,z=null,w=-1)", "b", {"x": True, "y": None, "z": None, "w": -1}),
         ("transformers:Bert(config=./a-b/c.d)", "Bert", {"config": "./a-b/c.d"}),
+        ("detectron2:a/b.yaml[MODEL.ROI_HEADS.NUM_CLASSES=3]", "a/b.yaml", {"MODEL.ROI_HEADS.NUM_CLASSES": 3}),
         ("transformers:./model(1)", "./model(1)", {}),
         ("lightning:pkg.mod:Class(lr=1)", "pkg.mod:Class", {"lr": 1}),
         pytest.param("a:b(x=__import__('os'))", "b", {"x": "__import__('os')"}, id="no expression is evaluated"),

@@ -185,10 +185,11 @@ def make(*texts: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Argu
 
 
 def test_names_with_dots_make_dicts() -> None:
-    given = parse_inputs(["3x2", "x=1", "more.ids=2x6", "more.deep.er=4"])
+    given = parse_inputs(["3x2", "x=1", "more.ids=2x6", "more.deep.er=4", "images.0.image=3x2"])
     arguments = make_arguments(given, torch.float32, torch.device("cpu"))
     made = arguments.keywords
-    assert made.keys() == {"x", "more"}
+    assert made.keys() == {"x", "more", "images"}
+    assert [image["image"].shape for image in made["images"]] == [(3, 2)]
     assert made["more"]["ids"].shape == (2, 6)
     assert made["more"]["deep"]["er"].shape == (4,)
 
