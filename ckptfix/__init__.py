@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptfix.comparison import Difference, diff
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.plan import Plan
+    from ckptfix.core.progress import progress
     from ckptfix.core.rename_map import RenameMap
     from ckptfix.core.report import Report
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
@@ -59,6 +60,7 @@ __all__ = [
     "infer_map",
     "load",
     "open_checkpoint",
+    "progress",
     "recalibrate",
     "repair",
     "repair_optimizer_state",
@@ -78,6 +80,7 @@ _HOMES = {
     "diff": "comparison",
     "infer_map": "modules.mapping",
     "load": "loading",
+    "progress": "core.progress",
     "recalibrate": "modules.recalibration",
     "repair_optimizer_state": "loading",
 }

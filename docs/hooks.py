@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,12 @@ FAMILIES = {
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    for path, text in (*_rule_pages(), ("cli.md", _command_line()), ("benchmarks.md", _benchmarks())):
+    for path, text in (
+        *_rule_pages(),
+        ("cli.md", _command_line()),
+        ("benchmarks.md", _benchmarks()),
+        ("notebook.md", _notebook()),
+    ):
         files.append(File.generated(config, path, content=text))
     return files
 
@@ -69,3 +75,16 @@ def _benchmarks() -> str:
     """The page of ``benchmarks/``, whose links lead out of the site."""
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
+def _notebook() -> str:
+    """The page of the notebook, with the outputs that it was saved with."""
+    parts = []
+    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {"text/plain": output.get("text", "")})
+            html, plain = ("".join(shown.get(kind, "")) for kind in ("text/html", "text/plain"))
+            parts.append(re.sub(r"\n\s*\n", "\n", html) if html else f"```text\n{plain.rstrip()}\n```")
+    return "\n\n".join([*parts, "[The notebook itself](notebook.ipynb)"]) + "\n"

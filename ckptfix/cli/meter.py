@@ -6,10 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ckptfix.core.progress import Task
+from ckptfix.core.progress import SMALL, Task
 
 QUIET = 2.0
 """Seconds of work before anything is shown: most of it is done by then."""
@@ -19,9 +17,6 @@ LIVE, SELDOM = 0.2, 10.0
 
 _SETTLED = 1.0
 """Seconds of a task after which its rate says how long the rest takes."""
-
-_SMALL = 1_000_000
-"""Bytes of a task that is done before anyone could read about it."""
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Meter:
         now = self.clock()
         # The task is kept beside its start, or its id could become that of another one.
         _, began, before = self._began.setdefault(id(task), (task, now, task.done))
-        if now - self._shown < self.every or task.total < _SMALL:
+        if now - self._shown < self.every or task.total < SMALL:
             return
         self._shown = now
         done = min(task.done, task.total)  # a tensor may be read twice, so more than the total can pass

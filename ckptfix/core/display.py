@@ -41,11 +41,19 @@ class Displayed:
 
         title, *lines = str(self).splitlines() or [""]
         form = _FORMS.get(type(self))
-        if form is not None and form.rows is not None:
-            rows = list(form.rows(self))
-        else:
-            rows = [tuple(line.split(": ", 1)) for line in lines if line and not line.startswith(" ")]
+        rows = list(form.rows(self)) if form is not None and form.rows is not None else _rows(lines)
         more = f"<tr><td>… and {len(rows) - _MOST_ROWS} more</td></tr>" if len(rows) > _MOST_ROWS else ""
         cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows[:_MOST_ROWS])
         table = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<table><caption>{escape(title)}</caption>{table}{more}</table>"
+        return f'<table style="white-space: pre-line"><caption>{escape(title)}</caption>{table}{more}</table>'
+
+
+def _rows(lines: Iterable[str]) -> list[Row]:
+    """Return a row for each line ``name: text``; the lines that are set in below it are in its second cell."""
+    rows: list[list[str]] = []
+    for line in filter(None, lines):
+        if line.startswith(" ") and rows:
+            rows[-1][1:] = ["\n".join([*rows[-1][1:], line.strip()])]
+        else:
+            rows.append(line.rstrip(":").split(": ", 1))
+    return [tuple(row) for row in rows]

@@ -5,11 +5,13 @@ The library prints nothing. The command line watches while a command runs; a pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from ckptfix.errors import UsageError
 
 
 class Watcher(Protocol):
@@ -21,6 +23,9 @@ class Watcher(Protocol):
     def slowed(self, reason: str, nbytes: int) -> None:
         """So many bytes took a slower way than the plain copy of a range of a file."""
 
+
+SMALL = 1_000_000
+"""Bytes of a task that is done before anyone could read about it."""
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
@@ -48,6 +53,61 @@ class Task:
         self.done += nbytes
         if (watcher := _watcher.get()) is not None:
             watcher.advanced(self)
+
+
+class Bar(Protocol):
+    """A progress bar, as tqdm has it."""
+
+    def update(self, n: float) -> object: ...
+    def close(self) -> object: ...
+
+
+@contextmanager
+def progress(bar: Callable[..., Bar] | None = None) -> Iterator[None]:
+    """Show the long work that is done meanwhile, in this thread, as progress bars.
+
+    ``bar`` makes one from ``total``, ``desc``, ``unit`` and ``unit_scale``; by default it is ``tqdm.auto.tqdm``, which
+    draws in a notebook as in a terminal. Raises ``UsageError`` if that is not installed."""
+    if bar is None:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise UsageError("progress() draws with tqdm: pip install tqdm, or give it another bar") from error
+        bar = tqdm
+    bars = _Bars(bar)
+    try:
+        with watched_by(bars):
+            yield
+    finally:
+        bars.close()
+
+
+@dataclass
+class _Bars:
+    """Watches tasks, each with a bar of its own."""
+
+    make: Callable[..., Bar]
+    bars: dict[int, tuple[Task, Bar, int]] = field(default_factory=dict)
+
+    def advanced(self, task: Task) -> None:
+        if task.total < SMALL:
+            return
+        # The task is kept beside its bar, or its id could become that of another one.
+        _, bar, shown = self.bars.get(id(task)) or (
+            task,
+            self.make(total=task.total, desc=task.name, unit="B", unit_scale=True),
+            0,
+        )
+        done = min(task.done, task.total)  # a tensor may be read twice
+        bar.update(done - shown)
+        self.bars[id(task)] = (task, bar, done)
+
+    def slowed(self, reason: str, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        for _, bar, _ in self.bars.values():
+            bar.close()
 
 
 def tell_slower(reason: str, nbytes: int) -> None:

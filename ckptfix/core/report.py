@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.errors import UsageError
 
 if TYPE_CHECKING:
+    import pandas
+
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.edits import Edit
     from ckptfix.core.likeness import Likeness
@@ -84,6 +87,27 @@ class Report(Displayed):
     def exit_code(self) -> int:
         """0: clean, or all fixed and verified. 1: something is left, or a parameter is untrained."""
         return int(self.is_open or (self.coverage is not None and self.coverage.untrained > 0))
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return the findings as a table of pandas, one row each. Raises ``UsageError`` if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("to_dataframe() makes a table of pandas: pip install pandas") from error
+        columns = ("code", "name", "level", "message", "keys", "fixable", "fixed")
+        rows = [
+            (
+                each.code,
+                each.name,
+                each.level.name.lower(),
+                each.message,
+                list(each.keys),
+                each.is_fixable,
+                each in self.fixed,
+            )
+            for each in self.findings
+        ]
+        return pandas.DataFrame(rows, columns=list(columns))
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
         """The report as plain JSON data, the same that ``--output-format json`` prints.

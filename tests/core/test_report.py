@@ -1,12 +1,15 @@
 import json
 import math
+import sys
 
 import numpy as np
+import pytest
 
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.report import envelope, error_to_json, plain
-from tests.report.samples import NOTE, PREFIX, repaired, report
+from ckptfix.errors import UsageError
+from tests.report.samples import COUNTER, NOTE, PREFIX, repaired, report
 
 
 def strict(data):
@@ -98,3 +101,22 @@ def test_envelope_takes_errors_beside_reports():
     assert data["version"] == 1
     assert [entry["exit_code"] for entry in data["reports"]] == [0, 2]
     assert data["reports"][1]["error"] == "bad.pth: damaged"
+
+
+def test_findings_as_a_table_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    table = report(PREFIX, COUNTER, fixed=(PREFIX,)).to_dataframe()
+    assert isinstance(table, pandas.DataFrame)
+    assert list(table.columns) == ["code", "name", "level", "message", "keys", "fixable", "fixed"]
+    assert table[["code", "level", "fixable", "fixed"]].values.tolist() == [
+        ["KEY102", "error", True, True],
+        ["BUF101", "warning", True, False],
+    ]
+    assert table["keys"].map(len).tolist() == [6, 3]
+    assert list(report().to_dataframe().columns) == list(table.columns)
+
+
+def test_a_table_without_pandas_is_refused_with_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        report(PREFIX).to_dataframe()

@@ -39,7 +39,7 @@ def test_a_result_is_short(kind, results):
     assert "\n" not in repr(result)
     assert 1 < len(str(result).splitlines()) < 60
     html = result._repr_html_()
-    assert html.startswith("<table><caption>")
+    assert html.startswith('<table style="white-space: pre-line"><caption>')
     assert html.count("<tr>") == html.count("</tr>") < 40
     assert len(html) < 5000
 
@@ -49,6 +49,11 @@ def test_what_is_printed_is_what_the_terminal_shows():
     assert str(repaired()).startswith("resnet.pth: repaired (")
     assert repr(repaired()) == "<Report of resnet.pth: 0 defects, 9 edits, written to resnet.fixed.pth>"
     assert repr(Plan()) == "<Plan: 0 edits>"
+
+
+def test_what_is_set_in_below_a_line_is_in_its_row(results):
+    html = results["Checkpoint"]._repr_html_()
+    assert "<td>keys</td><td>layers.{0…999}.{weight,bias} float32[2] (2000)</td>" in " ".join(html.split())
 
 
 def test_names_in_a_file_are_no_markup():
