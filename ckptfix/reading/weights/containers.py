@@ -65,6 +65,12 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             raise UnreadableError(f"{document.path}: {clauses(document.damage)}; fetch the file again")
         raise UnreadableError(why_weightless(document))
     entries, remarks = _entries(document, value, path)
+    has_arrays = any(isinstance(entry, NumpyArray) for entry in entries.values())
+    if has_arrays and not any(True for _ in tensors_in(list(entries.values()))):
+        raise UnreadableError(
+            f"{document.path}: no array in it can be read as a tensor: their dtypes are not numbers, or the file is "
+            "damaged; fetch it again"
+        )
     entries, lost = split_entries(document, entries, salvage)
     root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
     metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None

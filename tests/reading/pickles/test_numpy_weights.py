@@ -117,3 +117,11 @@ def test_an_array_that_holds_more_than_the_tensor_is_refused(tmp_path: Path, num
         ckptfix.UnreadableError, match=r"saved as an array of float32 that holds other values.*the CPU$"
     ):
         ckptfix.open_checkpoint(tmp_path / "xla.pth")
+
+
+@pytest.mark.parametrize("dtype", [object, "U3", "M8[s]"], ids=["objects", "text", "times"])
+def test_arrays_that_are_no_numbers_are_no_weights(tmp_path: Path, dtype: Any) -> None:
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps({"a.weight": np.zeros(3, dtype), "b.weight": np.zeros(2, dtype)}, 2))
+    with pytest.raises(ckptfix.UnreadableError, match="no array in it can be read as a tensor"):
+        ckptfix.repair(path, output=tmp_path / "out.safetensors")
