@@ -84,7 +84,7 @@ class RenameMap(Displayed):
     def from_json(cls, data: Any, name: str = "") -> RenameMap:
         """Return the map of JSON data. Raises ``UsageError`` that names the rule if it is not one."""
         if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
-            raise UsageError(f"{name}: not a map of ckptfix; ckptfix map A B --output-format json writes one")
+            raise UsageError(f"{name}: not a map of ckptfix; infer one and save it as JSON")
         if data.get("ckptfix-map") != MAP_VERSION:
             raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
         rules = tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1))

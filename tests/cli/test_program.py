@@ -51,7 +51,7 @@ def test_help(tmp_path, words):
 
 
 def test_help_says_that_the_model_is_code(tmp_path):
-    assert "This runs your code" in " ".join(run("check", "--help", cwd=tmp_path).stdout.split())
+    assert "which runs your code" in " ".join(run("check", "--help", cwd=tmp_path).stdout.split())
 
 
 @pytest.mark.parametrize(
