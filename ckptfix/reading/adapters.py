@@ -109,14 +109,20 @@ class Adapter:
         """Return the rank of a layer."""
         config, one = self.settings(layer), self.spec(layer, "A")
         stored = 0 if one is None or not one.shape else one.shape[0]
-        if config is None or self.is_kohya or "r" not in config:
-            return stored
-        return int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
+        if config is not None and not self.is_kohya and "r" in config:
+            stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
+        if stored < 1:
+            raise AdapterError(
+                f"{self.path or self.checkpoint.path}: {layer.module} has the rank {stored}; fetch it again"
+            )
+        return stored
 
     def scaling(self, layer: AdapterLayer) -> float:
         """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
         config, rank = self.settings(layer), self.rank(layer)
         if "alpha" in layer.keys:
+            if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
+                raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
             alpha = float(self.checkpoint.read(layer.keys["alpha"]))
         elif config is not None and "lora_alpha" in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config["lora_alpha"])
@@ -128,6 +134,7 @@ class Adapter:
                 f"adapter's {CONFIG} beside it, or name it with ",
                 Opt("adapter", CONFIG),
             )
+        alpha = _number("lora_alpha", alpha)
         is_root = config is not None and bool(config.get("use_rslora"))
         return self.weight * alpha / (math.sqrt(rank) if is_root else rank)
 
@@ -243,12 +250,27 @@ def _noted_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
     """Return the number of the first pattern that matches the end of a module's name, as peft does."""
     patterns = config.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"the {name} of {CONFIG} is not a map of layers to numbers; take the file from its source")
     for pattern, number in patterns.items():
         if not _SIMPLE.fullmatch(pattern):
-            raise AdapterError(f"the {name} of {CONFIG} has the pattern {pattern!r:.80}; write the layers out by name")
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(number) if not isinstance(number, int) else number
-    return default
+            raise AdapterError(f"the {name} of {CONFIG} has the pattern {pattern!r:.80}; name its layers one by one")
+        try:
+            expression = re.compile(rf"(.*\.)?({pattern})$")
+        except re.error as error:
+            raise AdapterError(
+                f"the {name} of {CONFIG} has the pattern {pattern!r:.80} ({error}); correct it"
+            ) from error
+        if expression.match(module):
+            return _number(name, number)
+    return _number(name, default)
+
+
+def _number(name: str, value: object) -> float:
+    """Return a number of a configuration. Raises ``AdapterError`` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise AdapterError(f"the {name} of {CONFIG} has {value!r:.40} for a number; take the file from its source")
+    return value
 
 
 def _refuse(adapter: Adapter, path: str) -> None:

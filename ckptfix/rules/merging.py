@@ -294,8 +294,8 @@ def _product(
 
 def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
     """Whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
-    targets = (adapter.settings(layer) or {}).get("target_parameters") or ()
-    return any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
+    targets = (adapter.settings(layer) or {}).get("target_parameters")
+    return isinstance(targets, list) and any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
 
 
 def _scales(checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str) -> Iterator[tuple[str, Delta]]:
@@ -349,8 +349,8 @@ def _whole(
             f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
         )
     if spec is None:
-        modules = (adapter.config or {}).get("modules_to_save") or ()
-        if not any(f".{name}." in f".{key}" for name in modules):
+        modules = (adapter.config or {}).get("modules_to_save")
+        if not isinstance(modules, list) or not any(f".{name}." in f".{key}" for name in modules):
             raise AdapterError(
                 f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
                 "trained on"

@@ -33,6 +33,11 @@ def test_a_base_with_other_prefixes(tmp_path):
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
         pytest.param({"alora_invocation_tokens": [1]}, "aLoRA", id="aLoRA"),
+        pytest.param({"r": 0}, "has the rank 0", id="no rank"),
+        pytest.param({"lora_alpha": "8"}, "for a number", id="a text for a number"),
+        pytest.param({"lora_alpha": None}, "for a number", id="null for a number"),
+        pytest.param({"rank_pattern": ["q"]}, "is not a map", id="a list for a map"),
+        pytest.param({"alpha_pattern": {"q(": 1}}, "correct it", id="no pattern"),
         pytest.param({"alpha_pattern": {"(a*)*b": 1}}, "has the pattern", id="a pattern that takes for ever"),
     ],
 )

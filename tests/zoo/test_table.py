@@ -209,7 +209,7 @@ class TestDigest:
         digests = [table_of(tmp_path, f"[defaults]\n{text}\n").rest.digest("1") for text in texts]
         assert len({*digests, Treatment().digest("2")}) == len(texts) + 1
 
-    @pytest.mark.parametrize("key", ["like", "fill", "compare", "recalibrate"])
+    @pytest.mark.parametrize("key", ["like", "fill", "compare", "recalibrate", "adapter"])
     def test_it_changes_with_a_file_that_is_read(self, tmp_path, key):
         beside = tmp_path / "beside.pth"
         beside.write_bytes(b"x")
@@ -304,3 +304,20 @@ def test_recipes_for_shapes(tmp_path):
 def test_recipes_that_mean_nothing(tmp_path, text, said):
     with pytest.raises(UsageError, match=said):
         table_of(tmp_path, f'[[files]]\nmatch = "a"\nmodel = "m:f"\n{text}\n')
+
+
+def test_adapters_of_a_group_of_files(tmp_path):
+    """Their folders are relative to the table; a change of any file in one is a change of the settings."""
+    for name in ("style", "detail"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    text = '[[files]]\nmatch = "unet*"\nadapter = ["style=0.7", "detail"]\n'
+    treatment = table_of(tmp_path, text).treatment_of("unet.pth")
+    paths = (f"{tmp_path / 'style'}=0.7", str(tmp_path / "detail"))
+    assert treatment.arguments["adapter"] == paths
+    assert treatment.command("a.pth") == ("ckptfix", "repair", "a.pth", "--adapter", paths[0], "--adapter", paths[1])
+    before = treatment.digest("1")
+    (tmp_path / "detail" / "adapter_config.json").write_text("{ }")
+    assert table_of(tmp_path, text).treatment_of("unet.pth").digest("1") != before
+    with pytest.raises(UsageError, match="there is no such file"):
+        table_of(tmp_path, text.replace("detail", "none"))
