@@ -23,10 +23,12 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import CkptfixError, WriteError
+from ckptfix.maps.positions import optimizers_in
 from ckptfix.reading import safetensors
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.lazy_tensors import contiguous_blocks
 from ckptfix.writing.output import Written
+from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras
 
 BATCH = 32 << 20
@@ -157,12 +159,22 @@ _start = attrgetter("start")
 
 
 def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _ReadBack) -> str:
-    task = Task(f"comparing {expected.path}", sum(spec.nbytes for spec in expected.specs.values()))
+    pairs = [(key, spec, written.specs[key]) for key, spec in expected.specs.items()]
+    if not written.format.endswith(safetensors.NAME):
+        wanted, found = ([*optimizers_in(root)] for root in (plain_root(expected)[0], written.root))
+        if [(one.name, one.ids) for one in found] != [(one.name, one.ids) for one in wanted]:
+            return "the optimizer"
+        for one, other in zip(wanted, found, strict=True):
+            tensors, others = list(tensors_in(one.state)), list(tensors_in(other.state))
+            if [(spec.dtype, spec.shape) for spec in tensors] != [(spec.dtype, spec.shape) for spec in others]:
+                return f"the state of {one.name}"
+            pairs += [(one.name, *both) for both in zip(tensors, others, strict=True)]
+    task = Task(f"comparing {expected.path}", sum(spec.nbytes for _, spec, _ in pairs))
     known = 0
     ranges: list[_Range] = []
     made: list[tuple[str, TensorSpec, TensorSpec]] = []
-    for key, spec in expected.specs.items():
-        for before, after in zip(spec.strided_parts(), written.specs[key].strided_parts(), strict=True):
+    for key, spec, other_spec in pairs:
+        for before, after in zip(spec.strided_parts(), other_spec.strided_parts(), strict=True):
             pair = _range(key, before, after)
             if pair is None:
                 made.append((key, before, after))
@@ -180,8 +192,8 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
             if not _same_blocks(before, after, expected.path):
                 return f"the bytes of {key}"
             task.advance(before.nbytes)
-        for batch, found in compared:
-            if differing := found.result():
+        for batch, outcome in compared:
+            if differing := outcome.result():
                 return f"the bytes of {differing}"
             task.advance(sum(pair.nbytes for pair in batch))
     return ""

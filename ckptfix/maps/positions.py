@@ -48,6 +48,11 @@ class Optimizer:
         return path_name(self.path)
 
     @property
+    def label(self) -> str:
+        """How a sentence names it: ``the optimizer``, ``the optimizer in optimizer_states[0]``."""
+        return "the optimizer" if self.name == "optimizer" else f"the optimizer in {self.name}"
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The number of parameters of each group."""
         return tuple(len(group["params"]) for group in self.groups)

@@ -128,7 +128,8 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
 
 def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | None) -> Iterator[str]:
     groups = counted(len(regroup.like), "group")
-    yield f"bring the optimizer {regroup.where} in step: {counted(len(moments), 'parameter')} in {groups}"
+    where = "" if regroup.where == "optimizer" else f" in {regroup.where}"
+    yield f"bring the optimizer{where} in step: {counted(len(moments), 'parameter')} in {groups}"
     parted = [edit.key for edit in moments if edit.parts]
     yield from _listed(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
     shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]

@@ -323,14 +323,13 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
         steps.append(step)
         if step.source is None and not step.parts:
             (anew if known else added).append(key)
-    recipe = naming.recipe or _known_recipe(optimizer, naming, scope.layout)
     grouped: Grouped | None
     if change.live is not None:
         grouped = _as_in(change.live, optimizer, steps)
-    elif recipe is not None:
-        grouped = _by_recipe(recipe, optimizer, naming, steps, change, scope.layout)
+    elif naming.recipe is not None:
+        grouped = _by_recipe(naming.recipe, optimizer, naming, steps, change, scope.layout)
     else:
-        grouped = _by_kin(optimizer, _in_own_order(optimizer, naming, steps, change, ids), change, ids)
+        grouped = _in_own_groups(optimizer, naming, steps, change, ids, scope.layout)
     if grouped is None:
         return None
     kept = {source for step in steps for source in change.origins[step.key].sources}
@@ -421,12 +420,7 @@ def _by_recipe(
     recipe: Recipe, optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, layout: Layout
 ) -> Grouped | None:
     """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
-    modules = change.model.modules if change.model is not None else None
-    old: dict[Hashable, int] = {label: place for place, label in enumerate(recipe.order)}
-    for place, group in enumerate(optimizer.groups):
-        if group["params"]:
-            old[recipe.label(layout, naming.names[group["params"][0]])] = place
-    after = Layout({step.key: change.after[step.key].shape for step in steps}, modules)
+    old, after = _labels(recipe, optimizer, naming, layout), _layout_after(steps, change)
     of_key = {step.key: step for step in steps}
     group_of = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
@@ -442,6 +436,20 @@ def _by_recipe(
             return None
         like.append(found)
     return tuple(like), tuple(tuple(members) for _, members in groups)
+
+
+def _labels(recipe: Recipe, optimizer: Optimizer, naming: Naming, layout: Layout) -> dict[Hashable, int]:
+    """Return the group that each label of a recipe has in the optimizer."""
+    old: dict[Hashable, int] = {label: place for place, label in enumerate(recipe.order)}
+    for place, group in enumerate(optimizer.groups):
+        if group["params"]:
+            old[recipe.label(layout, naming.names[group["params"][0]])] = place
+    return old
+
+
+def _layout_after(steps: Sequence[Step], change: Change) -> Layout:
+    modules = change.model.modules if change.model is not None else None
+    return Layout({step.key: change.after[step.key].shape for step in steps}, modules)
 
 
 def _as_in(live: Sequence[Sequence[str]], optimizer: Optimizer, steps: Sequence[Step]) -> Grouped:
@@ -499,8 +507,12 @@ def _in_own_order(
     return sorted(steps, key=of)
 
 
-def _by_kin(optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]) -> Grouped | None:
-    """Leave each parameter in its group. A new one joins the parameters of its own module, or of one around it."""
+def _in_own_groups(
+    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any], layout: Layout
+) -> Grouped | None:
+    """Leave each parameter in its group. A new one goes where the recipe of the groups puts it, if they have one that
+    is known; else to the parameters of its own module, or of one around it."""
+    steps = _in_own_order(optimizer, naming, steps, change, ids)
     group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     places: dict[str, int] = {}
     for step in steps:
@@ -508,9 +520,12 @@ def _by_kin(optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Ma
         if len(found) > 1:
             return None
         places |= dict.fromkeys([step.key], *found) if found else {}
+    recipe, after = _known_recipe(optimizer, naming, layout), _layout_after(steps, change)
+    labels = {} if recipe is None else _labels(recipe, optimizer, naming, layout)
     for step in steps:
         if step.key not in places:
-            place = _kin(step.key, places, len(optimizer.groups))
+            place = labels.get(recipe.label(after, step.key)) if recipe is not None else None
+            place = _kin(step.key, places, len(optimizer.groups)) if place is None else place
             if place is None:
                 return None
             places[step.key] = place

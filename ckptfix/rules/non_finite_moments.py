@@ -44,7 +44,7 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
         keep = context.settings.keep_optimizer
         yield rule.finding(
             Level.NOTE if keep else Level.ERROR,
-            f"the optimizer {optimizer.name} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
+            f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
             "weights become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
             fix=None if keep else _without(optimizer, bad),

@@ -58,7 +58,7 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
             keep = context.settings.keep_optimizer
             yield rule.finding(
                 Level.NOTE if keep else Level.WARNING,
-                f"the optimizer {optimizer.name} has moments of {len(strange)} of {matrices} matrices "
+                f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices "
                 "whose shape no weight has: it is that of another model",
                 evidence={"shapes without a weight": strange[:8]},
                 remedies=() if keep else (DROP, KEEP),

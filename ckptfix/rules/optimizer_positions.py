@@ -40,7 +40,7 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
     change = Change.of(checkpoint, checkpoint, Plan(), context.target)
     for optimizer in optimizers_of(checkpoint):
         found = [way.naming for way in ways(optimizer, change)]
-        what = f"the optimizer {optimizer.name} has {counted(len(optimizer.ids), 'parameter')} in "
+        what = f"{optimizer.label} has {counted(len(optimizer.ids), 'parameter')} in "
         what += counted(len(optimizer.groups), "group")
         if len(found) != 1:
             recipes = ", ".join(naming.source for naming in found)

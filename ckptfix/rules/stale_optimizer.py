@@ -97,7 +97,6 @@ def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Cha
         return
     if len(found) != 1 and (not plan.edits or not change.touches or any(way.is_unchanged for way in found)):
         return
-    name = optimizer.name
     keep = context.settings.keep_optimizer
     if len(found) != 1:
         reason = (
@@ -108,7 +107,7 @@ def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Cha
         sources = [way.naming.source for way in found]
         yield rule.finding(
             Level.NOTE if keep else Level.ERROR,
-            f"the optimizer {name} no longer belongs to the weights, which other edits change, and {reason}: it stays "
+            f"{optimizer.label} no longer belongs to the weights, which other edits change, and {reason}: it stays "
             "as it is, and fails to load or gives moments to the wrong weights",
             evidence={"parameters": len(optimizer.ids), **({"recipes": sources} if sources else {})},
             remedies=() if keep else (DROP, *_with_model(context, found), KEEP),
@@ -118,7 +117,7 @@ def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Cha
     is_certain = way.naming.is_certain
     yield rule.finding(
         Level.NOTE if keep else Level.ERROR,
-        f"the optimizer {name} is out of step with the weights: {_what(way)}",
+        f"{optimizer.label} is out of step with the weights: {_what(way)}",
         keys=(*way.anew, *way.added),
         evidence=_evidence(way),
         fix=None if keep else Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),

@@ -42,14 +42,14 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
         if carried:
             yield rule.finding(
                 Level.NOTE,
-                f"the optimizer {optimizer.name} has moments of {', '.join(carried)}, which are carried as they are: "
+                f"{optimizer.label} has moments of {', '.join(carried)}, which are carried as they are: "
                 f"torch.load reads them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
         if others and context.settings.format != "safetensors":
             keep = context.settings.keep_optimizer
             yield rule.finding(
                 Level.NOTE if keep else Level.ERROR,
-                f"the optimizer {optimizer.name} has state of {', '.join(others)} "
+                f"{optimizer.label} has state of {', '.join(others)} "
                 f"({counted(len(optimizer.ids), 'parameter')}), which a file for weights_only=True holds as plain data "
                 "only: it does not load into an optimizer",
                 evidence={"classes": others},

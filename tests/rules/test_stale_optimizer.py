@@ -244,7 +244,7 @@ def test_optimizers_of_a_file_follow_one_by_one(tmp_path):
     del model["generator"].aux
     report = ckptfix.repair(tmp_path / "gan.ckpt", model, output=tmp_path / "out.ckpt", unsafe_fixes=True).report
     assert [finding.message for finding in report.fixed if finding.code == "OPT101"] == [
-        "the optimizer optimizer_states[0] is out of step with the weights: 2 parameters gone"
+        "the optimizer in optimizer_states[0] is out of step with the weights: 2 parameters gone"
     ]
     made = torch.load(tmp_path / "out.ckpt", weights_only=True)["optimizer_states"]
     both[0] = torch.optim.Adam(model["generator"].parameters())
@@ -278,8 +278,8 @@ def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_alone(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
-    target = Same("ca")
-    result = ckptfix.repair(tmp_path / "run.pth", target, output=tmp_path / "out.pth", unsafe_fixes=True)
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target"}
+    result = ckptfix.repair(tmp_path / "run.pth", Same("cabd"), output=tmp_path / "out.pth", **asked)
     found = [finding for finding in result.report.remaining if finding.code == "OPT101"]
     assert [finding.level for finding in found] == [Level.ERROR]
     assert result.report.exit_code == 1
