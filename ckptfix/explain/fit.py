@@ -217,6 +217,12 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "compares names and shapes with your model, says what can be mended, and which command does it",
             "ckptfix check {FILE} --model {MODEL}",
         )
+    if len(missing) == len(unexpected) > 3:
+        yield Advice(
+            "shows which layer is which, if as many keys are missing as unexpected because another library or release"
+            " wrote the file",
+            "ckptfix map {FILE} {MODEL}",
+        )
     if named == {"BUF102"}:
         yield Advice(
             "writes a file for a torch that does not know the counters", "ckptfix repair {FILE} --for-torch 0.4.0"

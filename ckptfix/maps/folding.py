@@ -11,7 +11,6 @@ from itertools import groupby
 
 from ckptfix.core.parts import Bounds, Part, Shape, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
-from ckptfix.errors import InternalError
 from ckptfix.maps.inference import Inference, Match
 from ckptfix.maps.layout import Cut, Rearrange, Steps, normal, shares
 from ckptfix.maps.names import segments
@@ -42,7 +41,9 @@ class _Instance:
 
 
 def fold(inference: Inference) -> RenameMap:
-    """Return the rules for what changes in an inferred map; each rule gives exactly the parts that were inferred."""
+    """Return the rules for what changes in an inferred map; each rule gives exactly the parts that were inferred.
+
+    What no rule can say is among the missing keys."""
     source, target = inference.source, inference.target
     moved = {
         key: match
@@ -51,11 +52,14 @@ def fold(inference: Inference) -> RenameMap:
     }
     order = {key: at for at, key in enumerate(source)}
     components = sorted(_components(moved), key=lambda keys: order[moved[keys[0]].parts[0].source])
-    rules = list(_rules([_instance(component, moved, source, target) for component in components]))
+    found = {tuple(keys): _instance(keys, moved, source, target) for keys in components}
+    rules = list(_rules(instance for instance in found.values() if instance is not None))
     exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
     for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
         exact[at] = list(_exact(*rules[at], inference, [rule for found in exact.values() for rule, _ in found]))
-    return RenameMap(tuple(_labelled(*each, moved) for at in sorted(exact) for each in exact[at]))
+    unsaid = [key for keys, instance in found.items() if instance is None for key in keys]
+    labelled = tuple(_labelled(*each, moved) for at in sorted(exact) for each in exact[at])
+    return RenameMap(labelled, missing=(*inference.missing, *unsaid), unused=tuple(inference.unused))
 
 
 def _components(moved: Mapping[str, Match]) -> Iterator[list[str]]:
@@ -77,8 +81,8 @@ def _components(moved: Mapping[str, Match]) -> Iterator[list[str]]:
             yield [key for key in moved if key in component] if len(component) > 1 else [key]
 
 
-def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, target: Shapes) -> _Instance:
-    """Return how a component comes about. Raises ``InternalError`` if no steps do what was inferred."""
+def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, target: Shapes) -> _Instance | None:
+    """Return how a component comes about, None if no steps do what was inferred."""
     parts = {key: moved[key].parts for key in keys}
     sources = list(dict.fromkeys(part.source for pieces in parts.values() for part in pieces))
     own = {key: source[key] for key in sources}
@@ -87,7 +91,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
         with suppress(ValueError):
             if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, target):
                 return instance
-    raise InternalError(f"no rule makes {', '.join(keys)} of {', '.join(sources)}; this is a bug of ckptfix")
+    return None
 
 
 def _candidates(

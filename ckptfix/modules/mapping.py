@@ -46,8 +46,7 @@ def infer_map(
     inference = infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
-    missing, unused = tuple(inference.missing), tuple(inference.unused)
-    return replace(fold(inference), name=f"{_name(source)} → {_name(target)}", missing=missing, unused=unused)
+    return replace(fold(inference), name=f"{_name(source)} → {_name(target)}")
 
 
 def _shapes(side: Source | nn.Module, weights: str | None) -> Mapping[str, Shape]:

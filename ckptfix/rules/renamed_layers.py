@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -78,14 +79,16 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
+        rules = (inference.maps[0] if inference.maps else fold(inference)).rules
         is_safe = least is Label.CERTAIN and is_whole and is_much
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(applied), 'key')} of the target under the names or in the layout of another implementation",
+            f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
+            f"({counted(len(rules), 'rule')})",
             keys=tuple(applied),
             evidence={
-                "rules": [str(each) for each in (inference.maps[0] if inference.maps else fold(inference)).rules],
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
+                "rules": [str(each) for each in rules],
                 "labels": dict(labels),
                 "missing": len(missing),
                 "unused": len(inference.unused),
@@ -138,12 +141,18 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
         return None  # vectors of one length are many
     if known := look_up(source, target, tied):
         return known
-    inference = infer(source, target)
+    inference = _inferred(tuple(source.items()), tuple(target.items()))
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
     # A few layers have other names: those that are left over have to be those that are missing.
     stay = all(_keeps_name(key, inference.matches[key]) for key in inference.matches.keys() & (wanted - unplaced))
     return inference if stay and not inference.missing and not inference.unused else None
+
+
+@lru_cache(maxsize=4)
+def _inferred(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape], ...]) -> Inference:
+    """Return the inferred map; that of the files of a zoo which have the same structure is inferred once."""
+    return infer(dict(source), dict(target))
 
 
 def _is_much(moved: int, number: int) -> bool:

@@ -162,6 +162,13 @@ def test_the_two_shapes_in_every_wording(sentence: str):
     assert read_mismatch(message).shapes == {"fc.weight": ((10, 5), (2, 5))}
 
 
+def test_as_many_missing_as_unexpected_keys_point_to_a_map():
+    (read,) = messages(text(under(), [f"{name}.kernel" for name in ("a", "b.0", "b.1", "c.0", "d")]))
+    assert "ckptfix map {FILE} {MODEL}" in [advice.command for advice in read_fit(read).advice]
+    (read,) = messages(text(under(), [f"{name}.kernel" for name in ("a", "b.0", "b.1", "c.0")]))
+    assert "ckptfix map {FILE} {MODEL}" not in [advice.command for advice in read_fit(read).advice]
+
+
 def test_the_advice_for_a_prefix_alone_needs_no_model():
     (message,) = messages(text(under(), under("module.module.")))
     advice = read_fit(message).advice

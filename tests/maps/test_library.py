@@ -458,6 +458,12 @@ def test_each_map_is_proved():
     assert set(names()) == PROVED
 
 
+def test_a_name_in_a_configuration_file_is_found_though_it_became_a_path(tmp_path: Path):
+    state = {"blocks.0.1.weight": torch.ones(6, 2)}
+    done, _ = repair_state_dict(state, rename_map=tmp_path / "dinov2-chunked_dinov2", values=False)
+    assert list(done) == ["blocks.1.weight"]
+
+
 def test_a_name_is_found_and_a_slip_of_one_gets_a_hint():
     with pytest.raises(ckptfix.UsageError, match="did you mean the map timm-vit_transformers"):
         ckptfix.check({"a": torch.ones(1)}, rename_map="timm-vit-transformers")

@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability
-from ckptfix.rules.renamed_layers import renamed_layers
+from ckptfix.rules.renamed_layers import _inferred, renamed_layers
 from tests.checks import check_noop
 from tests.rules.proposals import propose
 
@@ -144,6 +144,23 @@ def test_query_key_and_value_are_split_and_fused(is_fused):
         for kind in ("weight", "bias"):
             assert torch.equal(getattr(fused["blocks"][number]["attn"].qkv, kind), _fused(split, number, kind))
         assert torch.equal(fused["blocks"][number]["norm2"].weight, split["layer"][number]["layernorm_after"].weight)
+
+
+def test_files_of_equal_structure_share_one_map():
+    """In a zoo, the map is inferred for the first of them."""
+    target = transformer(*SPLIT)
+    reports = [ckptfix.check(transformer(*FUSED).state_dict(), target, rename_layers=True) for _ in range(2)]
+    rules = [
+        finding.evidence["rules"] for report in reports for finding in report.findings if "rules" in finding.evidence
+    ]
+    assert len(rules) == 2
+    assert rules[0] == rules[1]
+    assert (
+        "blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3" in rules[0]
+    )
+    before = _inferred.cache_info().misses
+    ckptfix.check(transformer(*FUSED).state_dict(), target, rename_layers=True)
+    assert _inferred.cache_info().misses == before
 
 
 class Conv1D(nn.Module):

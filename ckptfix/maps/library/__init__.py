@@ -35,11 +35,12 @@ def shipped(name: str) -> RenameMap:
 
 def named_map(path: str | os.PathLike[str]) -> RenameMap:
     """Return the map in a file, or the one of this name. Raises ``UsageError`` if there is neither."""
-    name = os.fspath(path)
-    if name in names():
-        return shipped(name)
-    if not Path(path).exists() and "/" not in name and (close := difflib.get_close_matches(name, names(), 1)):
-        raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close[0]}?")
+    name = Path(path).name  # a configuration file makes each name a path
+    if not Path(path).exists():
+        if name in names():
+            return shipped(name)
+        if close := difflib.get_close_matches(name, names(), 1):
+            raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close[0]}?")
     return read_map(path)
 
 
