@@ -386,3 +386,32 @@ def test_a_head_is_offered_a_map_and_a_wider_model_is_not():
     file, model = (nn.Sequential(nn.Linear(4, n), nn.Linear(n, 4), nn.Linear(64, 64)) for n in (3, 5))
     (finding,) = propose(shape_mismatch, file.state_dict(), model)
     assert not [remedy for remedy in finding.remedies if ("adapt" in dict(remedy.options))]
+
+
+def torchvision_swin(window: int) -> Any:
+    from torchvision.models import SwinTransformer
+
+    return SwinTransformer([4, 4], 24, [2], [2], [window, window], num_classes=5)
+
+
+def test_index_tables_are_those_of_the_model():
+    """The rule on buffers takes them, whichever recipe the biases get."""
+    file, model = torchvision_swin(4), torchvision_swin(6)
+    state, report = ckptfix.repair_state_dict(file.state_dict(), model, adapt="window_bias=swin")
+    assert report.exit_code == 0
+    assert {finding.code for finding in report.fixed} == {"BUF104", "FIT103"}
+    index = "features.1.0.attn.relative_position_index"
+    assert torch.equal(state[index], model.state_dict()[index])
+    model.load_state_dict(state, strict=True)
+    assert model(torch.randn(1, 3, 48, 48)).isfinite().all()
+
+
+def test_load_takes_recipes(tmp_path):
+    torch.save(vit().state_dict(), tmp_path / "vit.pth")
+    model = vit(384)
+    assert ckptfix.load(model, tmp_path / "vit.pth", adapt={"pos_embed": "timm"}).exit_code == 0
+
+    from timm.layers import resample_abs_pos_embed
+
+    before = torch.load(tmp_path / "vit.pth", weights_only=True)["pos_embed"]
+    assert torch.equal(model.pos_embed, resample_abs_pos_embed(before, [24, 24]))
