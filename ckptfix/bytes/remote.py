@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.transfers import AbsentError, Patience, PlaceError, TransferError, persistently
+from ckptfix.bytes.transfers import Patience, PlaceError, TransferError, persistently
 from ckptfix.core.shell import typed
 from ckptfix.errors import UnreadableError, UsageError
 
@@ -159,12 +159,9 @@ def files_beside(url: str) -> list[str] | None:
     scheme = url.partition("://")[0]
     if scheme in ("http", "https"):
         return None
+    listed = partial(_hub_names if scheme == "hf" else _store_names, url)
     try:
-        return sorted(
-            persistently(partial(_hub_names if scheme == "hf" else _store_names, url), url, "listed", PATIENCE)
-        )
-    except AbsentError:
-        return []
+        return sorted(persistently(listed, url, "listed", PATIENCE))
     except PlaceError as error:
         raise UnreadableError(*error.args) from error
 
@@ -199,11 +196,7 @@ class _HttpRanges:
         except HTTPError as error:
             if error.code == 416 and start == 0:
                 return Answer(b"", 0, "")
-            if error.code in (401, 403) and self.name.startswith("hf://") and not self.token:
-                raise UnreadableError(
-                    f"{self.name}: the hub wants to know who asks; set HF_TOKEN to a token that may read it"
-                ) from error
-            raise
+            raise _explained(self.name, error) from error
         except URLError as error:  # what it is about is inside
             raise error.reason if isinstance(error.reason, OSError) else error from error
         raise UnreadableError(
@@ -290,6 +283,14 @@ def _token() -> str | None:
     return os.environ.get("HF_TOKEN") or None
 
 
+def _explained(url: str, error: HTTPError) -> Exception:
+    """Return the error for a refusal of the hub, which also hides what is not there; any other as it is."""
+    if error.code not in (401, 403) or not url.startswith("hf://"):
+        return error
+    which = "the token in HF_TOKEN may not read it" if _token() else "set HF_TOKEN if it is private or gated"
+    return UnreadableError(f"{url}: there is no such repository, or it is closed; check the name, and {which}")
+
+
 def _hub_parts(url: str) -> tuple[str, str, str, str]:
     """Return of a URL of the hub the kind of the repository (empty for models), its name, the revision and the path."""
     match = _HUB.fullmatch(url)
@@ -308,9 +309,12 @@ def _hub_names(url: str) -> list[str]:
         request = Request(where)
         if token := _token():
             request.add_unredirected_header("Authorization", f"Bearer {token}")
-        with urlopen(request, timeout=TIMEOUT) as answer:
-            entries = json.load(answer)
-            more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers["Link"] or "")
+        try:
+            with urlopen(request, timeout=TIMEOUT) as answer:
+                entries = json.load(answer)
+                more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers["Link"] or "")
+        except HTTPError as error:
+            raise _explained(url, error) from error
         names += [str(entry["path"]).rpartition("/")[2] for entry in entries if entry["type"] == "file"]
         where = more[1] if more else ""
     return names

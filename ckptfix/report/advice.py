@@ -28,7 +28,7 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     if not remaining:
         if report.exit_code == 0 and telling.mode is not Mode.CHECK:
             yield (Span("nothing left to do", "good"),)
-        elif not report.is_open and report.coverage is not None:
+        elif not report.is_open and report.coverage is not None and report.exit_code:
             share = percent(report.coverage.untrained, report.coverage.parameters)
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
         return

@@ -325,6 +325,12 @@ def test_a_repository_whose_weights_are_not_certain(names, message, web):
         ckptfix.check("hf://org/repo")
 
 
+def test_a_repository_that_is_not_there(web):
+    repository(web, "model.safetensors")
+    with pytest.raises(UnreadableError, match=r"hf://org/other: cannot be listed: .* Not Found; check the name"):
+        ckptfix.check("hf://org/other")
+
+
 def test_shards_of_a_repository(web):
     folder = sharded(web)
     report = ckptfix.check("hf://org/repo@refs%2Fpr%2F1")
@@ -362,8 +368,9 @@ def test_an_index_does_not_lead_out_of_its_folder(name, web):
 def test_the_token_goes_to_the_hub_and_to_no_other_server(web, tmp_path_factory, monkeypatch):
     repository(web, "model.safetensors")
     web.token = "secret"
-    with pytest.raises(UnreadableError, match="set HF_TOKEN"):
-        ckptfix.check("hf://org/repo/model.safetensors")
+    for url in ("hf://org/repo/model.safetensors", "hf://org/repo"):
+        with pytest.raises(UnreadableError, match="check the name, and set HF_TOKEN if it is private"):
+            ckptfix.check(url)
     monkeypatch.setenv("HF_TOKEN", "secret")
     with serving(web.root) as other:
         web.elsewhere = other.url

@@ -40,8 +40,9 @@ class Web:
             to.send_error(trouble)
         elif (hub or resolved) and self.token and to.headers["Authorization"] != f"Bearer {self.token}":
             to.send_error(401)
+        elif hub and not (folder := self.root / hub[1] / hub[2]).is_dir():
+            to.send_error(404)
         elif hub:
-            folder = self.root / hub[1] / hub[2]
             kinds = [(path, "directory" if path.is_dir() else "file") for path in sorted(folder.iterdir())]
             entries = [{"type": kind, "path": str(path.relative_to(self.root / hub[1]))} for path, kind in kinds]
             self.send(to, 200, json.dumps(entries).encode())

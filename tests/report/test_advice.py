@@ -27,6 +27,10 @@ def test_nothing_to_do_after_a_check(findings):
     assert told(report(*findings)) == []
 
 
+def test_nothing_is_left_of_a_file_that_fits():
+    assert told(report(coverage=Coverage(4, 4, 0, 0), target="zoo:tiny")) == []
+
+
 def test_what_is_behind_a_url_is_downloaded_first():
     lines = told(report(PREFIX, source="https://host/runs/a b.pth"))
     assert lines[-2:] == ["first: curl -LO 'https://host/runs/a b.pth'", "  run: ckptfix repair 'a b.pth'"]
