@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import ckptfix
@@ -236,3 +238,19 @@ def test_a_plan_whose_grids_are_wrong(tmp_path):
     plan = Plan((Step("FIT103", (edit,)),))
     with pytest.raises(PlanError, match="cannot be adapted by pos_embed=timm"):
         ckptfix.repair({"t": torch.zeros(1, 5, 2)}, plan=plan, output=tmp_path / "out.pth")
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.data(),
+)
+def test_rows_are_those_of_the_file_in_any_order_and_layout(old, width, dtype, is_turned, data):
+    """NaN and all: the bytes are moved, not computed."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    table = torch.randint(-(2**15), 2**15, (width, old) if is_turned else (old, width), dtype=bits).view(dtype)
+    table = table.T if is_turned else table
+    rows = data.draw(st.lists(st.integers(0, old - 1), min_size=1, max_size=12))
+    assert_same(adapted(table, "head", (len(rows), width), (), rows), table[rows])
