@@ -25,8 +25,8 @@ def map(run: Run, a: str, b: str) -> int:
         import ckptfix
         from ckptfix.core.rename_map import AMBIGUOUS
 
-        names = {name: choices[name] for name in ("weights", "other_weights") if name in choices}
-        found = ckptfix.infer_map(a, b, **names)
+        chosen = {name: choices[name] for name in ("weights", "other_weights") if name in choices}
+        found = ckptfix.infer_map(a, b, **chosen)
         form = choices.get("output_format", "full")
         if form == "json":
             write_output(found.json_text())
@@ -35,8 +35,12 @@ def map(run: Run, a: str, b: str) -> int:
 
             write_output(python_code(found))
         else:
+            from ckptfix.maps.library import names
             from ckptfix.report.edits import map_lines
 
             console.write(map_lines(found))
-            console.note("to apply it: write it to a file with --output-format json, and give that to --rename-map")
+            if found.name in names():
+                console.note(f"this map ships with ckptfix; to apply it: --rename-map {found.name}")
+            else:
+                console.note("to apply it: write it to a file with --output-format json, and give that to --rename-map")
         return int(bool(found.missing) or any(rule.label == AMBIGUOUS for rule in found.rules))

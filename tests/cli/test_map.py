@@ -105,6 +105,7 @@ def test_a_shipped_map_outranks_what_is_inferred(zoo: Path):
     done = run_here("map", "nano.pth", "gpt.safetensors", cwd=zoo)
     layers = "{attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj}"
     assert done.stdout == f"transformer.h.{{n}}.{layers}.weight → transformer.h.{{n}}.{layers}.weight, transpose\n"
+    assert "--rename-map nanogpt_transformers" in done.stderr
 
 
 def test_keys_without_a_source_have_exit_code_1(zoo: Path):
