@@ -69,6 +69,19 @@ def mmap_save_file(source: str, out: Path) -> None:
     _flush(out / "model.safetensors")
 
 
+def peft_merge(source: str, out: Path) -> None:
+    """Load the model and its adapter, merge, and save; the adapter is in ``adapter`` beside the folder of the model."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(source).parent
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    PeftModel.from_pretrained(model, str(folder.parent / "adapter")).merge_and_unload().save_pretrained(out)
+    for file in out.glob("*.safetensors"):
+        _flush(file)
+
+
 def torch_loop(source: str, out: Path) -> None:
     """The loop over a folder that everybody writes."""
     import torch
@@ -100,6 +113,7 @@ PEERS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "timm": ("timm's clean_checkpoint", timm_clean),
     "hf": ("HF convert with comparison", hf_convert),
     "torch": ("torch.load + torch.save", torch_save),
+    "peft": ("peft's merge_and_unload", peft_merge),
     "mmap": ("torch.load(mmap) + safetensors save_file", mmap_save_file),
 }
 

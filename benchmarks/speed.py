@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.measure import CKPTFIX, Runs, Way, ask, measure, time_answer
 from benchmarks.peers import PEERS
-from benchmarks.speed_files import check_room, make_file, make_shards, many_keys, shapes
+from benchmarks.speed_files import check_room, make_file, make_model_and_adapter, make_shards, many_keys, shapes
 from benchmarks.speed_report import Section, duration, machine, memory, rate, size_name, write_readme
 from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
@@ -121,6 +121,19 @@ def safetensors_files(folder: Path, size: int) -> Iterator[Section]:
         _repair("full repair, safetensors → safetensors", source, out, ".safetensors"),
     ]
     yield _compare("A safetensors file", source, ways)
+
+
+def adapters(folder: Path, size: int) -> Iterator[Section]:
+    """A LoRA adapter merged into its base."""
+    source, out = make_model_and_adapter(folder, size), folder / "out"
+    merge = ("--adapter", str(folder / "adapter"))
+    ways = [
+        _cp(source, out),
+        _repair("merge an adapter", source, out, ".safetensors", *merge, "--no-values"),
+        _repair("merge an adapter, full repair", source, out, ".safetensors", *merge),
+        _peer("peft", source, out),
+    ]
+    yield _compare("A LoRA adapter of rank 16 and its base", source, ways)
 
 
 def legacy_files(folder: Path, size: int) -> Iterator[Section]:
@@ -258,6 +271,7 @@ INTO_A_MODEL = (
 SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
     "pth": torch_files,
     "safetensors": safetensors_files,
+    "adapters": adapters,
     "legacy": legacy_files,
     "shards": sharded_files,
     "scan": value_scan,

@@ -126,6 +126,25 @@ def warm(path: Path) -> None:
                 pass
 
 
+def make_model_and_adapter(folder: Path, nbytes: int, rank: int = 16) -> Path:
+    """Save a Llama in bfloat16, and a LoRA adapter of all its linear layers, whose second matrices are not zero."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 4096}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=max(nbytes // 405_000_000, 1)))
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder / "base", max_shard_size="1TB")
+    names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=names))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02)
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "base" / "model.safetensors"
+
+
 def check_room(folder: Path, nbytes: int) -> None:
     """Raises ``SystemExit`` where the disk has no room for so many bytes."""
     free = shutil.disk_usage(folder).free

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
-from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import AdapterError
 from ckptfix.reading.adapters import Adapter, AdapterLayer
@@ -21,6 +20,9 @@ _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_
 _TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
 _DROPPED = 3
 """Leading segments of a layer's name that the base may lack."""
+
+_OUTER = frozenset("model base_model module language_model text_model transformer".split())
+"""Segments that may stand in the place of each other: releases of a library nest the same layers in other modules."""
 
 
 @dataclass
@@ -117,10 +119,14 @@ class _Names:
         best: tuple[int, str, dict[str, str]] = (0, "", {})
         for dropped in range(_DROPPED + 1 if self.dot == "." else 1):
             tails = {module: self.dot.join(module.split(self.dot)[dropped:]) for module in modules}
-            if not all(tails.values()):
+            ends = [*tails.values()]
+            if not all(ends) or len(set(ends)) < len(ends):
                 break
             complete = []
-            for prefix in self._prefixes(next(iter(tails.values()))):
+            for prefix in dict.fromkeys((*self._prefixes(ends[0]), *self._prefixes(ends[-1]))):
+                swapped = {*modules[0].split(".")[:dropped], *prefix.split(".")[:-1]}
+                if dropped and prefix and not swapped <= _OUTER:
+                    continue  # encoder.layers are not decoder.layers
                 found = {module: prefix + tail for module, tail in tails.items() if prefix + tail in self.known}
                 if len(found) == len(modules):
                     complete.append((dropped, prefix, found))
@@ -177,8 +183,8 @@ class _Names:
                     "quantised, and quantise the result"
                 )
         return AdapterError(
-            f"{path}: does not belong to {base}: {len(lacking)} of its {counted(number, 'layer')} are not there, such "
-            f"as {lacking[0] if lacking else ''}{own}; give the base that it was trained on"
+            f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
+            f"{lacking[0]}{own}; give the base that it was trained on"
         )
 
 

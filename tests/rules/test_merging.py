@@ -51,7 +51,7 @@ def test_what_the_matrices_alone_do_not_say_is_refused(config, says, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        pytest.param(lambda base: base.pop("q.weight"), "1 of its 2 layers are not there, such as q", id="name"),
+        pytest.param(lambda base: base.pop("q.weight"), "lacks 1 of the adapter's 2 layers, such as q", id="name"),
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 31)}), "do not fit q.weight", id="shape"),
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 32).char()}), "quantised", id="int8"),
         pytest.param(lambda base: base.update({"q.qweight": base.pop("q.weight")}), "it has qweight", id="GPTQ"),
@@ -63,6 +63,40 @@ def test_another_base_is_refused(change, says, tmp_path):
     change(base)
     with pytest.raises(AdapterError, match=says):
         ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("module", "key", "is_meant"),
+    [
+        ("model.layers.0.q", "layers.0.q", True),
+        ("model.language_model.layers.0.q", "language_model.model.layers.0.q", True),
+        ("bert.encoder.0.q", "encoder.0.q", True),
+        ("encoder.layers.0.q", "decoder.layers.0.q", False),
+        ("layers.0.q", "layers.0.q_proj", False),
+        ("layers.0.q", "xlayers.0.q", False),
+    ],
+)
+def test_names_of_other_releases(module, key, is_meant, tmp_path):
+    one, two, weight = torch.randn(2, 4), torch.randn(6, 2), torch.randn(6, 4)
+    tensors = {f"base_model.model.{module}.lora_A.weight": one, f"base_model.model.{module}.lora_B.weight": two}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
+    state = {f"{key}.weight": weight}
+    if is_meant:
+        repaired, _ = ckptfix.repair_state_dict(state, adapter=tmp_path, select="FIL108")
+        assert_same(repaired, {f"{key}.weight": weight + two @ one})
+    else:
+        with pytest.raises(AdapterError, match="lacks 1 of the adapter's 1 layers"):
+            ckptfix.repair_state_dict(state, adapter=tmp_path)
+
+
+def test_layers_of_two_towers_are_not_those_of_one(tmp_path):
+    modules = ("encoder.0.q", "decoder.0.q")
+    tensors = {f"{module}.lora_{side}.weight": torch.ones(2, 2) for module in modules for side in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
+    with pytest.raises(AdapterError, match="lacks 2 of the adapter's 2 layers"):
+        ckptfix.repair_state_dict({"0.q.weight": torch.ones(2, 2)}, adapter=tmp_path)
 
 
 def test_names_with_underscores_for_dots(tmp_path):
