@@ -218,6 +218,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         _setting("flush_subnormals", Kind.SWITCH, _REPAIRS, no="--keep-subnormals",
             help="Set subnormal values, which are slow, to zero."),
         _setting("optimizer_positions", Kind.SWITCH, (CHECK, REPAIR), flag="--optimizer", scope=Scope.RUN,
+            is_for_once=True,
             help="Show which state of the optimizer belongs to which parameter, and how sure that is."),
         _setting("drop_optimizer", Kind.SWITCH, _WRITES,
             help="Leave the optimizer out: training goes on from the weights, with new moments and step counts."),
@@ -373,10 +374,10 @@ def library_settings(choices: Mapping[str, Any], command: str = REPAIR) -> dict[
 
 
 def _pairs(value: Any) -> tuple[str, ...]:
-    """Return a table of texts as ``NAME=TEXT``; a list of these, or one, stays."""
+    """Return a table of texts as ``NAME=TEXT``; a list of these, or one, stays, and so does a placeholder."""
     if isinstance(value, Mapping):
         return tuple(f"{name}={text}" for name, text in value.items())
-    return (value,) if isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
 
 
 def _library_form(option: Option, value: Any) -> Any:

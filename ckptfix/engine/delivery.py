@@ -103,7 +103,7 @@ def _deliver_beside(files: dict[Path, Path], destination: Destination) -> None:
 
 
 def _written_beside(goal: Path) -> str:
-    return f"its training goes on with {goal}"
+    return f"written beside it: {goal}"
 
 
 NOWHERE = ("",)

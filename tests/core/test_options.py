@@ -2,6 +2,7 @@ import typing
 
 import pytest
 
+from ckptfix.core.finding import FILE
 from ckptfix.core.options import (
     CHECK,
     OPTIONS,
@@ -135,3 +136,8 @@ def test_a_command_repeats_what_was_given():
         *("--backward", "--compare", "b.pth", "--output", "-o.pth"),
     )
     assert option_words({"smoke": False, "only": ["a.pth"]}) == ("--only", "a.pth", "--no-smoke")
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.is_setting], ids=lambda option: option.name)
+def test_a_placeholder_of_any_option_has_a_flag(option):
+    assert flag_text(Opt(option.name, FILE)).startswith(option.long)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -172,16 +173,19 @@ def resume(tmp_path: Path, edit: str, groups: Groups, make: Make, **more: Any) -
     return repaired.report
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("groups", GROUPS)
-def test_a_training_goes_on(tmp_path, edit, groups):
-    resume(tmp_path, edit, GROUPS[groups], OPTIMIZERS["adamw"])
+CORE = {("adamw", groups, "drop-and-fill") for groups in GROUPS} | {("adamw", "hugging-face", edit) for edit in EDITS}
+CORE |= {(make, "timm", "drop-and-add") for make in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("edit", ["drop", "drop-and-fill"])
-@pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "adamw"])
-def test_each_optimizer_goes_on(tmp_path, edit, make):
-    resume(tmp_path, edit, GROUPS["timm"], OPTIMIZERS[make])
+@pytest.mark.parametrize(
+    ("make", "groups", "edit"),
+    [
+        pytest.param(*case, marks=() if case in CORE else pytest.mark.slow)
+        for case in itertools.product(OPTIMIZERS, GROUPS, EDITS)
+    ],
+)
+def test_a_training_goes_on(tmp_path, make, groups, edit):
+    resume(tmp_path, edit, GROUPS[groups], OPTIMIZERS[make])
 
 
 # What is left alone
@@ -483,7 +487,7 @@ def runs(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[list[int]], list[
     return shapes, members, edits, has_names
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_moment_gets_under_a_wrong_name(tmp_path_factory, run):
     """Each moment is filled with the number of its own parameter, so that the result says where it came from."""
