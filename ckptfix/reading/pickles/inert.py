@@ -150,6 +150,8 @@ class InertTable:
     def _strided(
         self, typed: TypedStorage, dtype: str, offset: int, size: Any, stride: Any, requires_grad: Any, metadata: Any
     ) -> TensorSpec:
+        if not isinstance(requires_grad, int) or requires_grad not in (0, 1):  # TorchScript of Python 2 has numbers
+            raise MalformedError(f"a tensor whose requires_grad is {shown(requires_grad)}")
         bits = _NO_BITS
         if isinstance(metadata, dict):
             bits = {name: True for name in ("conj", "neg") if metadata.get(name) is True}

@@ -8,7 +8,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, WriteError
 from ckptfix.reading.opening import open_file
 from tests.attacks.crafted import STORAGE, legacy, name, number, sizes, state_dict, storage, tensor, text
 from tests.reading.files import opened, saved
@@ -198,9 +198,12 @@ def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, be
         torch.load(path)
     (finding,) = ckptfix.check(path).findings
     assert (finding.code, finding.level) == ("FIL102", Level.WARNING)
+    if beside:
+        with pytest.raises(WriteError, match="a tensor of the meta device has no values to write"):
+            ckptfix.repair(path, output=tmp_path / "out.pth")
+        return
     ckptfix.repair(path, output=tmp_path / "out.pth")
-    written = torch.load(tmp_path / "out.pth")
-    same({key: written[key] for key in values}, values)
+    same(torch.load(tmp_path / "out.pth"), values)
     assert ckptfix.check(tmp_path / "out.pth").exit_code == 0
 
 
@@ -208,3 +211,10 @@ def test_the_same_dtypes_are_sound_in_a_zip(tmp_path):
     path = saved({"h": torch.ones(8).to(torch.float8_e4m3fn), "m": torch.empty(3, device="meta")}, tmp_path)
     torch.load(path)
     assert ckptfix.check(path).findings == ()
+
+
+@pytest.mark.parametrize("trained", [number(2), text("yes"), b"N"], ids=["two", "text", "None"])
+def test_a_tensor_that_torch_refuses_for_its_requires_grad_is_malformed(trained, tmp_path):
+    (tmp_path / "f.pth").write_bytes(legacy(state_dict(odd=tensor(hooks=trained + b"}"))))
+    with pytest.raises(UnreadableError, match="requires_grad"):
+        open_file(str(tmp_path / "f.pth"))
