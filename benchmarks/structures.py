@@ -141,9 +141,9 @@ def smp_models() -> Models:
 
     def build(decoder: str, encoder: str, **given: int) -> torch.nn.Module:
         names = _renamed(given, classes="classes", channels="in_channels")
-        return smp.create_model(decoder, encoder, encoder_weights=None, **names)
+        return getattr(smp, decoder)(encoder_name=encoder, encoder_weights=None, **names)
 
-    decoders = "unet unetplusplus manet linknet fpn pspnet deeplabv3 deeplabv3plus pan upernet segformer dpt".split()
+    decoders = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus PAN UPerNet Segformer DPT".split()
     encoders = (
         *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
         *(f"efficientnet-b{number}" for number in range(8)),
