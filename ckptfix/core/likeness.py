@@ -54,8 +54,31 @@ class Likeness:
     @property
     def target(self) -> str:
         """The first model with its sizes, as ``--like`` takes it: ``known:timm/resnet50[num_classes=10]``."""
-        sizes = dict(self.sizes) | ({"num_classes": 0} if self.fit is Fit.HEADLESS else {})
-        return f"{KNOWN}{self.names[0]}{bracketed(sizes)}"
+        return f"{KNOWN}{self.names[0]}{bracketed(self._wanted)}"
+
+    @property
+    def model(self) -> str | None:
+        """The same as ``--model`` takes it, with the library installed: ``timm:resnet50[num_classes=10]``.
+
+        None if the library has no argument for one of the sizes."""
+        library, _, name = self.names[0].partition("/")
+        arguments = _ARGUMENTS.get(library)
+        sizes = self._wanted
+        if (
+            arguments is None
+            or not sizes.keys() <= arguments.keys()
+            or (self.fit is Fit.HEADLESS and library != "timm")
+        ):
+            return None
+        own: dict[str, object] = {arguments[size]: value for size, value in sizes.items()}
+        if library == "smp":
+            name, _, encoder = name.partition("-")
+            own = {"encoder_name": encoder, **own}
+        return f"{library}:{name}{bracketed(own)}"
+
+    @property
+    def _wanted(self) -> dict[str, int]:
+        return dict(self.sizes) | ({"num_classes": 0} if self.fit is Fit.HEADLESS else {})
 
     def to_json(self) -> dict[str, Any]:
         """Return the likeness as plain JSON data."""
@@ -72,6 +95,7 @@ class Likeness:
             "added": list(self.added),
             "differing": list(self.differing),
             "target": self.target,
+            "model": self.model,
         }
 
 
@@ -79,6 +103,23 @@ KNOWN = "known:"
 """What a target begins with that comes from the table of known architectures."""
 
 
-def bracketed(sizes: Mapping[str, int]) -> str:
+_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "timm": {"num_classes": "num_classes", "in_chans": "in_chans", "img_size": "img_size"},
+    "torchvision": {"num_classes": "num_classes", "img_size": "image_size"},
+    "transformers": {
+        "num_classes": "num_labels",
+        "in_chans": "num_channels",
+        "vocab_size": "vocab_size",
+        "img_size": "image_size",
+    },
+    "diffusers": {"in_chans": "in_channels"},
+    "open_clip": {"img_size": "force_image_size"},
+    "smp": {"num_classes": "classes", "in_chans": "in_channels"},
+    "torchaudio": {},
+}
+"""What the libraries call the sizes. Only timm builds a model without its head."""
+
+
+def bracketed(sizes: Mapping[str, object]) -> str:
     """Return arguments as they follow the name of a model: ``[num_classes=10]``; nothing if there are none."""
     return f"[{','.join(f'{name}={size}' for name, size in sizes.items())}]" if sizes else ""

@@ -39,6 +39,9 @@ _DEPTH = 6
 _CANDIDATES = 96
 """Structures that are compared in full. As many may differ in their tables of positions and their patches alone."""
 
+_VOTES = 3
+"""Hashes that a structure has in common with a state_dict at least, or it is not compared."""
+
 _FEWEST = 8
 """Tensors that have to be as they are known before a model is named."""
 
@@ -60,6 +63,7 @@ class _View:
 
     shapes: Shapes
     texts: Mapping[str, str]
+    tensors: int
     prefix: str = ""
     outside: int = 0
 
@@ -136,8 +140,8 @@ def _views(shapes: Shapes) -> Iterator[_View]:
     if colliding(shapes, plain) is not None:
         plain = {key: key for key in shapes}
     segments = sorted({part for key in without_segments(shapes) for part in key.split(".")} & WRAPPER_SEGMENTS)
-    modern = {key: modern_name(bare(key)) for key in shapes}
     yield from _shorter(shapes, plain, segments)
+    modern = {key: modern_name(bare(key)) for key in shapes}
     if modern != plain and colliding(shapes, modern) is None:
         yield from _shorter(shapes, modern, segments)
 
@@ -154,7 +158,7 @@ def _shorter(shapes: Shapes, names: dict[str, str], segments: list[str]) -> Iter
 
 def _view(shapes: Shapes, names: Mapping[str, str], prefix: str, outside: int) -> _View:
     own = {name: shapes[key] for key, name in names.items() if not is_passing(name, shapes[key])}
-    return _View(own, {key: ".".join(map(str, shape)) for key, shape in own.items()}, prefix, outside)
+    return _View(own, {key: ".".join(map(str, shape)) for key, shape in own.items()}, len(names), prefix, outside)
 
 
 def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
@@ -172,13 +176,16 @@ def _matches(view: _View) -> Iterator[_Match]:
     known = table()
     hashes = sorted([hash_of(key, text) for key, text in view.texts.items()])[:WIDE]
     votes = known.similar(hashes)
-    if not votes:
-        return
-    least = max(votes.values()) - 2
+    top = max(votes.values(), default=0)
+    found = False
     for number, count in votes.most_common(_CANDIDATES):
-        if count >= least and known.count(number) <= 2 * len(view.shapes) + 1000:
+        # What fits in full has all of its hashes in the file, so that none with fewer fits better.
+        if count < max(_VOTES, top - 2) or (found and count < top):
+            return
+        if _NEAR / 2 <= known.count(number) / view.tensors <= 1 / _NEAR:
             match = _compare(view, known.structure(number))
             if match is not None:
+                found |= match.fit is not Fit.NEAR
                 yield match
 
 
@@ -196,6 +203,8 @@ def _compare(view: _View, structure: Structure) -> _Match | None:
             solved[key] = sizes
         else:
             differing.append(key)
+    if matching + len(solved) < _NEAR * len(view.shapes):
+        return None
     missing = [key for key in missing if not _is_excused(key, view, structure)]
     sizes = _agreed(solved.values())
     for key, own_sizes in solved.items():

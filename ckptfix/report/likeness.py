@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from ckptfix.core.finding import counted
@@ -33,6 +34,12 @@ def likeness_lines(likeness: Likeness, command: str, source: str, choices: Mappi
     if likeness.is_named:
         words = command_words(command, source, {**choices, "like": likeness.target})
         yield ("  compare: ", Span(typed(words), "command"))
+    if likeness.is_named and (model := likeness.model) is not None and _is_installed(model.partition(":")[0]):
+        yield ("       or: ", Span(typed(command_words(command, source, {**choices, "model": model})), "command"))
+
+
+def _is_installed(library: str) -> bool:
+    return find_spec({"smp": "segmentation_models_pytorch"}.get(library, library)) is not None
 
 
 def likeness_text(likeness: Likeness) -> str:

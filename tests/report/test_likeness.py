@@ -67,10 +67,37 @@ def lines(likeness, **choices):
     ]
 
 
-def test_the_command_keeps_the_options_and_names_the_target():
+@pytest.mark.parametrize("is_there", [True, False], ids=["with timm", "without it"])
+def test_the_commands_keep_the_options_and_name_the_target(is_there, monkeypatch):
+    monkeypatch.setattr("ckptfix.report.likeness._is_installed", lambda library: is_there)
     found = lines(like(sizes={"num_classes": 10}), values=False)
-    target = "'known:timm/vit_small_patch16_224[num_classes=10]'"
-    assert found[1:] == [f"  compare: ckptfix check 'my file.pth' --like {target} --no-values"]
+    known, model = "'known:timm/vit_small_patch16_224[num_classes=10]'", "'timm:vit_small_patch16_224[num_classes=10]'"
+    assert (
+        found[1:]
+        == [
+            f"  compare: ckptfix check 'my file.pth' --like {known} --no-values",
+            f"       or: ckptfix check 'my file.pth' --model {model} --no-values",
+        ][: 1 + is_there]
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "model"),
+    [
+        ({"names": ("torchvision/resnet50",)}, "torchvision:resnet50"),
+        ({"names": ("torchvision/vit_b_16",), "sizes": {"img_size": 384}}, "torchvision:vit_b_16[image_size=384]"),
+        ({"names": ("torchvision/resnet50",), "sizes": {"in_chans": 1}}, None),
+        ({"names": ("torchvision/resnet50",), "fit": Fit.HEADLESS}, None),
+        ({"names": ("timm/resnet50",), "fit": Fit.HEADLESS}, "timm:resnet50[num_classes=0]"),
+        ({"names": ("transformers/ViTModel",), "sizes": {"in_chans": 1}}, "transformers:ViTModel[num_channels=1]"),
+        (
+            {"names": ("smp/Unet-resnet34",), "sizes": {"num_classes": 4}},
+            "smp:Unet[encoder_name=resnet34,classes=4]",
+        ),
+    ],
+)
+def test_the_model_in_the_words_of_its_library(facts, model):
+    assert like(**facts).model == model
 
 
 def test_the_target_of_a_trunk_has_no_head():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptfix.zoo.drafting.gathering import gather
-from ckptfix.zoo.drafting.recognition import recognise
+from ckptfix.zoo.drafting.recognition import find_architecture
 from ckptfix.zoo.drafting.survey import survey
 from ckptfix.zoo.drafting.writing import write_draft
 from ckptfix.zoo.items.grouping import Item, Kind
@@ -25,12 +25,12 @@ def draft_table(place: Place, items: Sequence[Item], room: float | None = None) 
     found = [
         (
             group,
-            recognise(
+            find_architecture(
                 group.layout.shapes, [sight.whole_model for sight in group.sights if sight.whole_model], group.names
             ),
         )
         for group in gather(sights, others)
     ]
-    named = {group.layout.digest: each for group, each in reversed(found) if each.model is not None}
-    same = [(group, each if each.model else named.get(group.layout.digest, each)) for group, each in found]
+    named = {group.layout.digest: each for group, each in reversed(found) if each.model or each.like}
+    same = [(group, each if each.model or each.like else named.get(group.layout.digest, each)) for group, each in found]
     return write_draft(place.name, same, sights, len(others))

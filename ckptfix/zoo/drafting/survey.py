@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from ckptfix.core.facts import Kind as FactKind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, HostileError
+from ckptfix.known.recognition import Shapes, modern_name
+from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import is_module, module_parts
 from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
@@ -25,14 +26,6 @@ from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.work.fetching import each_on_this_machine
 from ckptfix.zoo.workspace import temporary_folder
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names and shapes of a state_dict."""
-
-COUNTERS = (
-    "num_batches_tracked n_averaged position_ids total_ops total_params relative_position_index attn_mask".split()
-)
-"""Last parts of keys that come and go between releases, or that tools leave behind."""
-
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
 )
@@ -40,8 +33,6 @@ HOLDERS = frozenset(
 
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
 """Classes that say nothing of the model in them."""
-
-_DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -166,29 +157,14 @@ def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
 
 def _holder(names: Iterable[str]) -> str | None:
     """The first segment of all names, if it is one that trainers use."""
-    first = {name.partition(".")[0] for name in names if not is_counter(name)}
+    first = {name.partition(".")[0] for name in names if not is_passing(name, ())}
     only = next(iter(first)) if len(first) == 1 else None
     return only if only in HOLDERS and all("." in name for name in names) else None
 
 
-def modern_name(name: str) -> str:
-    """Return the name that newer releases give a tensor: of DenseNet's layers, and of BERT's LayerNorm."""
-    if "denselayer" in name:
-        name = _DENSE.sub(r"\1\2", name)
-    for old, new in (("gamma", "weight"), ("beta", "bias")):
-        if name.endswith(f"LayerNorm.{old}"):
-            name = name.removesuffix(old) + new
-    return name
-
-
-def is_counter(key: str) -> bool:
-    """Whether a key says nothing of the architecture."""
-    return key.rpartition(".")[2] in COUNTERS
-
-
 def layout_of(shapes: Shapes) -> Layout:
     """Return the layout of names and shapes."""
-    return Layout({key: shape for key, shape in shapes.items() if not is_counter(key)})
+    return Layout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
 
 
 def _digest(lines: Iterable[str]) -> str:

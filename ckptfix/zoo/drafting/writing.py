@@ -71,15 +71,16 @@ def _group(number: int, group: Group, found: Architecture, groups: Found) -> Ite
     yield "[[files]]"
     yield from texts("match", group.patterns)
     mark = "" if _is_active(found) else "# "
-    yield f"{mark}model = {quoted(found.model or 'pkg.mod:factory')}"
-    if found.arguments:
-        yield f"{mark}model-args = {value(found.arguments)}"
+    if found.like is not None:
+        yield f"{mark}like = {quoted(found.like)}"
+    else:
+        yield f"{mark}model = {quoted(found.model or 'pkg.mod:factory')}"
     yield from _weights(group)
 
 
 def _is_active(found: Architecture) -> bool:
     """Whether a model line counts as it is: only if each name and shape is proven to be the model's."""
-    return found.model is not None and found.confidence is Confidence.EXACT
+    return (found.model or found.like) is not None and found.confidence is Confidence.EXACT
 
 
 def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:

@@ -67,12 +67,12 @@ def zoo(tmp_path_factory):
 def test_the_draft_is_a_table_that_says_of_each_file_what_is_sure(zoo):
     table = read(zoo, drafted(zoo))
     assert table.rest.arguments == {}
-    resnet = "torchvision.models:resnet18"
+    resnet = "torchvision:resnet18"
     assert {item.name: table.treatment_of(item.name).arguments for item in list_zoo(open_place(str(zoo)))} == {
-        "bert.bin": {},
+        "bert.bin": {"model": "transformers:BertForMaskedLM"},
         "cut.pth": {},
         "evil.pth": {},
-        "flowers.pth": {"model": resnet, "model_args": {"num_classes": 10}},
+        "flowers.pth": {"model": f"{resnet}[num_classes=10]"},
         "imagenet/ep1.pth.tar": {"model": resnet},
         "imagenet/resnet18-19c8e357.pth": {"model": resnet},
         "notes.txt": {},
@@ -90,16 +90,16 @@ def test_what_it_tells(zoo):
     said = re.sub(r"\n# {2,}", " ", text)
     for line in (
         f"# 11 checkpoints in {zoo}: 8 read, 3 not; 5 layouts of keys. 1 other file.\n",
-        "pip install torchvision\n",
-        "# exact: every name and shape is that of torchvision's resnet18 with 1000 classes\n",
-        "so are those of timm's resnet18",
+        "pip install torchvision transformers\n",
+        "# exact: every name and shape is that of torchvision resnet18 (",
+        "timm resnet18",
         "# - the keys begin with module., which is removed: imagenet/ep1.pth.tar\n",
         'match = "imagenet/"\n',
         'match = "ours/"\n',
         "in other shapes: fc.weight [10, 512] and not [1000, 512], fc.bias [10] and not [1000]\n",
         "# each file has an averaged set (EMA) beside the raw one: model, model_ema; without this line model is",
         '# weights = "model_ema"\n',
-        "# 3. BERT, RoBERTa or DistilBERT of transformers: 1 file",
+        "# 3. BertForMaskedLM: 1 file",
         '# model = "pkg.mod:factory"',
         "# - which model this is: ours/run-0.pth, ours/run-1.pth, ours/run-2.pth\n",
         "# - evil.pth: is built to run posix.system() when it is loaded ",
@@ -116,7 +116,7 @@ def test_the_guesses_are_lines_that_can_be_taken(zoo):
     text = re.sub(r"(?m)^#   (\[\[files\]\]|match = |disarm = |salvage = )", r"\1", text)
     table = read(zoo, text)
     assert table.treatment_of("ours_ema.pth").settings["weights"] == "model_ema"
-    assert table.treatment_of("bert.bin").model == "pkg.mod:factory"
+    assert table.treatment_of("ours/run-0.pth").model == "pkg.mod:factory"
     assert table.treatment_of("evil.pth").settings["disarm"] is True
     assert table.treatment_of("cut.pth").settings["salvage"] is True
     assert table.rest.settings["format"] == "safetensors"

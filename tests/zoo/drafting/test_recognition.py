@@ -2,23 +2,14 @@ import random
 
 import pytest
 
-from ckptfix.zoo.drafting.recognition import (
-    Confidence,
-    Known,
-    find_known,
-    head_widths,
-    name_in,
-    named_models,
-    recognise,
-    structure_digest,
-)
+from ckptfix.zoo.drafting.recognition import Confidence, find_architecture, name_in, named_models
 from tests.zoo.drafting.structures import STRUCTURES
 
 SMALL = {"trunk.0.weight": (32, 16), "trunk.0.bias": (32,), "head.weight": (10, 32), "head.bias": (10,)}
 
 
 def architecture(shapes, classes=(), names=("x.pth",)):
-    return recognise(shapes, classes, names)
+    return find_architecture(shapes, classes, names)
 
 
 def with_classes(name, classes, head):
@@ -33,40 +24,38 @@ def test_nothing_is_claimed_of_a_net_that_nobody_knows():
     assert architecture({}).confidence is Confidence.UNKNOWN
 
 
+VIT = {key: shape for key, shape in STRUCTURES["tv.vit_b_16"].items() if not key.startswith("heads.")}
+TRUNK = {key: shape for key, shape in STRUCTURES["timm.vit_small_patch16_224"].items() if not key.startswith("head.")}
+
+
 @pytest.mark.parametrize(
-    ("shapes", "model", "arguments"),
+    ("shapes", "line"),
     [
-        (STRUCTURES["tv.resnet50"], "torchvision.models:resnet50", {}),
-        (with_classes("tv.resnet50", 7, "fc"), "torchvision.models:resnet50", {"num_classes": 7}),
-        (with_classes("tv.vit_b_16", 5, "heads.head"), "torchvision.models:vit_b_16", {"num_classes": 5}),
-        (
-            with_classes("timm.seresnet50", 3, "fc"),
-            "timm:create_model",
-            {"model_name": "seresnet50", "num_classes": 3},
-        ),
-        (
-            {
-                key: shape
-                for key, shape in STRUCTURES["timm.vit_small_patch16_224"].items()
-                if not key.startswith("head.")
-            },
-            "timm:create_model",
-            {"model_name": "vit_small_patch16_224", "num_classes": 0},
-        ),
+        (STRUCTURES["tv.resnet50"], "torchvision:resnet50"),
+        (with_classes("tv.resnet50", 7, "fc"), "torchvision:resnet50[num_classes=7]"),
+        (with_classes("tv.vit_b_16", 5, "heads.head"), "torchvision:vit_b_16[num_classes=5]"),
+        (with_classes("timm.seresnet50", 3, "fc"), "timm:seresnet50[num_classes=3]"),
+        (TRUNK, "timm:vit_small_patch16_224[num_classes=0]"),
+        (VIT, "known:torchvision/vit_b_16[num_classes=0]"),
+        ({**STRUCTURES["tv.resnet50"], "conv1.weight": (64, 1, 7, 7)}, "known:torchvision/resnet50[in_chans=1]"),
+        (STRUCTURES["hf.gpt2"], "transformers:GPT2LMHeadModel"),
     ],
-    ids=["resnet50", "another head", "torchvision's vit", "timm's", "without a head"],
+    ids=[
+        "resnet50",
+        "another head",
+        "torchvision's vit",
+        "timm's",
+        "without a head",
+        "a head that only torchvision would add",
+        "channels that torchvision does not choose",
+        "transformers",
+    ],
 )
-def test_the_factory_of_an_exact_structure(shapes, model, arguments):
+def test_the_line_of_an_exact_structure(shapes, line):
+    """The model where the library builds it, else the structure."""
     found = architecture(shapes, names=["vit_small_patch16_224.pth"])
-    assert (found.confidence, found.model) == (Confidence.EXACT, model)
-    assert {**found.arguments, "model_name": found.title} == {"model_name": found.title, **arguments}
-
-
-def test_a_head_that_only_torchvision_would_add_is_no_exact_match():
-    shapes = {key: shape for key, shape in STRUCTURES["tv.vit_b_16"].items() if not key.startswith("heads.")}
-    found = architecture(shapes)
-    assert found.confidence is Confidence.LIKELY
-    assert "heads.head" in found.evidence[-1]
+    assert (found.confidence, found.model or found.like) == (Confidence.EXACT, line)
+    assert (found.model is None) == line.startswith("known:")
 
 
 def test_of_models_that_are_built_alike_the_one_that_the_files_name():
@@ -83,8 +72,7 @@ def test_names_of_files_are_for_or_against():
 
 def test_only_the_name_of_a_file_is_a_guess():
     found = architecture(SMALL, names=["swin_tiny_patch4_window7_224_ep3.pth"])
-    assert (found.confidence, found.model) == (Confidence.GUESS, "timm:create_model")
-    assert found.arguments == {"model_name": "swin_tiny_patch4_window7_224"}
+    assert (found.confidence, found.model) == (Confidence.GUESS, "timm:swin_tiny_patch4_window7_224")
     assert "names and shapes are not those of timm's" in found.evidence[0]
 
 
@@ -147,85 +135,6 @@ def test_shapes_that_no_model_has_break_nothing(name):
 )
 def test_a_name_of_a_model_in_a_name_of_a_file(stem, name):
     assert name_in(stem) == name
-
-
-EXACT = {
-    name: name.partition(".")[2]
-    for name in STRUCTURES
-    if not name.startswith("hf.") and name not in ("tv.fcn_resnet50", "tv.fasterrcnn_resnet50_fpn")
-}
-
-
-def known(shapes) -> Known:
-    found = find_known(shapes)
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_model_as_its_library_builds_it(name):
-    found = known(STRUCTURES[name])
-    assert EXACT[name] in {each.partition(":")[2] for each in found.names}
-    assert found.classes == 1000
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_another_number_of_classes(name):
-    shapes = STRUCTURES[name]
-    head = known(shapes).head
-    other = {
-        key: (7, *shape[1:]) if key.rpartition(".")[0] in head else shape for key, shape in reversed(shapes.items())
-    }
-    assert known(other).names == known(shapes).names
-    assert known(other).classes == 7
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_no_head_at_all(name):
-    shapes = STRUCTURES[name]
-    head = known(shapes).head
-    found = known({key: shape for key, shape in shapes.items() if key.rpartition(".")[0] not in head})
-    assert EXACT[name] in {each.partition(":")[2] for each in found.names}
-    assert found.classes is None
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_one_tensor_more_less_or_otherwise_is_another_model(name):
-    shapes = STRUCTURES[name]
-    first = next(iter(shapes))
-    assert find_known({**shapes, "extra.weight": (1, 1)}) is None
-    assert find_known({key: shape for key, shape in shapes.items() if key != first}) is None
-    assert find_known({**shapes, first: (*shapes[first][:-1], shapes[first][-1] + 1)}) is None
-
-
-def test_a_head_of_another_width_is_another_model():
-    assert find_known({**STRUCTURES["tv.resnet50"], "fc.weight": (1000, 512)}) is None
-
-
-def test_heads_that_differ_in_their_classes_are_no_one_model():
-    assert find_known({**STRUCTURES["tv.inception_v3"], "fc.weight": (7, 2048), "fc.bias": (7,)}) is None
-
-
-def test_counters_do_not_count():
-    shapes = STRUCTURES["tv.resnet18"]
-    more = {"bn1.num_batches_tracked": (), "total_ops": (1,), "layer1.total_params": (1,)}
-    assert known({**shapes, **more}) == known(shapes)
-
-
-def test_nothing_is_no_model():
-    assert find_known({}) is None
-    assert find_known({"fc.weight": (10, 2), "fc.bias": (10,)}) is None
-
-
-def test_the_digest_is_of_names_and_shapes_in_any_order():
-    one = structure_digest({"a": (1, 2), "b": ()}, ())
-    assert one == structure_digest({"b": (), "a": (1, 2)}, ())
-    assert len({one, structure_digest({"a": (12,), "b": ()}, ()), structure_digest({"a": (1, 2)}, ["b"])}) == 3
-
-
-def test_widths_of_a_head():
-    shapes = {"fc.weight": (10, 2048), "fc.bias": (10,), "conv.weight": (10, 512, 1, 1)}
-    assert head_widths(shapes, ["fc", "conv", "none"]) == "2048,512x1x1,-"
 
 
 def test_names_of_both_libraries():
