@@ -11,7 +11,7 @@ once more for larger images, which shows the tables of positions."""
 from __future__ import annotations
 
 import gzip
-import importlib
+import importlib.metadata
 import inspect
 import json
 import re
@@ -166,14 +166,21 @@ def torchaudio_models() -> Models:
             yield name, maker, 0
 
 
+def segment_anything_models() -> Models:
+    from segment_anything import sam_model_registry
+
+    return ((name, build, 0) for name, build in sam_model_registry.items() if name != "default")
+
+
 LIBRARIES: dict[str, tuple[str, Callable[[], Models]]] = {
     "timm": ("timm", timm_models),
     "torchvision": ("torchvision", torchvision_models),
     "transformers": ("transformers", transformers_models),
     "diffusers": ("diffusers", diffusers_models),
-    "open_clip": ("open_clip", open_clip_models),
+    "open_clip": ("open_clip_torch", open_clip_models),
     "smp": ("segmentation_models_pytorch", smp_models),
     "torchaudio": ("torchaudio", torchaudio_models),
+    "segment_anything": ("segment-anything", segment_anything_models),
 }
 
 
@@ -303,6 +310,7 @@ def _number(size: Dim, sizes: Mapping[str, int]) -> int:
 
 def _with_stem(entries: list[Entry], sizes: dict[str, int]) -> tuple[list[Entry], dict[str, int]]:
     """Mark the input channels of the first convolution, for a library that does not let them be chosen."""
+    entries = [*entries]
     for at, (key, shape, dtype, buffer) in enumerate(entries):
         if len(shape) >= 4 and not buffer:
             if shape[1] == 3:
@@ -323,7 +331,7 @@ def _stop(*_: object) -> None:
 def gather_library(library: str) -> None:
     """Write what the models of a library are to a file in ``build/structures``."""
     package, models = LIBRARIES[library]
-    version = importlib.import_module(package).__version__
+    version = importlib.metadata.version(package)
     RAW.mkdir(parents=True, exist_ok=True)
     file = RAW / f"{library}.jsonl.gz"
     count = 0

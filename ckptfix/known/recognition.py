@@ -51,7 +51,16 @@ _SMALL = 0.25
 _NEAR = 0.6
 """The share of the tensors of either side that a structure and a state_dict which is like it have in common."""
 
-_LIBRARIES = ("torchvision", "timm", "transformers", "diffusers", "open_clip", "smp", "torchaudio")
+_LIBRARIES = (
+    "torchvision",
+    "timm",
+    "transformers",
+    "diffusers",
+    "open_clip",
+    "smp",
+    "torchaudio",
+    "segment_anything",
+)
 """Whose name a structure gets first that several libraries build."""
 
 _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
