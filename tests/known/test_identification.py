@@ -55,15 +55,12 @@ def as_saved(chance, name, change):
 
 def has_this_structure(found, shapes, prefix):
     """Whether another model was named whose keys are those of the file: a trunk is a model of its own, most often."""
-    inner = found.prefix.removeprefix(prefix) if found.prefix.startswith(prefix) else None
-    if inner is None:
-        return False
     target = known_target(found.target.removeprefix("known:"))
-    own = {key.removeprefix(inner): shape for key, shape in shapes.items() if key.startswith(inner)}
-    passing = {key for key in own if is_passing(key, own[key])}
-    return {key: slot.shape for key, slot in target.slots.items() if not is_passing(key, slot.shape)} == {
-        key: own[key] for key in own.keys() - passing
-    }
+    own = {f"{prefix}{key}".removeprefix(found.prefix): shape for key, shape in shapes.items()}
+    tied = {key for key, group in target.tie_of.items() if any(other in own for other in group)}
+    wanted = {key: slot.shape for key, slot in target.slots.items() if key in own or key not in tied}
+    known, given = ({k: s for k, s in each.items() if not is_passing(k, s)} for each in (wanted, own))
+    return known == given
 
 
 @pytest.mark.slow
