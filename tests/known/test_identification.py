@@ -26,7 +26,9 @@ CHANGES = ("none", "classes", "channels", "image", "no head", "other head", "no 
 
 def as_saved(chance, name, change):
     """The shapes of a model as somebody saved it, and how it has to be seen; None if it has no such change."""
-    structure, model = table().find(name)
+    entry = table().find(name)
+    assert entry is not None
+    structure, model = entry
     sizes = dict(model.sizes)
     expected = Fit.EXACT
     if change == "classes" and sizes.get("c"):
@@ -59,7 +61,9 @@ def has_this_structure(found, shapes, prefix):
     own = {f"{prefix}{key}".removeprefix(found.prefix): shape for key, shape in shapes.items()}
     tied = {key for key, group in target.tie_of.items() if any(other in own for other in group)}
     wanted = {key: slot.shape for key, slot in target.slots.items() if key in own or key not in tied}
-    known, given = ({k: s for k, s in each.items() if not is_passing(k, s)} for each in (wanted, own))
+    known, given = (
+        {key: shape for key, shape in each.items() if not is_passing(key, shape or ())} for each in (wanted, own)
+    )
     return known == given
 
 
@@ -68,7 +72,8 @@ def test_models_of_the_table_are_named():
     chance = random.Random(20)
     names = list(table().names())
     results: Counter[str] = Counter()
-    seconds, failed = [], []
+    seconds: list[float] = []
+    failed: list[tuple[object, ...]] = []
     while results.total() < 200:
         name, change, prefix = chance.choice(names), chance.choice(CHANGES), chance.choice(PREFIXES)
         saved = as_saved(chance, name, change)
