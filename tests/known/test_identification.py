@@ -58,7 +58,10 @@ def as_saved(chance, name, change):
 def has_this_structure(found, shapes, prefix):
     """Whether another model was named whose keys are those of the file: a trunk is a model of its own, most often."""
     target = known_target(found.target.removeprefix("known:"))
-    own = {f"{prefix}{key}".removeprefix(found.prefix): shape for key, shape in shapes.items()}
+    saved = {f"{prefix}{key}": shape for key, shape in shapes.items()}
+    own = {key.removeprefix(found.prefix): shape for key, shape in saved.items() if key.startswith(found.prefix)}
+    if len(saved) - len(own) != found.outside:
+        return False
     tied = {key for key, group in target.tie_of.items() if any(other in own for other in group)}
     wanted = {key: slot.shape for key, slot in target.slots.items() if key in own or key not in tied}
     known, given = (
