@@ -10,10 +10,10 @@ would end the program then instead of raising an error."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, located, stream
@@ -158,6 +158,16 @@ class _ReadBack:
 _start = attrgetter("start")
 
 
+def _in_order(state: Mapping[Any, Any]) -> list[Any]:
+    """Return the entries of an optimizer's state, sorted: a folder with a file for each of them has no order."""
+    entries = [entry for _, entry in sorted(state.items(), key=_name)]
+    return [sorted(entry.items(), key=_name) if isinstance(entry, dict) else entry for entry in entries]
+
+
+def _name(item: tuple[Any, Any]) -> str:
+    return str(item[0])
+
+
 def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _ReadBack) -> str:
     pairs = [(key, spec, written.specs[key]) for key, spec in expected.specs.items()]
     if not written.format.endswith(safetensors.NAME):
@@ -165,7 +175,7 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
         if [(one.name, one.ids) for one in found] != [(one.name, one.ids) for one in wanted]:
             return "the optimizer"
         for one, other in zip(wanted, found, strict=True):
-            tensors, others = list(tensors_in(one.state)), list(tensors_in(other.state))
+            tensors, others = ([*tensors_in(_in_order(found.state))] for found in (one, other))
             if [(spec.dtype, spec.shape) for spec in tensors] != [(spec.dtype, spec.shape) for spec in others]:
                 return f"the state of {one.name}"
             pairs += [(one.name, *both) for both in zip(tensors, others, strict=True)]
