@@ -71,7 +71,7 @@ def test_an_archive_of_a_folder_of_torch_is_not_to_be_picked_from(
     with pytest.raises(CkptfixError, match=f"an archive that holds .*{said}"):
         ckptfix.open_checkpoint(path)
     path.write_bytes(tarred({**members, "model.pth": saved()}))
-    with pytest.raises(UsageError, match=r"member=: .*model\.pth"):
+    with pytest.raises(UsageError, match=r"pick one: .*member='model\.pth'"):
         ckptfix.open_checkpoint(path)
     assert len(ckptfix.open_checkpoint(path, member="model.pth").specs) == 2
 

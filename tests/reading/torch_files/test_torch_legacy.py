@@ -203,7 +203,7 @@ def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, be
             ckptfix.repair(path, output=tmp_path / "out.pth")
         return
     ckptfix.repair(path, output=tmp_path / "out.pth")
-    same(torch.load(tmp_path / "out.pth"), values)
+    same(dict(torch.load(tmp_path / "out.pth")), values)
     assert ckptfix.check(tmp_path / "out.pth").exit_code == 0
 
 
