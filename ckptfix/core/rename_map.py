@@ -31,7 +31,7 @@ class MapRule:
 
     ``label`` says how far an inferred rule can be trusted, empty for one written by hand; one that is ``ambiguous`` is
     not applied. ``alternatives`` are other patterns of the source that fit as well. An ``optional`` rule may match no
-    key."""
+    key. One ``by_hand`` is a pattern of ``--rename``: it is always applied, and never backwards."""
 
     source: str
     target: str
@@ -39,6 +39,7 @@ class MapRule:
     label: str = ""
     alternatives: tuple[str, ...] = ()
     optional: bool = False
+    by_hand: bool = False
 
     def __str__(self) -> str:
         return ", ".join((f"{self.source} → {self.target}", *self.steps))

@@ -170,7 +170,8 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
     """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
     safe: what is missing under its name may be there under another.
     """
-    if rule.family in FITTING and context.target is not None and context.target.loads is not None:
+    is_wanted = rule.is_wanted(context.settings)
+    if rule.family in FITTING and not is_wanted and context.target is not None and context.target.loads is not None:
         from ckptfix.core.coverage import is_loaded_by_hooks
 
         if is_loaded_by_hooks(context.checkpoint, context.target):

@@ -126,7 +126,7 @@ def _rename_map(settings: Settings) -> RenameMap | None:
         old, equals, new = text.partition("=")
         if not (old and equals and new):
             raise UsageError(Opt("rename", text), ": write it as OLD=NEW, such as encoder.*=backbone.*")
-        rules.append(MapRule(old, new))
+        rules.append(MapRule(old, new, by_hand=True))
     if given is not None and not isinstance(given, RenameMap):
         given = named_map(given)
     whole = RenameMap((*(given.rules if given is not None else ()), *rules), given.name if given is not None else "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckptfix.core.parts import Part, Shape, full
 from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
-from ckptfix.errors import PlanError
+from ckptfix.errors import Opt, PlanError, UsageError
 from ckptfix.maps.layout import Grid, Steps
 from ckptfix.maps.patterns import Binding, Pattern, Variable, parse
 
@@ -87,13 +87,15 @@ class Line:
                     raise ValueError(f"{cells[cell]} and {key} have the same place in the target")
                 cells[cell] = key
         if not self.rule.optional:
-            self._refuse_unmatched([dict(group) for group in groups])
+            self._refuse_unmatched([dict(group) for group in groups], source)
         for group, cells in groups.items():
             yield from self._assembled(dict(group), self._grid(cells, source), target)
 
-    def _refuse_unmatched(self, found: list[dict[str, int | str]]) -> None:
+    def _refuse_unmatched(self, found: list[dict[str, int | str]], file: Collection[str]) -> None:
         if not found:
-            raise ValueError("no key of the file matches")
+            there = self.rule.target != "*" and any(map(self.target.matches, file))
+            has = f"; it has {self.rule.target} already" if there else ""
+            raise ValueError(f"no key of the file matches {self.rule.source}{has}")
         for variable in _distinct(self.source):
             for at, option in enumerate(variable.options if variable != self.joined else ()):
                 if not any(group.get(variable.name) == at for group in found):
@@ -165,12 +167,13 @@ def resolve(
 ) -> dict[str, Move]:
     """Return what the map makes of the tensors of a file; ``others`` are the keys of the file that are no tensors.
 
-    A map that only fits backwards is applied backwards. Raises ``PlanError`` that names the rule for a key that the
-    file or the target does not have, two sources for one element, and an uneven split."""
+    A map that only fits backwards is applied backwards, without its rules by hand: they say one direction. Raises
+    ``PlanError`` that names the rule (``UsageError`` for one by hand) for a key that the file or the target does not
+    have, two sources for one element, and an uneven split."""
     lines = parsed(rename_map)
-    if not any(line.source.matches(key) for line in lines for key in source):
+    if not _matches(lines, source):
         back = inverse(rename_map)
-        if any(line.source.matches(key) for line in parsed(back) for key in source):
+        if _matches(parsed(back), source):
             rename_map, lines = back, parsed(back)
     moves: dict[str, Move] = {}
     users: dict[str, MapRule] = {}
@@ -198,6 +201,10 @@ def resolve(
     return moves
 
 
+def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:
+    return any(line.source.matches(key) for line in lines if not line.rule.by_hand for key in keys)
+
+
 def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
     """Return the tensors of the file for each rule: without those that a rule with fewer variables names."""
     widths = [line.width for line in lines]
@@ -211,7 +218,8 @@ def _shares(lines: Sequence[Line], source: Shapes) -> list[Shapes]:
 
 
 def parsed(rename_map: RenameMap) -> list[Line]:
-    """Return the rules parsed. Raises ``PlanError`` that names the rule that has no meaning."""
+    """Return the rules parsed. Raises ``PlanError`` that names the rule that has no meaning, or ``UsageError`` if it
+    was given by hand."""
     lines = []
     for number, rule in enumerate(rename_map.rules):
         with _naming(rename_map, number):
@@ -220,8 +228,9 @@ def parsed(rename_map: RenameMap) -> list[Line]:
 
 
 def inverse(rename_map: RenameMap) -> RenameMap:
-    """Return the map that undoes this one."""
-    return replace(rename_map, rules=tuple(line.inverse() for line in parsed(rename_map)))
+    """Return the map that undoes this one; rules by hand stay as they are."""
+    rules = (line.rule if line.rule.by_hand else line.inverse() for line in parsed(rename_map))
+    return replace(rename_map, rules=tuple(rules))
 
 
 @contextmanager
@@ -230,7 +239,12 @@ def _naming(rename_map: RenameMap, number: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        where = f"{rename_map.name or 'the map'}: rule {number + 1} ({rename_map.rules[number]})"
+        rule = rename_map.rules[number]
+        if rule.by_hand:
+            raise UsageError(
+                Opt("rename", f"{rule.source}={rule.target}"), f": {error}; correct the pattern, or leave it out"
+            ) from error
+        where = f"{rename_map.name or 'the map'}: rule {number + 1} ({rule})"
         raise PlanError(f"{where}: {error}; correct the rule") from error
 
 

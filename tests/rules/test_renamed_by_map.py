@@ -160,3 +160,60 @@ def test_a_map_is_the_same_after_it_was_written():
 def test_a_pattern_without_an_equals_sign_is_refused():
     with pytest.raises(ckptfix.UsageError, match="OLD=NEW"):
         ckptfix.check({"a": torch.ones(1)}, rename="encoder")
+
+
+def test_a_pattern_by_hand_is_applied_even_if_the_file_fits():
+    model = nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)})
+    state = model.state_dict()
+    done, report = ckptfix.repair_state_dict(state, model, rename=["q.*=k.*", "k.*=q.*"])
+    assert report.exit_code == 0
+    assert torch.equal(done["q.weight"], state["k.weight"])
+    assert torch.equal(done["k.bias"], state["q.bias"])
+    with pytest.raises(ckptfix.UsageError, match=r"no key of the file matches v\.\*"):
+        ckptfix.repair_state_dict(state, model, rename="v.*=q.*")
+
+
+def test_a_pattern_by_hand_is_applied_before_the_hooks_of_a_model():
+    """They load the file as it is, so that no other rule touches its names."""
+    model = nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)})
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+    state = model.state_dict()
+    done, _ = ckptfix.repair_state_dict(state, model, rename=["q.*=k.*", "k.*=q.*"])
+    assert torch.equal(done["q.weight"], state["k.weight"])
+
+
+def test_a_map_that_is_not_needed_is_noted():
+    model = transformer(*SPLIT)
+    _, report = ckptfix.repair_state_dict(model.state_dict(), model, rename_map=VIT)
+    assert "vit.json was not applied: the file fits already" in [finding.message for finding in report.remaining]
+
+
+@pytest.mark.parametrize("with_map", [False, True], ids=["alone", "beside a map that goes backwards"])
+def test_a_pattern_by_hand_is_never_applied_backwards(with_map):
+    state = {"backbone.w": torch.ones(1), "new": torch.ones(1)}
+    rename_map = with_rule(MapRule("old", "new")) if with_map else None
+    with pytest.raises(ckptfix.UsageError, match=r"matches encoder\.\*; it has backbone\.\* already"):
+        ckptfix.repair_state_dict(state, rename="encoder.*=backbone.*", rename_map=rename_map)
+    done, _ = ckptfix.repair_state_dict(state, rename="backbone.*=encoder.*", rename_map=rename_map)
+    assert list(done) == ["encoder.w", "old" if with_map else "new"]
+
+
+@pytest.mark.parametrize("start", ["module.", "module.module."])
+def test_a_map_sees_through_a_wrapper_where_no_name_of_the_target_is_there_yet(start):
+    state, model = fused(), transformer(*SPLIT)
+    state = {key.replace("head", "fc"): value for key, value in state.items()}
+    wrapped = {f"{start}{key}": value for key, value in state.items()}
+    rename_map = with_rule(*VIT.rules, MapRule("fc.*", "head.*"))
+    done, report = ckptfix.repair_state_dict(wrapped, model, rename_map=rename_map)
+    assert report.exit_code == 0
+    model.load_state_dict(done)
+    assert torch.equal(done["layer.0.attention.query.weight"], state["blocks.0.attn.qkv.weight"][:8])
+    done, _ = ckptfix.repair_state_dict(wrapped, model, rename_map=VIT)  # what the map does not name follows
+    assert "fc.weight" in done
+
+
+def test_a_leading_module_that_the_map_names_stays():
+    state = {"module.a": torch.ones(1), "module.b": torch.ones(1)}
+    model = nn.ParameterDict({"x": torch.ones(1), "y": torch.ones(1)})
+    done, _ = ckptfix.repair_state_dict(state, model, rename=["module.a=x", "module.b=y"])
+    assert set(done) == {"x", "y"}
