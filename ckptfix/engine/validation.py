@@ -66,6 +66,8 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
         )
     if settings.unmerge and not settings.adapter:
         raise UsageError(Opt("unmerge"), " needs the adapter that was merged: add ", Opt("adapter", "PATH"))
+    if settings.drop_optimizer and settings.keep_optimizer:
+        raise UsageError(Opt("drop_optimizer", True), " and ", Opt("keep_optimizer", True), " exclude each other")
     if settings.cast_dtype and not settings.values:
         raise UsageError(Opt("dtype"), " checks the values before it casts them; leave out ", Opt("values", False))
     if settings.fill is not None:

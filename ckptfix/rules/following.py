@@ -148,6 +148,13 @@ class Change:
         """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
         return [self.origins[key] for key in self.result()] != [Origin(key) for key in self.parameters()]
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the model has the parameters of the file in another order than the file, which has its own."""
+        place = {key: number for number, key in enumerate(self.parameters())}
+        found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
+        return self.is_ordered and self.model is not None and found != sorted(found)
+
 
 def _may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
     from ckptfix.values.roles import is_buffer
@@ -193,6 +200,8 @@ class Followed:
     anew: tuple[str, ...]
     added: tuple[str, ...]
     gone: tuple[str, ...]
+    order: str = ""
+    """Whose order of the parameters it follows, if that of the file and that of the model differ."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -241,6 +250,8 @@ class Scope:
 
     layout: Layout
     takes: Callable[[str], bool]
+    order: str = ""
+    """Whose order it is, if that of the file and that of the model differ."""
 
 
 def scopes(change: Change) -> Iterator[Scope]:
@@ -258,12 +269,14 @@ def scopes(change: Change) -> Iterator[Scope]:
             for key in parameters
             if key in names_of
         }
-    orders = [list(parameters)] if change.is_ordered else []
+    orders = {"the file's order": list(parameters)} if change.is_ordered else {}
     if change.model is not None:
         place = {source: n for n, key in enumerate(change.result()) for source in change.origins[key].sources}
         if parameters.keys() <= place.keys():  # where the others were, the model does not say
-            orders.append(sorted(parameters, key=place.__getitem__))
-    for order in orders if len(orders) < 2 or orders[0] != orders[1] else orders[:1]:
+            model_order = sorted(parameters, key=place.__getitem__)
+            if model_order not in orders.values():
+                orders["the model's order"] = model_order
+    for whose, order in orders.items():
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool]]] = [(order, lambda key: True)]
         if change.kinds:  # what the model does not have may have been a buffer of another one
@@ -278,7 +291,9 @@ def scopes(change: Change) -> Iterator[Scope]:
                 if len(firsts) > 2:
                     chosen.append((outside, lambda key, name=name: bare(key).partition(".")[0] != name))  # type: ignore[misc]  # as above
         for keys, takes in chosen:
-            yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes)
+            yield Scope(
+                Layout({key: parameters[key].shape for key in keys}, known), takes, whose if len(orders) > 1 else ""
+            )
 
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
@@ -336,7 +351,7 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     gone = tuple(key for key in naming.names.values() if key not in kept)
     grouped = grouped[0], tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
     anew = [key for key in anew if any(optimizer.row(ids[source]) for source in change.origins[key].sources)]
-    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone)
+    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone, scope.order)
 
 
 def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...]:

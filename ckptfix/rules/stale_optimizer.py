@@ -93,9 +93,9 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
 
 def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan) -> Iterator[Finding]:
     found = ways(optimizer, change)
-    if len(found) == 1 and found[0].is_unchanged:
+    if found and all(way.is_unchanged for way in found):
         return
-    if len(found) != 1 and (not plan.edits or not change.touches or any(way.is_unchanged for way in found)):
+    if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
     keep = context.settings.keep_optimizer
     if len(found) != 1:
@@ -104,10 +104,11 @@ def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Cha
             if found
             else "its parameters cannot be named"
         )
-        sources = [way.naming.source for way in found]
+        sources = [f"{way.naming.source} in {way.order}" if way.order else way.naming.source for way in found]
+        why = "which other edits change" if plan.edits else "which the model has in another order"
         yield rule.finding(
             Level.NOTE if keep else Level.ERROR,
-            f"{optimizer.label} no longer belongs to the weights, which other edits change, and {reason}: it stays "
+            f"{optimizer.label} no longer belongs to the weights, {why}, and {reason}: it stays "
             "as it is, and fails to load or gives moments to the wrong weights",
             evidence={"parameters": len(optimizer.ids), **({"recipes": sources} if sources else {})},
             remedies=() if keep else (DROP, *_with_model(context, found), KEEP),

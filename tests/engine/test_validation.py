@@ -40,6 +40,11 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
         pytest.param({"replace": ("VAL",)}, "add fill='twin', ", id="replace without fill"),
         pytest.param({"dtype": "float16", "values": False}, "leave out values=False", id="cast unseen"),
+        pytest.param(
+            {"drop_optimizer": True, "keep_optimizer": True},
+            "keep_optimizer=True exclude each other",
+            id="drop and keep",
+        ),
         pytest.param({"format": "h5"}, "give pth, safetensors or universal", id="format"),
         pytest.param({"for_torch": "new"}, "new", id="version"),
         pytest.param({"shard_size": "many"}, "many", id="size"),

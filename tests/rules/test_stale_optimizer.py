@@ -291,6 +291,37 @@ def test_an_optimizer_in_an_order_that_nothing_confirms_is_left_alone(tmp_path):
     assert str(old) == str(new)
 
 
+@pytest.mark.parametrize("names", ["abc", "cab"])
+def test_an_order_of_the_model_alone_is_no_silence(tmp_path, names):
+    """Nothing else is to be repaired; in the same order, all ways to name the parameters agree."""
+    model = Same("abc")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", Same(names), dry_run=True, unsafe_fixes=True).report
+    found = [finding for finding in report.remaining if finding.code == "OPT101"]
+    assert [finding.level for finding in found] == ([] if names == "abc" else [Level.ERROR])
+    for finding in found:
+        assert finding.evidence["recipes"] == [
+            "model.parameters() in the file's order",
+            "model.parameters() in the model's order",
+        ]
+
+
+@pytest.mark.parametrize("edit", ["same", "reorder"])
+def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
+    model = Net()
+    head = list(model.head.parameters())
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": head}])
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    target = reordered(Net()) if edit == "reorder" else Net()
+    report = ckptfix.repair(tmp_path / "run.pth", target, dry_run=True, unsafe_fixes=True).report
+    assert findings(report) == (["OPT101"] if edit == "reorder" else [])
+    assert report.exit_code == (edit == "reorder")
+
+
 def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW([*model.head.parameters(), *model.aux.parameters()])
