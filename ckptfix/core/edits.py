@@ -60,7 +60,7 @@ class Fill(Edit):
 
     ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
     (the file of ``--fill FILE``, under ``donor_key``), or ``adapter`` (``donor_key`` is its path, a colon, and the
-    key)."""
+    key), or ``tie`` (the old values of the file's tensor that it was tied to; ``donor_key`` is a colon and its key)."""
 
     kind: ClassVar[str] = "fill"
     key: str

@@ -371,7 +371,7 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
                 "another model"
             )
         return replace(spec, is_parameter=False)
-    if fill.origin == "adapter":
+    if fill.origin in ("adapter", "tie"):
         path, _, key = (fill.donor_key or "").rpartition(":")
         return _of_adapter(checkpoint, path, key, supplies)
     donor_key = fill.donor_key or fill.key

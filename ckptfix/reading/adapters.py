@@ -148,11 +148,17 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         adapter = adapter_in(base, "", _config(file))
     else:
         adapter = adapter_in(open_file(path), path, config_beside(path))
+    _refuse(adapter, path)
     if not adapter.layers:
         raise AdapterError(
             f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
         )
-    _refuse(adapter, path)
+    lacking = [layer for layer in adapter.layers if "A" in layer.keys and "alpha" not in layer.keys]
+    if lacking and any("alpha" in layer.keys for layer in adapter.layers):
+        raise AdapterError(
+            f"{path}: {len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as "
+            f"{lacking[0].module}; fetch the adapter again"
+        )
     return replace(adapter, weight=weight)
 
 
@@ -218,9 +224,9 @@ def _weighted(text: str) -> tuple[str, float]:
     return path, weight
 
 
-def config_beside(path: str) -> Mapping[str, Any] | None:
+def config_beside(path: str, name: str = CONFIG) -> Mapping[str, Any] | None:
     """Return the configuration of an adapter in a folder, or beside a file; None if there is none."""
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / CONFIG
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
     return _config(file) if file.is_file() else None
 
 
@@ -263,7 +269,7 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
             ) from error
         if expression.match(module):
             return _number(name, number)
-    return _number(name, default)
+    return _number({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(name, name), default)
 
 
 def _number(name: str, value: object) -> float:

@@ -253,6 +253,7 @@ def _fill_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], limit: 
         "target": "from the initial values of the target (not trained)",
         "donor": "from the donor file",
         "adapter": "from the adapter",
+        "tie": "from the old values of the tensor that it was tied to",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
     return _listed(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)

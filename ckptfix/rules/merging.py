@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import AdapterError
-from ckptfix.reading.adapters import Adapter, AdapterLayer
+from ckptfix.core.target import Target
+from ckptfix.errors import AdapterError, Opt
+from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside
 
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 """What peft puts into the names of a model in which it has wrapped layers."""
@@ -18,6 +21,8 @@ _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
 _TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared")
+_HEADS = ("lm_head", "embed_out")
 _DROPPED = 3
 """Leading segments of a layer's name that the base may lack."""
 
@@ -43,9 +48,12 @@ def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Ite
     yield from merge.added.values()
 
 
-def find_merge(checkpoint: Checkpoint, adapters: Sequence[Adapter], undo: bool = False) -> Merge:
+def find_merge(
+    checkpoint: Checkpoint, adapters: Sequence[Adapter], undo: bool = False, target: Target | None = None
+) -> Merge:
     """Return what the adapters change. Raises ``AdapterError`` for one that does not belong to the checkpoint."""
     merge = Merge()
+    copies: dict[str, Adapter] = {}
     twins: dict[object, list[str]] = defaultdict(list)
     for key, spec in checkpoint.specs.items():
         twins[spec.view].append(key)
@@ -57,12 +65,55 @@ def find_merge(checkpoint: Checkpoint, adapters: Sequence[Adapter], undo: bool =
                     f"{'the norms of DoRA' if len(delta.factors) > 2 else 'new values for it'}, and the old ones are "
                     "in no file; take the base itself"
                 )
+            if undo and delta.form == "scale" and not adapter.checkpoint.read(delta.factors[0]).all():
+                raise AdapterError(
+                    f"{adapter.path}: {key} cannot be given back: {delta.factors[0]} has a zero, by which it was "
+                    "multiplied; take the base itself"
+                )
             # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
             is_copy = delta.form == "whole" and ".base_layer." not in delta.factors[0]
+            if is_copy:
+                copies[key] = adapter
             for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
                 if delta not in merge.deltas[name]:
                     merge.deltas[name].append(delta)
+    for key, adapter in copies.items():
+        _keep_tied(checkpoint, adapter, key, target, merge)
     return merge
+
+
+def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
+    """Store the old values of a tensor that is replaced under its other names in the model, which the file lacks."""
+    if not adapter.path or (adapter.config or {}).get("ensure_weight_tying"):
+        return  # then peft replaces all of them
+    spec, groups = checkpoint.specs[key], () if target is None else target.ties
+    names = {name for group in groups if key in group for name in group} or _heads(checkpoint, adapter, key)
+    for name in sorted(names - checkpoint.specs.keys() - merge.added.keys()):
+        if len(merge.deltas[key]) > 1:
+            raise AdapterError(
+                f"{adapter.path}: has {key} whole, and another adapter changes it, which the base has as {name} too; "
+                "merge them one after the other"
+            )
+        merge.added[name] = Fill(name, spec.dtype, spec.shape, "tie", f":{key}")
+
+
+def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
+    """Return the name of the head that a language model has tied to its embedding ``key``, by its configuration."""
+    config = {} if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path, "config.json") or {}
+    module = key.removesuffix(".weight").rpartition(".")[2]
+    if module not in _EMBEDDINGS or any(name.rpartition(".")[0].endswith(_HEADS) for name in checkpoint.specs):
+        return set()
+    classes = config.get("architectures")
+    text = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if text.endswith(("ForCausalLM", "LMHeadModel")) and config.get("tie_word_embeddings", True):
+        return {"lm_head.weight"}
+    if config.get("tie_word_embeddings") and not text.endswith(("Model", "Classification", "Answering")):
+        raise AdapterError(
+            f"{adapter.path}: replaces {key}, to which a tensor of the model is tied that {checkpoint.path} does not "
+            "name, and which keeps the old values; name the model with ",
+            Opt("model"),
+        )
+    return set()
 
 
 def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[tuple[str, Delta]]:
@@ -80,6 +131,8 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
         elif not each.is_complete:
             raise each.mismatch()
     first = next(iter(names.values()))
+    if adapter.is_peft and not adapter.is_kohya:
+        first.check_complete()
     for key, stored in adapter.saved.items():
         yield from _whole(checkpoint, adapter, first.renamed(key), stored, merge)
     for component, layers in groups.items():
@@ -161,6 +214,27 @@ class _Names:
             )
         return keys[0]
 
+    def check_complete(self) -> None:
+        """Raise ``AdapterError`` if the configuration names more layers of a kind than the adapter has."""
+        config, own = self.adapter.config or {}, {layer.module for layer in self.layers}
+        head = next(iter(self.layers)).module.split(".")[: self.dropped]
+        extra = [name.removesuffix("eh_proj") for name in self.known if name.endswith(".eh_proj")]
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for name, keys in self.known.items():
+            if not name.startswith(self.prefix) or any(f"{name}.".startswith(block) for block in extra):
+                continue  # a layer that predicts more tokens is in the file, and not in the model of transformers
+            module = ".".join((*head, name.removeprefix(self.prefix)))
+            if len(self.checkpoint.specs[keys[0]].shape) > 1 and _is_target(config, module):
+                kinds[re.sub(r"\d+", "", module)].add(module)
+        for modules in kinds.values():
+            leaf = next(iter(modules)).rpartition(".")[2]
+            if lacking := sorted(modules - own) if modules & own else []:
+                raise AdapterError(
+                    f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
+                    f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or name its layers one by one in "
+                    f"the target_modules of {CONFIG}"
+                )
+
     def mismatch(self) -> AdapterError:
         """Return what to say of layers that are not in the base."""
         path, base = self.adapter.path or self.checkpoint.path, self.checkpoint.path
@@ -186,6 +260,26 @@ class _Names:
             f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
             f"{lacking[0]}{own}; give the base that it was trained on"
         )
+
+
+def _is_target(config: Mapping[str, Any], module: str) -> bool:
+    """Whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    if not isinstance(targets, list) or not isinstance(excluded, list) or config.get("layers_pattern"):
+        return False
+    if _is_named([*excluded, *(config.get("modules_to_save") or [])], module) or not _is_named(targets, module):
+        return False
+    only = config.get("layers_to_transform")
+    if only is None or only == [] or module in targets:
+        return True
+    # The number of the last list of modules, as the greedy expression of peft finds it.
+    parts = module.split(".")
+    number = next((int(part) for part in parts[-2:1:-1] if part.isdecimal()), None)
+    return number in (only if isinstance(only, list) else [only])
+
+
+def _is_named(names: Iterable[object], module: str) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _either(names: Iterable[str]) -> str:

@@ -118,7 +118,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
         edits = tuple(edits_within(checkpoint, adapters[0]))
         left: dict[str, int] = {}
     else:
-        merge = find_merge(checkpoint, adapters, settings.unmerge)
+        merge = find_merge(checkpoint, adapters, settings.unmerge, context.target)
         edits, left = tuple(merge_edits(checkpoint, merge, settings.unmerge)), merge.left
     merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
     changed = tuple(edit.key for edit in merges)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
@@ -136,3 +139,87 @@ def test_two_adapters_in_one_file_are_refused(tmp_path):
     save_file(tensors, tmp_path / "two.safetensors")
     with pytest.raises(AdapterError, match=r"holds 2 adapters \(one, two\)"):
         ckptfix.repair_state_dict(base, adapter=tmp_path / "two.safetensors")
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        head.weight = embedding.weight
+        layers = [nn.ModuleDict({"q_proj": nn.Linear(8, 8), "v_proj": nn.Linear(8, 4)}) for _ in range(2)]
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": nn.ModuleList(layers)})
+        self.lm_head = head
+
+
+def language(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Language().to(dtype)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "SomeForConditionalGeneration", "LlamaModel"])
+def test_a_head_that_only_the_configuration_has_tied_keeps_the_old_values(name, tmp_path):
+    config = LORA(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    adapter = trained(config, tmp_path / "adapter", make=language)
+    base = {key: value for key, value in language().state_dict().items() if key != "lm_head.weight"}
+    save_file(base, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "tie_word_embeddings": True}))
+    out = tmp_path / "out.safetensors"
+    if "Conditional" in name:
+        with pytest.raises(AdapterError, match="which keeps the old values"):
+            ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, output=out)
+        return
+    ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, output=out)
+    want = merged_by_peft([adapter], make=language)
+    if name == "LlamaModel":
+        del want["lm_head.weight"]
+    assert_same(dict(sorted(load_file(out).items())), dict(sorted(want.items())))
+
+
+@pytest.mark.parametrize("only", [None, [0]])
+def test_an_adapter_with_fewer_layers_than_its_configuration_names_is_refused(only, tmp_path):
+    adapter = trained(
+        LORA(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=only), tmp_path / "adapter", make=language
+    )
+    base = language().state_dict()
+    # A tower that the prefix of the base sets apart, and a layer that transformers leaves out.
+    base = {f"text.{key}": value for key, value in base.items()} | {"vision.layers.0.q_proj.weight": torch.ones(8, 8)}
+    base |= {f"text.model.layers.2.{name}.weight": torch.ones(8, 8) for name in ("eh_proj", "mlp.q_proj", "q_proj")}
+    ckptfix.repair_state_dict(base, adapter=adapter)
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if "1.q_proj" not in key}, file)
+    if only:
+        ckptfix.repair_state_dict(base, adapter=adapter)
+        return
+    with pytest.raises(AdapterError, match=r"names q_proj in 2 layers and the adapter has 1 of them, not .*1\.q_proj"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    changed_config(adapter, target_modules=r".*\.(q|v)_proj")
+    ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_a_zero_of_ia3_cannot_be_taken_off(tmp_path):
+    adapter = trained(peft.IA3Config(target_modules=["q"], feedforward_modules=[]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0] = 0
+    save_file(tensors, file)
+    with pytest.raises(AdapterError, match="has a zero"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, unmerge=True)
+
+
+def test_an_alpha_that_only_some_layers_have_was_lost(tmp_path):
+    tensors = {"lora_unet_q.alpha": torch.tensor(2.0)}
+    for name, out in (("q", 33), ("head", 5)):
+        tensors[f"lora_unet_{name}.lora_down.weight"] = torch.ones(2, 32)
+        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.ones(out, 2)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    with pytest.raises(AdapterError, match="1 of 2 layers have lost their alpha, such as head"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=tmp_path / "kohya.safetensors")
+
+
+def test_the_message_names_the_field_and_the_type(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    with pytest.raises(AdapterError, match="the lora_alpha of"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, lora_alpha=None))
+    save_file({"q.hada_w1_a": torch.ones(2)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="of the type LOHA"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type="LOHA"))
