@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
@@ -241,7 +242,15 @@ class _Names:
         lacking = [layer.module for layer in self.layers if layer.module not in self.found]
         number = len(self.layers)
         named = (self.adapter.config or {}).get("base_model_name_or_path")
-        own = f"; it was trained on {named}" if isinstance(named, str) and named else ""
+        named = named if isinstance(named, str) else ""
+        own = f"; it was trained on {named}" if named else ""
+        if self.adapter.path and any("base_layer" in key.split(".") for key in self.checkpoint.entries):
+            config = Path(path) / CONFIG if Path(path).is_dir() else CONFIG
+            return AdapterError(
+                f"{base}: holds an adapter that was never merged, beside its base; if it is this one, give its "
+                "configuration: ",
+                Opt("adapter", str(config)),
+            )
         for module in lacking:
             if f"{module}.in_proj_weight" in self.checkpoint.entries:
                 return AdapterError(
@@ -256,6 +265,11 @@ class _Names:
                     f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
                     "quantised, and quantise the result"
                 )
+        if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
+            return AdapterError(
+                f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
+                f"such as {lacking[0]}: a tied layer is stored under its other name alone; else fetch both again"
+            )
         return AdapterError(
             f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
             f"{lacking[0]}{own}; give the base that it was trained on"
@@ -383,6 +397,11 @@ def _product(
         is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
         rounds = narrow or _is_parameter(adapter, layer, leaf)
         delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
+    if not fits and leaf == "weight" and one[:1] == two[1:2] != (rank,):
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has matrices of rank {one[0]}, and the r or rank_pattern of {CONFIG} says "
+            f"{rank}; take the {CONFIG} that was saved with them"
+        )
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "

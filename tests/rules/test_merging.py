@@ -31,7 +31,7 @@ def test_a_base_with_other_prefixes(tmp_path):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        pytest.param({"r": 8}, "of rank 8, which do not fit", id="another rank"),
+        pytest.param({"r": 8}, "of rank 4, and the r or rank_pattern of adapter_config.json says 8", id="another rank"),
         pytest.param({"peft_type": "LOHA"}, "an adapter of the type LOHA", id="LoHa"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
@@ -223,3 +223,16 @@ def test_the_message_names_the_field_and_the_type(tmp_path):
     save_file({"q.hada_w1_a": torch.ones(2)}, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match="of the type LOHA"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type="LOHA"))
+
+
+def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
+    with pytest.raises(AdapterError, match="holds an adapter that was never merged") as caught:
+        ckptfix.repair_state_dict(whole, adapter=adapter)
+    assert str(adapter / "adapter_config.json") in str(caught.value)
+    base = tmp_path / "base.safetensors"
+    save_file({"head.weight": torch.ones(5, 32)}, base)
+    changed_config(adapter, base_model_name_or_path=str(base))
+    with pytest.raises(AdapterError, match="whose file lacks 1 of the adapter's 1 layers"):
+        ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
