@@ -133,12 +133,12 @@ class Change:
     def parameters(self) -> dict[str, TensorSpec]:
         """Return the parameters before the edits, tied ones once."""
         kinds = self.kinds
-        found = {key: spec for key, spec in self.before.items() if kinds.get(key, _may_learn(key, spec, None))}
+        found = {key: spec for key, spec in self.before.items() if kinds.get(key, may_learn(key, spec, None))}
         return _once(found, ())
 
     def result(self) -> dict[str, TensorSpec]:
         """Return the parameters after the edits, tied ones once, in the order of the model if there is one."""
-        found = {key: spec for key, spec in self.after.items() if _may_learn(key, spec, self.target)}
+        found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target)}
         if self.model is None or not found.keys() <= self.model.slots.keys():
             return _once(found, ())  # only a model that has them all knows their order
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties)
@@ -156,7 +156,8 @@ class Change:
         return self.is_ordered and self.model is not None and found != sorted(found)
 
 
-def _may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
+def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    """Whether a tensor is a parameter, as far as its name, its dtype and the target say."""
     from ckptfix.values.roles import is_buffer
 
     dtype = DTYPES[spec.dtype]

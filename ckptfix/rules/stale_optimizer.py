@@ -21,8 +21,9 @@ Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer ma
 the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
 trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR): the
 sizes of all groups and the shapes of all moments confirm it, and parameters of equal shape rely on the order between
-them. If two recipes fit and lead to different states, nothing is touched. `--drop-optimizer` leaves the optimizer
-out: training goes on from the weights, with new moments. `--keep-optimizer` keeps it as it is.
+them. If two recipes fit and lead to different states, nothing is touched; nor if the file has another state_dict that
+fits as well and the optimizer's name does not tell whose it is (`optG` of `G`). `--drop-optimizer` leaves the
+optimizer out: training goes on from the weights, with new moments. `--keep-optimizer` keeps it as it is.
 
 ## Example
 `{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.
@@ -33,9 +34,11 @@ out: training goes on from the weights, with new moments. `--keep-optimizer` kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.edits import Moments, Omit, Regroup
 from ckptfix.core.finding import (
     MODEL,
@@ -49,8 +52,10 @@ from ckptfix.core.finding import (
     counted,
 )
 from ckptfix.core.plan import Plan
-from ckptfix.maps.positions import Optimizer, optimizers_in
-from ckptfix.rules.following import Change, Followed, ways
+from ckptfix.core.spec import TensorSpec
+from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
+from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.rules.following import Change, Followed, may_learn, ways
 from ckptfix.rules.rule import Context, Rule, rule
 
 DROP = Remedy((("drop_optimizer", True),), "leaves it out: training goes on from the weights with new moments")
@@ -75,8 +80,53 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     change = Change.of(before, context.checkpoint, plan, context.target)
     if not plan.edits and change.model is None:
         return
+    sets = _other_sets(context.checkpoint)
+    own = path_name(context.checkpoint.container)
+    owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
+    has_own = [own] in owners.values()
     for optimizer in optimizers:
-        yield from _out_of_step(rule, context, optimizer, change, plan)
+        fitting = [name for name, layout in sets.items() if any(namings(optimizer, layout))]
+        named = owners[optimizer.name]
+        is_doubtful = bool(fitting) and named != [own]
+        if is_doubtful and (has_own or (named and own not in named)):
+            continue  # that of another set
+        yield from _out_of_step(rule, context, optimizer, change, plan, [own, *fitting] if is_doubtful else [])
+
+
+def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
+    """Return the state_dicts beside the one that is repaired, but for averages, which no optimizer trains."""
+    found: dict[str, Layout] = {}
+    for candidate in checkpoint.candidates:
+        if candidate.path == checkpoint.container or any(mark in candidate.name.lower() for mark in AVERAGED):
+            continue
+        value: Any = checkpoint.root
+        for part in candidate.path:
+            # One that lies in an object, or is put together of nested ones, is not looked into.
+            has_part = isinstance(value, list) or (isinstance(value, Mapping) and part in value)
+            value = value[part] if has_part else {}
+        members = value.items() if isinstance(value, Mapping) else ()
+        specs = {key: spec for key, spec in members if isinstance(key, str) and isinstance(spec, TensorSpec)}
+        found[candidate.name] = Layout({key: spec.shape for key, spec in specs.items() if may_learn(key, spec, None)})
+    return found
+
+
+_COMMON = frozenset("opt optim optimizer optimizers optimiser state states dict model models net weights".split())
+
+
+def _owners(name: str, sets: list[str]) -> list[str]:
+    """Return the state_dicts that the name of an optimizer speaks of: ``optG`` of ``G``, ``d_optim`` of ``netD``."""
+    words = _words(name)
+    return [one for one in sets if words == (own := _words(one)) or any(_begins(a, b) for a in words for b in own)]
+
+
+def _begins(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
+def _words(name: str) -> set[str]:
+    """Return what a name has beside the words that any has."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
+    return {word.lower() for word in words} - _COMMON
 
 
 def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
@@ -91,13 +141,25 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
         )
 
 
-def _out_of_step(rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan) -> Iterator[Finding]:
+def _out_of_step(
+    rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan, sets: list[str]
+) -> Iterator[Finding]:
+    """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
     found = ways(optimizer, change)
     if found and all(way.is_unchanged for way in found):
         return
     if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
     keep = context.settings.keep_optimizer
+    if sets and not context.settings.keep_optimizer and found:
+        yield rule.finding(
+            Level.ERROR,
+            f"{optimizer.label} fits {' and '.join(sets)} alike, and its name tells neither: it stays as it is, though "
+            f"{sets[0]} changes",
+            evidence={"parameters": len(optimizer.ids), "sets": sets},
+            remedies=(DROP, KEEP),
+        )
+        return
     if len(found) != 1:
         reason = (
             f"{counted(len(found), 'way')} to name its parameters fit and differ"
