@@ -147,6 +147,7 @@ def _out_of_step(
     """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
     found = ways(optimizer, change)
     if found and all(way.is_unchanged for way in found):
+        yield from _frozen(rule, context, found[0])
         return
     if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
@@ -186,6 +187,20 @@ def _out_of_step(
         fix=None if keep else Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=() if keep else (Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
     )
+
+
+def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
+    """Say that parameters which the optimizer has trained are frozen in the model."""
+    frozen = context.target.frozen if context.target is not None else ()
+    steps = [step for group in way.groups for step in group]
+    keys = tuple(step.key for step in steps if step.key in frozen and way.optimizer.row(step.source))
+    if keys:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(keys), 'frozen parameter')} of the model with a place and a state in {way.optimizer.label}, "
+            "which does not load into one of the trainable parameters alone",
+            keys=keys,
+        )
 
 
 def _with_model(context: Context, found: list[Followed]) -> tuple[Remedy, ...]:

@@ -344,6 +344,17 @@ def test_the_optimizer_of_another_state_dict_is_left_alone(tmp_path, names, touc
     assert [name for name in names if str(result[name]) != str(states[name])] == touched
 
 
+def test_what_is_frozen_since_is_a_note(tmp_path):
+    saved(Net(), one_group, tmp_path / "run.pth")
+    model = Net()
+    model.stem.requires_grad_(False)
+    report = ckptfix.repair(tmp_path / "run.pth", model, dry_run=True).report
+    (finding,) = (one for one in report.findings if one.code == "OPT101")
+    assert finding.level is Level.NOTE
+    assert finding.keys == ("stem.weight", "stem.bias")
+    assert report.exit_code == 0
+
+
 def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW([*model.head.parameters(), *model.aux.parameters()])
