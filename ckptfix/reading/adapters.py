@@ -293,7 +293,31 @@ def _refuse(adapter: Adapter, path: str) -> None:
     for name, words in _VARIANTS.items():
         if config.get(name):
             raise AdapterError(f"{path}: trained with {words} and cannot be merged by its matrices alone; use peft")
-    how = config.get("init_lora_weights")
+    _refuse_start(adapter, path)
+
+
+def check_alone(adapter: Adapter) -> None:
+    """Raise ``AdapterError`` for what is wrong with an adapter, whatever its base."""
+    path = adapter.path or adapter.checkpoint.path
+    _refuse_start(adapter, path)
+    for layer in adapter.layers:
+        one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
+        if (one is None) != (two is None):
+            raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
+        if one is None or adapter.config is None:
+            continue
+        adapter.scaling(layer)
+        rank = adapter.rank(layer)
+        if one.shape[:1] != (rank,) and not (adapter.settings(layer) or {}).get("target_parameters"):
+            raise AdapterError(
+                f"{path}: {layer.module} has a matrix {list(one.shape)}, and the r or rank_pattern of {CONFIG} says "
+                f"{rank}; take the {CONFIG} that was saved with it"
+            )
+
+
+def _refuse_start(adapter: Adapter, path: str) -> None:
+    """Raise ``AdapterError`` for an adapter whose training began with another base."""
+    how = (adapter.config or {}).get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
         raise AdapterError(
             f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "

@@ -5,6 +5,7 @@
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it, a model that was saved
 with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside them are `lora_A` and
 `lora_B`. And a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes.
+An error where no base can take it: a matrix that is missing, or a configuration that does not fit.
 
 ## Why it matters
 
@@ -41,7 +42,8 @@ from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.wording import first_names
-from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, config_beside, open_adapter
+from ckptfix.errors import AdapterError
+from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, open_adapter
 from ckptfix.rules.merging import edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merging import is_merged, sampled_change
@@ -94,6 +96,10 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
         keys=tuple(zero),
         evidence={"zero ranks": zero} if zero else {},
     )
+    try:
+        check_alone(adapter)
+    except AdapterError as error:
+        yield rule.finding(Level.ERROR, str(error).removeprefix(f"{context.checkpoint.path}: "))
 
 
 def _zero_ranks(adapter: Adapter) -> dict[str, int]:
