@@ -11,8 +11,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
-TRAINED = frozenset({"donor", "twin"})
-"""Origins of values that were trained: a checkpoint that ``--fill`` names, and the other set of weights of the file."""
+TRAINED = frozenset({"donor", "twin", "adapter", "tie"})
+"""Origins of values that were trained: a checkpoint that ``--fill`` names, the other set of weights of the file, an
+adapter, and the tensor to which a filled one was tied."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 from pathlib import Path
 
-from ckptfix.core.checkpoint import IN_MEMORY
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.wording import first_names
@@ -47,6 +47,8 @@ from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, c
 from ckptfix.rules.merging import edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merging import is_merged, sampled_change
+
+_BASE = ".base_layer."
 
 _SHOWN = 7
 """Kinds of layers whose change the message has; else it has the least and the most."""
@@ -65,7 +67,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     if not adapter.layers:
         return
     kind = _kind(adapter)
-    if not any("base_layer" in key.split(".") for key in checkpoint.entries):
+    if not _has_base(checkpoint, adapter):
         yield from _alone(rule, context, adapter, kind)
     else:
         yield rule.finding(
@@ -75,6 +77,24 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
             blocks=Blocks.FILLING,
         )
+
+
+def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
+    """Return whether the base is in the file, too: the weight of each adapted layer, and weights of others.
+
+    With an adapter, peft saves ``base_layer`` of embeddings and of trained biases, and layers of modules_to_save."""
+    stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
+    bases = {key.partition(_BASE)[0] for key in stored}
+    within = [any(map(bases.__contains__, _modules(key))) for layer in adapter.layers for key in layer.keys.values()]
+    adapted = {key for layer in adapter.layers for key in layer.keys.values()}
+    others = (key for key in checkpoint.specs if key not in adapted and _BASE not in key)
+    return bool(bases) and all(within) and any(key.endswith(".weight") for key in others)
+
+
+def _modules(key: str) -> Iterator[str]:
+    """Yield the paths of the modules around a tensor."""
+    parts = key.split(".")
+    return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterator[Finding]:

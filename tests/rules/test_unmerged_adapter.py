@@ -232,6 +232,28 @@ def test_an_adapter_alone(tmp_path):
     assert "this adapter changes nothing" in zero.message
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            {"target_modules": ["embed", *LINEAR], "modules_to_save": ["head"]}, id="an embedding, and a head"
+        ),
+        pytest.param({"target_modules": ["embed"]}, id="an embedding and nothing else"),
+        pytest.param({"target_modules": LINEAR, "bias": "all"}, id="all biases"),
+    ],
+)
+def test_what_peft_saves_of_the_base_makes_no_whole_model_of_an_adapter(config, tmp_path):
+    adapter = trained(LORA(r=4, **config), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    stored = load_file(file)
+    if "embed" in config["target_modules"]:  # as peft does for models that say which layer is their embedding
+        save_file({**stored, "base_model.model.embed.base_layer.weight": net().embed.weight.detach()}, file)
+    assert any(".base_layer." in key for key in load_file(file))
+    report = ckptfix.check(adapter)
+    assert report.exit_code == 0
+    assert "and no model" in next(found for found in report.findings if found.code == "FIL108").message
+
+
 def test_how_far_the_base_changes(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     base, want = net().state_dict(), merged_by_peft([adapter])
