@@ -153,8 +153,12 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         raise AdapterError(
             f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
         )
-    lacking = [layer for layer in adapter.layers if "A" in layer.keys and "alpha" not in layer.keys]
-    if lacking and any("alpha" in layer.keys for layer in adapter.layers):
+    # The components of a pipeline are trained apart: each may have been saved with or without them.
+    scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
+    lacking = [
+        layer for layer in adapter.layers if layer.component in scaled and {"A", "alpha"} & layer.keys.keys() == {"A"}
+    ]
+    if lacking:
         raise AdapterError(
             f"{path}: {len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as "
             f"{lacking[0].module}; fetch the adapter again"
