@@ -23,7 +23,7 @@ from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify, verify_tree
 from ckptfix.errors import Opt, WriteError
 from ckptfix.writing.atomic import deliver_file, deliver_folder, refuse_output, temporary_beside
-from ckptfix.writing.output import Write, flushing, write_to, writer_for
+from ckptfix.writing.output import Write, flushing, without_state_dict, write_to, writer_for
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.shards import deliver_shards, temporary_shards
@@ -106,10 +106,6 @@ def _written_beside(goal: Path) -> str:
     return f"written beside it: {goal}"
 
 
-NOWHERE = ("",)
-"""A place that no container has: a file beside a checkpoint holds no state_dict."""
-
-
 @contextlib.contextmanager
 def _beside(result: Checkpoint, report: Report, destination: Destination, force: bool) -> Iterator[dict[Path, Path]]:
     """Write the files of a trainer beside the checkpoint that the edits have changed, and give the temporary file of
@@ -130,7 +126,7 @@ def _beside(result: Checkpoint, report: Report, destination: Destination, force:
             goal = destination.output.with_name(name if is_elsewhere or is_in_place else fixed)
             if not is_in_place:
                 refuse_output(goal, force)
-            tree = replace(result, path=str(folder / name), entries={}, metadata=None, container=NOWHERE, root=root)
+            tree = replace(without_state_dict(result, root), path=str(folder / name))
             temporary = stack.enter_context(temporary_beside(goal, folder / name))
             written = write_to(temporary, tree, writer_for(PTH, None), goal)
             with flushing([written], goal, destination.flush):

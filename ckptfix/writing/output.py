@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,6 +42,12 @@ def writer_for(form: str, for_torch: str | None) -> Write:
     if for_torch is not None and Version(for_torch) < Version(FIRST_ZIP):
         return torch_write.write_legacy
     return torch_write.write_zip
+
+
+def without_state_dict(checkpoint: Checkpoint, root: object) -> Checkpoint:
+    """Return other data of a checkpoint as one to be written: an optimizer's file, or a single tensor."""
+    # No container has an empty place in it.
+    return replace(checkpoint, entries={}, metadata=None, container=("",), root=root)
 
 
 @dataclass(frozen=True)

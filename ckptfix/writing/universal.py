@@ -22,7 +22,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
-from ckptfix.writing.output import Written, write_to
+from ckptfix.writing.output import Written, without_state_dict, write_to
 from ckptfix.writing.torch_files import write_zip
 
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -95,9 +95,7 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
         written = []
 
         def write(file: Path, value: Any) -> None:
-            # No place in the value is that of the state_dict.
-            bare = replace(checkpoint, entries={}, container=("",), root=value)
-            written.append(write_to(file, bare, write_zip, output))
+            written.append(write_to(file, without_state_dict(checkpoint, value), write_zip, output))
 
         try:
             parameters.mkdir(parents=True)

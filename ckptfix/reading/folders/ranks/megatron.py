@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -214,10 +214,7 @@ class _Reading:
         named = [{".".join(path): entry for path, entry in state.items()} for state in states]
         paths = {".".join(path): path for state in states for path in state}
 
-        def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
-            return Split(rule.axis, 2 if rule.is_gated and is_gated(name, named[0]) else 1)
-
-        for name, entry in self.joining.join(named, split_of):
+        for name, entry in self.joining.join(named, splits_of(named[0])):
             yield paths[name], entry
 
     def _ordered_qkv(
@@ -361,7 +358,12 @@ def _has_experts(root: Any) -> bool:
     return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
 
 
-def is_gated(name: str, state: Mapping[str, Any]) -> bool:
+def splits_of(state: Mapping[str, Any]) -> Callable[[str, Rule, Sequence[TensorSpec]], Split]:
+    """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
+    return lambda name, rule, parts: Split(rule.axis, 2 if rule.is_gated and _is_gated(name, state) else 1)
+
+
+def _is_gated(name: str, state: Mapping[str, Any]) -> bool:
     """Return whether a layer has two matrices stacked: twice as many rows as the next one has columns."""
     name = re.sub(r"bias(\d*)$", r"weight\1", name)
     other = state.get(name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h"))

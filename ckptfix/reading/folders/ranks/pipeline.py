@@ -29,7 +29,7 @@ from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies, tagged
-from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, rules
+from ckptfix.reading.folders.ranks.partition import Joining, rules
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -144,11 +144,7 @@ def _joined(joining: Joining, states: Sequence[Mapping[str, Any]]) -> list[tuple
             f"{joining.path}: GPT-NeoX adds up {first_names(parts)} of its {len(states)} ranks, and ckptfix only moves"
             " bytes; convert it with GPT-NeoX's own tools/ckpts/convert_neox_to_hf.py"
         )
-
-    def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
-        return Split(rule.axis, 2 if rule.is_gated and megatron.is_gated(name, states[0]) else 1)
-
-    return list(joining.join(states, split_of))
+    return list(joining.join(states, megatron.splits_of(states[0])))
 
 
 def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ...]]) -> str:
