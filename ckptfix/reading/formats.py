@@ -14,6 +14,7 @@ from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import sniffing
+from ckptfix.reading.archives.zip_directory import is_torch_save, member_names
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
@@ -44,6 +45,16 @@ FORMATS = (
     Format("torch-legacy", "ckptfix.reading.torch_files.torch_legacy", sniffing.is_pickle),
 )
 """Every format, in the order in which they are tried."""
+
+
+def may_be_wrapped(content: Content) -> bool:
+    """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
+    if not sniffing.is_zip(content):
+        return sniffing.may_be_packed(content)
+    # Of the zip archives, only the last format is taken without a look at the names in it.
+    return not any(form.sniff(content) for form in FORMATS if form.sniff is not sniffing.is_zip) and not is_torch_save(
+        member_names(content)
+    )
 
 
 def read_document(content: Content, salvage: bool) -> Document:

@@ -15,7 +15,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
-from ckptfix.reading.formats import read_document
+from ckptfix.reading.formats import may_be_wrapped, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
 
@@ -93,7 +93,7 @@ def open_file(
     elif member is None and (document := _read_ranks(path, salvage)) is not None:
         return open_document(document, weights, salvage=salvage, narrow=narrow)
     content = Content.of_file(path)
-    if member is not None or sniffing.may_be_wrapped(content):
+    if member is not None or may_be_wrapped(content):
         from ckptfix.reading.archives.wrapped import unwrap
 
         content = unwrap(content, member)

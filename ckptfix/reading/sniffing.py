@@ -10,7 +10,6 @@ from ckptfix.bytes.sources import Content
 from ckptfix.reading.archives.zip_directory import (
     is_torch_export,
     is_torch_package,
-    is_torch_save,
     is_torchscript,
     member_names,
 )
@@ -94,13 +93,9 @@ def is_pickle(content: Content) -> bool:
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
 
 
-def may_be_wrapped(content: Content) -> bool:
-    """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
-    if is_zip(content):
-        names = member_names(content)
-        return not any(is_one(names) for is_one in (is_torch_save, is_torchscript, is_torch_package, is_torch_export))
-    head = bytes(content.buffer[:256])
-    return may_be_tar(content) or head.startswith(_PACKED)
+def may_be_packed(content: Content) -> bool:
+    """Whether the content begins as a compressed stream or a tar archive does."""
+    return may_be_tar(content) or bytes(content.buffer[:256]).startswith(_PACKED)
 
 
 def may_be_rank(path: str) -> bool:

@@ -33,8 +33,7 @@ from ckptfix.reading.folders.shard_index import (
     name_unpacked,
     parse_index,
 )
-from ckptfix.reading.formats import read_document
-from ckptfix.reading.sniffing import may_be_wrapped
+from ckptfix.reading.formats import may_be_wrapped, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
 
