@@ -197,7 +197,8 @@ class Delta:
     (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``experts`` (a product for each expert), ``bias`` (a
     vector is added), ``scale`` (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all
     of it is). ``transposed``: the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype
-    before it is added. ``is_narrow``: the factors, too, are rounded to it."""
+    before it is added. ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of
+    ``scaling``, is the user's."""
 
     adapter: str
     form: str
@@ -207,6 +208,12 @@ class Delta:
     rounds: bool = False
     is_narrow: bool = False
     rows: tuple[int, ...] = ()
+    weight: float = 1.0
+
+    @property
+    def source(self) -> str:
+        """The adapter as the user named it: ``style=0.7``."""
+        return f"{self.adapter}={self.weight:g}" if self.weight != 1 else self.adapter
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class Adapter:
     weight: float = 1.0
 
     @property
+    def label(self) -> str:
+        """The adapter as the user named it: ``style=0.7``."""
+        return f"{self.path}={self.weight:g}" if self.weight != 1 else self.path
+
+    @property
     def is_kohya(self) -> bool:
         """Whether the names have underscores for dots."""
         return any(layer.component.startswith("lora_") for layer in self.layers)
@@ -109,12 +114,12 @@ class Adapter:
         """Return the rank of a layer."""
         config, one = self.settings(layer), self.spec(layer, "A")
         stored = 0 if one is None or not one.shape else one.shape[0]
+        path, source = self.path or self.checkpoint.path, "fetch the adapter again"
         if config is not None and not self.is_kohya and "r" in config:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
+            source = f"so {CONFIG} says in r or rank_pattern; take the {CONFIG} that was saved with it"
         if stored < 1:
-            raise AdapterError(
-                f"{self.path or self.checkpoint.path}: {layer.module} has the rank {stored}; fetch it again"
-            )
+            raise AdapterError(f"{path}: {layer.module} has the rank {stored}: {source}")
         return stored
 
     def scaling(self, layer: AdapterLayer) -> float:
@@ -153,16 +158,7 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
         raise AdapterError(
             f"{path}: holds no layers of an adapter; give the folder or file that peft or a trainer saved"
         )
-    # The components of a pipeline are trained apart: each may have been saved with or without them.
-    scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
-    lacking = [
-        layer for layer in adapter.layers if layer.component in scaled and {"A", "alpha"} & layer.keys.keys() == {"A"}
-    ]
-    if lacking:
-        raise AdapterError(
-            f"{path}: {len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as "
-            f"{lacking[0].module}; fetch the adapter again"
-        )
+    check_alone(adapter)
     return replace(adapter, weight=weight)
 
 
@@ -297,33 +293,44 @@ def _refuse(adapter: Adapter, path: str) -> None:
     for name, words in _VARIANTS.items():
         if config.get(name):
             raise AdapterError(f"{path}: trained with {words} and cannot be merged by its matrices alone; use peft")
-    _refuse_start(adapter, path)
 
 
 def check_alone(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for what is wrong with an adapter, whatever its base."""
     path = adapter.path or adapter.checkpoint.path
-    _refuse_start(adapter, path)
-    for layer in adapter.layers:
-        one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
-        if (one is None) != (two is None):
-            raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
-        if one is None or adapter.config is None:
-            continue
-        adapter.scaling(layer)
-        rank = adapter.rank(layer)
-        if one.shape[:1] != (rank,) and not (adapter.settings(layer) or {}).get("target_parameters"):
-            raise AdapterError(
-                f"{path}: {layer.module} has a matrix {list(one.shape)}, and the r or rank_pattern of {CONFIG} says "
-                f"{rank}; take the {CONFIG} that was saved with it"
-            )
-
-
-def _refuse_start(adapter: Adapter, path: str) -> None:
-    """Raise ``AdapterError`` for an adapter whose training began with another base."""
     how = (adapter.config or {}).get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
         raise AdapterError(
             f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
+    # The components of a pipeline are trained apart: each may have been saved with or without them.
+    scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
+    lacking = [
+        layer for layer in adapter.layers if layer.component in scaled and {"A", "alpha"} & layer.keys.keys() == {"A"}
+    ]
+    if lacking:
+        raise AdapterError(
+            f"{path}: {len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as "
+            f"{lacking[0].module}; fetch the adapter again"
+        )
+    for layer in adapter.layers:
+        one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
+        if {"scale", "tokens"} & layer.keys.keys():
+            continue
+        if one is None or two is None:
+            raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
+        if 0 in (one.numel, two.numel):
+            raise AdapterError(
+                f"{path}: {layer.module} has a matrix of no elements, as ZeRO-3 and FSDP save what was not gathered; "
+                "gather the parameters, and save the adapter again"
+            )
+        if adapter.config is None:
+            continue
+        adapter.scaling(layer)
+        rank = adapter.rank(layer)
+        if one.shape[:1] != (rank,) and not (adapter.settings(layer) or {}).get("target_parameters"):
+            raise AdapterError(
+                f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
+                f"says {rank}; take the {CONFIG} that was saved with it"
+            )

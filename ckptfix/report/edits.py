@@ -141,7 +141,7 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
 def _change(edit: MergeAdapter) -> str:
     """Return the line for the keys that adapters change alike, with ``{}`` for their number."""
     names = dict.fromkeys(
-        delta.adapter.replace("{", "{{").replace("}", "}}") or "its own adapter" for delta in edit.deltas
+        delta.source.replace("{", "{{").replace("}", "}}") or "its own adapter" for delta in edit.deltas
     )
     if edit.undo:
         return f"take {', '.join(names)} off {{}}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, Moments, Plain, Rename, Replace
+from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
@@ -167,6 +167,7 @@ _DONE: Mapping[type[Edit], str] = {
     Fill: "filled",
     Replace: "replaced",
     Drop: "dropped",
+    MergeAdapter: "merged",
     Adapt: "adapted",
     Cast: "cast",
 }

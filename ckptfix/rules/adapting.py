@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptfix.core.adaptations import (
+    DEPTH,
     HEAD,
     IN_CHANS,
     INFLATE,
@@ -26,6 +27,7 @@ from ckptfix.core.edits import Adapt
 from ckptfix.core.finding import Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
 
 Shape = tuple[int, ...]
@@ -87,10 +89,11 @@ def cases(shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: S
     ``tensors`` are all tensors of the file. Grids of ``given`` count where the target does not know its own."""
     found: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
-        if name := _kind(key, old, new, target):
+        named = next((asked.name for asked in given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
+        if name := _kind(key, old, new, target, named):
             found.setdefault(name, {})[key] = (old, new)
     rest = {key: pair for key, pair in shapes.items() if not any(key in group for group in found.values())}
-    if words := _vocabulary(rest, target):
+    if words := _vocabulary(rest, target, given):
         found[VOCAB] = words
     rest = {key: pair for key, pair in rest.items() if key not in words}
     if heads := _heads(rest, target, tensors, given):
@@ -104,21 +107,28 @@ def cases(shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: S
     return made
 
 
-def _kind(key: str, old: Shape, new: Shape, target: Target) -> str:
-    """Return the kind of a tensor by its name and shapes, except for a vocabulary; empty if it is none."""
+def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
+    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is none.
+
+    A vocabulary is not among them."""
     differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
     if len(new) == 5 and len(old) == 4:
         return INFLATE if new[:2] == old[:2] and new[3:] == old[2:] else ""
     if len(old) != len(new):
         return ""
-    if _BIAS_TABLES.search(key):
+    if named == WINDOW_BIAS or _BIAS_TABLES.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [0] else ""
-    if POSITIONS.search(key):
+    if named == POS_EMBED or POSITIONS.search(key):
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
         return POS_EMBED if is_table or _is_map(old, new) else ""
-    if len(old) >= 4 and old[:2] == new[:2] and _PATCHES.search(key):
+    if len(old) >= 4 and old[:2] == new[:2] and (named == PATCH_EMBED or _PATCHES.search(key)):
         return PATCH_EMBED if len(old) == 4 else ""
-    if len(old) >= 3 and differing == [1] and old[1] <= _MOST_CHANNELS and _is_input(new, target):
+    if (
+        len(old) >= 3
+        and differing == [1]
+        and old[1] <= _MOST_CHANNELS
+        and (named == IN_CHANS or _is_input(new, target))
+    ):
         return IN_CHANS
     return ""
 
@@ -135,14 +145,20 @@ def _is_input(shape: Shape, target: Target) -> bool:
     return next((each for each in weights if len(each) >= 3), None) == shape
 
 
-def _vocabulary(shapes: Shapes, target: Target) -> dict[str, tuple[Shape, Shape]]:
+def _vocabulary(shapes: Shapes, target: Target, given: Sequence[Adaptation]) -> dict[str, tuple[Shape, Shape]]:
     """Return the embeddings of words, and what has as many rows as they: output layers and their biases."""
     by_rows = {
         key: pair
         for key, pair in shapes.items()
         if len(pair[0]) == len(pair[1]) in (1, 2) and pair[0][0] != pair[1][0] and pair[0][1:] == pair[1][1:]
     }
-    sizes = {(old[0], new[0]) for key, (old, new) in by_rows.items() if len(old) == 2 and _is_of_words(key, target)}
+    patterns = [asked.keys for asked in given if asked.name == VOCAB and asked.keys != "*"]
+    named = {key for key in by_rows if any(fnmatchcase(key, keys) for keys in patterns)}
+    sizes = {
+        (old[0], new[0])
+        for key, (old, new) in by_rows.items()
+        if len(old) == 2 and (key in named or _is_of_words(key, target))
+    }
     return {key: (old, new) for key, (old, new) in by_rows.items() if (old[0], new[0]) in sizes}
 
 
@@ -402,6 +418,16 @@ def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, Ten
     return tuple(edits)
 
 
+def without_use(given: Sequence[Adaptation], known: Sequence[Case]) -> Iterator[str]:
+    """Yield what to say of each adaptation that no key needs."""
+    used = {chosen(case.name, key, case.recipes, given) for case in known for key in case.shapes}
+    for asked in given:
+        if asked.name != DEPTH and asked not in used:
+            keys = [key for case in known if case.name == asked.name for key in case.shapes]
+            others = f"those are {first_names(keys)}" if keys else "none has another shape than the target's"
+            yield f"{asked.text} fits no key of this kind: {others}"
+
+
 def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ...]:
     """Return for each class of the model its row in the file; one past the last is the mean of all.
 
@@ -478,7 +504,7 @@ def recipes_of(case: Case) -> Iterator[Remedy]:
     if case.unclear:
         yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")
     elif case.library:
-        also = f"; {' and '.join(others)} fit too" if others else ""
+        also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
         yield Remedy((("adapt", (first,)),), f"{_RECIPES[first]}, and the model is one of {case.library}{also}")
     else:
         yield from (Remedy((("adapt", (text,)),), _RECIPES[text]) for text in (first, *others))

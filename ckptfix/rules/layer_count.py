@@ -63,12 +63,14 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
     model = _stacks({key: slot.shape for key, slot in context.target.slots.items()})
     given = [asked for asked in map(adaptation, context.settings.adapt) if asked.name == DEPTH]
+    used = []
     for path, (old, layer) in file.items():
         new, wanted = model.get(path, (old, layer))
         if new == old or wanted != layer:
             continue
         stack = Stack(path, old, new)
         asked = next((each for each in given if fnmatchcase(f"{path}.", each.keys)), None)
+        used.append(asked)
         edits = tuple(_edits(stack, _layers(asked, stack), context.checkpoint.specs)) if asked else ()
         yield rule.finding(
             Level.ERROR,
@@ -79,6 +81,9 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
                 Remedy((("adapt", Placeholder("depth=LAYERS")),), "starts the model from these layers of the file"),
             ),
         )
+    for asked in given:
+        if asked not in used:
+            yield rule.finding(Level.NOTE, f"{asked.text} fits no layers: no stack of equal ones has another depth")
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:

@@ -77,7 +77,7 @@ def find_merge(
                 copies[key] = adapter
             for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
                 if delta not in merge.deltas[name]:
-                    merge.deltas[name].append(delta)
+                    merge.deltas[name].append(replace(delta, weight=adapter.weight))
     for key, adapter in copies.items():
         _keep_tied(checkpoint, adapter, key, target, merge)
     return merge
@@ -352,9 +352,6 @@ def _of_layer(
     if "tokens" in layer.keys:
         yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
         return
-    one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
-    if one is None or two is None:
-        raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
     scaling = adapter.scaling(layer)
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     yield key, _product(adapter, layer, key, spec, scaling, factors, turned, narrow)
@@ -397,11 +394,6 @@ def _product(
         is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
         rounds = narrow or _is_parameter(adapter, layer, leaf)
         delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
-    if not fits and leaf == "weight" and one[:1] == two[1:2] != (rank,):
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has matrices of rank {one[0]}, and the r or rank_pattern of {CONFIG} says "
-            f"{rank}; take the {CONFIG} that was saved with them"
-        )
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "

@@ -29,7 +29,7 @@ that of the model's own library first.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
 - `inflate=mean` or `centre` makes convolutions over images and time of those over images.
 
-`pos_embed@visual.*=timm` is for the keys of that pattern only. Grids that cannot be right and recipes that do not fit
+`pos_embed@visual.*=timm` is for the keys of that pattern only, and says what they are if their names do not. Grids that cannot be right and recipes that do not fit
 are refused.
 
 `--drop-mismatched` takes the other keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
@@ -65,7 +65,7 @@ from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Find
 from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of
+from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
 from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapting import is_adaptable
@@ -136,6 +136,8 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
                 evidence.pop(edit.key, None)
             left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
             yield from _case_findings(rule, context, case, edits, left)
+    for said in without_use(given, known):
+        yield rule.finding(Level.NOTE, said)
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
         yield _unknown(rule, context, evidence, is_other, heads)

@@ -150,9 +150,10 @@ def _merge(rule: Rule, context: Context) -> Finding:
     changed = tuple(edit.key for edit in merges)
     sizes = _changes(context, adapters, merges) if context.statistics is not None else {}
     elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in left.items())
-    names = " and ".join(f"{_kind(adapter)}{f' ({adapter.path})' * bool(adapter.path)}" for adapter in adapters)
+    names = " and ".join(f"{_kind(adapter)}{f' ({adapter.label})' * bool(adapter.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
-    verb = "is taken off" if settings.unmerge else "would change nothing in" if is_idle else "changes"
+    one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
+    verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
     return rule.finding(
         Level.WARNING if is_idle else Level.NOTE,
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",

@@ -120,7 +120,13 @@ def test_a_recipe_needs_something_to_fit(folder):
 
 def test_a_recipe_that_nothing_needs_changes_nothing(folder):
     words = ("check", "old.pth", "--model", "nets:Transformer", "--model-args", '{"side": 6}')
-    assert run_here(*words, "--adapt", "pos_embed=timm", "--adapt", "vocab=cut", cwd=folder).returncode == 0
+    done = run_here(*words, "--adapt", "pos_embed=timm", "--adapt", "depth=0", cwd=folder)
+    assert done.returncode == 0
+    assert "  pos_embed=timm fits no key of this kind: none has another shape than the target's" in done.stdout
+    assert "  depth=0 fits no layers" in done.stdout
+    done = run_here("check", "old.pth", *FACTORY[:2], "--adapt", "pos_embed@visual.*=timm", cwd=folder)
+    assert done.returncode == 1
+    assert "  pos_embed@visual.*=timm fits no key of this kind: those are pos_embed" in done.stdout
 
 
 def test_a_configuration_file(folder):

@@ -202,6 +202,26 @@ def test_keys_name_what_a_recipe_is_for():
     assert left.fix is None
 
 
+@pytest.mark.parametrize(
+    ("recipe", "old", "new"),
+    [
+        ("pos_embed@*.places=plain", (1, 17, 8), (1, 26, 8)),
+        ("window_bias@*.places=swin", (9, 2), (25, 2)),
+        ("patch_embed@*.places=timm", (8, 3, 4, 4), (8, 3, 8, 8)),
+        ("in_chans@*.places=timm", (8, 3, 4, 4), (8, 1, 4, 4)),
+        ("vocab@*.places=cut", (9, 8), (5, 8)),
+    ],
+)
+def test_keys_of_other_names_are_named_by_hand(recipe, old, new):
+    file = {"net.places": torch.randn(old), "cls_token": torch.zeros(1, 1, 8), "a.weight": torch.ones(3, 3, 1, 1)}
+    model = {**file, "net.places": torch.zeros(new)}
+    target = target_from_checkpoint(open_state_dict(dict(sorted(model.items()))))
+    assert not any("adapt" in dict(one.options) for f in propose(shape_mismatch, file, target) for one in f.remedies)
+    (finding,) = propose(shape_mismatch, file, target, adapt=(recipe,))
+    assert finding.fix is not None
+    assert repaired(shape_mismatch, file, target, adapt=(recipe,))["net.places"].shape == new
+
+
 NOT_SQUARE = "pos_embed=timm:ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 

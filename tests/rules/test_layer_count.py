@@ -40,7 +40,9 @@ def kept(state: dict[str, torch.Tensor], depth: int) -> list[int]:
     ],
 )
 def test_noop(state, target):
-    assert propose(layer_count, state, target, adapt=("depth=0,1",)) == []
+    assert propose(layer_count, state, target) == []
+    asked = propose(layer_count, state, target, adapt=("depth=0,1",))
+    assert [(found.level, found.fix) for found in asked] == [(Level.NOTE, None)] * (target is not None)
 
 
 def test_named_and_not_chosen():

@@ -214,6 +214,19 @@ def test_an_alpha_that_only_some_layers_have_was_lost(tmp_path):
     save_file(tensors, tmp_path / "kohya.safetensors")
     with pytest.raises(AdapterError, match="1 of 2 layers have lost their alpha, such as head"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=tmp_path / "kohya.safetensors")
+    report = ckptfix.check(tmp_path / "kohya.safetensors")
+    assert "1 of 2 layers have lost their alpha" in report.findings[-1].message
+    assert report.exit_code == 1
+
+
+def test_what_was_saved_without_gathering_is_refused(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: torch.empty(0) for key in load_file(file)}, file)
+    says = "as ZeRO-3 and FSDP save what was not gathered"
+    assert says in ckptfix.check(adapter).findings[-1].message
+    with pytest.raises(AdapterError, match=says):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
 def test_the_message_names_the_field_and_the_type(tmp_path):

@@ -15,6 +15,7 @@ import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.core.plan import Plan
 from ckptfix.errors import AdapterError, UsageError
+from ckptfix.report.edits import edit_lines
 from ckptfix.rules.unmerged_adapter import unmerged_adapter
 from tests.checks import assert_same, bytes_of
 from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
@@ -84,12 +85,15 @@ def test_several_adapters_and_weights(tmp_path):
         for r, saved in ((2, None), (3, None), (4, ["head"]))
     ]
     want = merged_by_peft(paths[:2])
-    assert_same(ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")[0], want)
+    repaired, report = ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")
+    assert_same(repaired, want)
+    assert f"({paths[0]}) and a LoRA adapter of rank 3 ({paths[1]}) change 1 tensor" in report.findings[0].message
     model = peft.PeftModel.from_pretrained(net(), paths[0])
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.set_scale("default", 0.3)
-    half, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[0]}=0.3", select="FIL108")
+    half, report = ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[0]}=0.3", select="FIL108")
+    assert edit_lines(report.edits) == [f"merge {paths[0]}=0.3 into 1 key: q.weight"]
     assert_same(half, model.merge_and_unload().state_dict())
     with pytest.raises(AdapterError, match="whole, to which no weight applies"):
         ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[2]}=0.5")
@@ -315,7 +319,7 @@ def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
     ("config", "says"),
     [
         ({"r": 8}, "says 8"),
-        ({"r": 0}, "has the rank 0"),
+        ({"r": 0}, "has the rank 0: so adapter_config.json says in r"),
         ({"lora_alpha": "8"}, "the lora_alpha of"),
         ({"init_lora_weights": "pissa"}, "changes the base too"),
         ({}, "only one of its two matrices"),
