@@ -29,8 +29,8 @@ that of the model's own library first.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
 - `inflate=mean` or `centre` makes convolutions over images and time of those over images.
 
-`pos_embed@visual.*=timm` is for the keys of that pattern only, and says what they are if their names do not. Grids that cannot be right and recipes that do not fit
-are refused.
+`pos_embed@visual.*=timm` is for the keys of that pattern only, and says what they are if their names do not.
+Grids that cannot be right and recipes that do not fit are refused.
 
 `--drop-mismatched` takes the other keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
 report lists with their numel. Where both shapes are those of a matrix and its transpose, the message says so.
