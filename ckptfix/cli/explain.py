@@ -15,7 +15,7 @@ from ckptfix.core.options import CHECK, flag_text, library_settings, option_word
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
-    from ckptfix.explain import Explanation, Verdict
+    from ckptfix.core.report import Report
 
 UNKNOWN = 1
 """The exit code for a text that is not known."""
@@ -49,13 +49,19 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
 
 def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: Console, form: str) -> int:
     # Here and not above: --help and --version need nothing of the library.
-    from ckptfix.explain import Subject, nearest
+    from ckptfix.explain import Subject, Verdict, judge, nearest
     from ckptfix.explain import explain as explain_text
+    from ckptfix.explain.case import steps_to
     from ckptfix.explain.format import concise_lines, full_lines, to_json, unknown_lines, verdict_lines
+    from ckptfix.report.telling import Mode, Telling
 
-    explanation = explain_text(given, Subject(file, _model_words(choices)))
+    report = _report(file, choices, console) if file is not None else None
+    steps = "" if report is None or isinstance(report, str) else steps_to(report)
+    explanation = explain_text(given, Subject(file, _model_words(choices), steps))
     close = nearest(given) if explanation is None else None
-    verdict = _verdict(explanation, file, choices, console) if file is not None else None
+    verdict = Verdict(report) if isinstance(report, str) else None
+    if report is not None and verdict is None:
+        verdict = judge(explanation, report, Telling(Mode.CHECK, console.verbose, choices))
     if form == "json":
         write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
     elif explanation is None:
@@ -69,20 +75,17 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     return 0 if explanation is not None else UNKNOWN
 
 
-def _verdict(explanation: Explanation | None, file: str, choices: Mapping[str, Any], console: Console) -> Verdict:
-    """What a check of the file says; a file that cannot be read is an answer too, where it is there at all."""
+def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report | str:
+    """Return the report of the file, or why it cannot be read, which is an answer too if there is such a file."""
     import ckptfix
-    from ckptfix.explain import Verdict, judge
-    from ckptfix.report.telling import Mode, Telling
 
     if not Path(file).exists():
         raise UsageError(Opt("file", file), ": there is no such file")
     console.progress(f"checking {file}")
     try:
-        report = ckptfix.check(file, **library_settings(choices, CHECK))
+        return ckptfix.check(file, **library_settings(choices, CHECK))
     except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
-        return Verdict(f"it cannot be read as it is: {error.worded(flag_text)}")
-    return judge(explanation, report, Telling(Mode.CHECK, console.verbose, choices))
+        return f"it cannot be read as it is: {error.worded(flag_text)}"
 
 
 def _model_words(choices: Mapping[str, Any]) -> tuple[str, ...]:

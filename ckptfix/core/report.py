@@ -36,7 +36,8 @@ class Report(Displayed):
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
     each of these; ``place`` is the path of the state_dict in the container of the result, and
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
-    rules, or beginnings of their codes, whose findings the user accepts. They are no part of the JSON form.
+    rules, or beginnings of their codes, whose findings the user accepts. ``is_refused`` says that the result must not
+    be written. They are no part of the JSON form.
     """
 
     source: str
@@ -59,6 +60,7 @@ class Report(Displayed):
     place: tuple[str | int, ...] = ()
     written_as: str = ""
     accepted: tuple[str, ...] = ()
+    is_refused: bool = False
 
     def __repr__(self) -> str:
         left = sum(finding.level > Level.NOTE for finding in self.remaining)
@@ -82,6 +84,11 @@ class Report(Displayed):
     def is_accepted(self, finding: Finding) -> bool:
         """Return whether the user accepts a finding. What forbids to write a file cannot be accepted."""
         return finding.code.startswith(self.accepted or ("-",)) and Blocks.WRITING not in finding.blocks
+
+    @property
+    def is_withheld(self) -> bool:
+        """Whether the edits were not carried out in the end: they may not be, or their result failed its test."""
+        return self.is_refused or (self.output is None and self.smoke is not None and self.smoke.passed is False)
 
     @property
     def exit_code(self) -> int:

@@ -175,7 +175,8 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     """Return the parameters that a strict load gives values, None if it fails.
 
     The load is tried on a copy on the meta device, where values cost nothing, and then on one full of NaN: a hook that
-    drops what it does not know makes every load a success, and only the values say what was loaded.
+    drops what it does not know makes every load a success, and only the values say what was loaded. Buffers on the meta
+    device have no values to keep, so those are NaN too, or zero.
     """
     import copy
     import warnings
@@ -194,6 +195,11 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
         id(tensor): torch.nn.Parameter(torch.full(tensor.shape, math.nan, dtype=tensor.dtype), tensor.requires_grad)
         for tensor in module.parameters()
         if tensor.is_floating_point() and not is_lazy(tensor)
+    }
+    of_nan |= {
+        id(tensor): torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+        for tensor in module.buffers()
+        if tensor.is_meta and not is_lazy(tensor)
     }
     for memo in (on_meta, of_nan):
         try:

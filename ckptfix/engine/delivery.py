@@ -66,7 +66,7 @@ def deliver(
     """
     test = forward_test or _no_test
     if reason := refusal(report, settings):
-        return replace(report, remarks=(*report.remarks, reason))
+        return replace(report, remarks=(*report.remarks, reason), is_refused=True)
     if destination is None:
         if result.format == IN_MEMORY or report.edits:
             return report
@@ -160,7 +160,7 @@ def _lost_ties(result: Checkpoint) -> Iterator[str]:
     if ties := tied_keys(result):
         yield (
             f"safetensors stores a tied tensor once, so a plain load_file lacks {counted(len(ties), 'key')} "
-            f"({first_names(list(ties))}); ckptfix reads all of them, and untie writes each"
+            f"({first_names(list(ties))}); ckptfix reads all of them, and --untie writes each"
         )
     regions = Regions(result.specs.values())
     views: dict[int, dict[tuple[object, ...], str]] = {}

@@ -63,15 +63,16 @@ def _what_it_holds(report: Report) -> str:
     """What the file is and where its weights are: for messages about that, no rule finds anything wrong."""
     tensors = counted(report.tensors, "tensor")
     place = f"a bare state_dict of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    return f"{report.source} is a {report.format} file and holds {place}{_code(report)}."
+    steps = steps_to(report)
+    return f"{report.source} is a {report.format} file and holds {place}{f', torch.load(…){steps}' if steps else ''}."
 
 
-def _code(report: Report) -> str:
-    """Return how code reaches the state_dict of the file; empty if it is not one that torch.load gives back so."""
+def steps_to(report: Report) -> str:
+    """Return the subscripts that lead from what torch.load returns to the state_dict; empty if none do."""
     steps = "".join(f"[{step!r}]" for step in report.place)
     becomes = [text for finding in report.findings for text in finding.evidence.values() if isinstance(text, str)]
     is_state_dict = not any(text.endswith("→ state_dict") for text in becomes)
-    return f", torch.load(…){steps}" if steps and is_state_dict and report.format in _OF_TORCH else ""
+    return steps if is_state_dict and report.format in _OF_TORCH else ""
 
 
 def finding_text(finding: Finding) -> str:

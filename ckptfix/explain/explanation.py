@@ -22,10 +22,12 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Subject:
-    """What the user said beside the text: the file, and the flags that name its model, word by word."""
+    """What is known beside the text: the file, the flags that name its model, word by word, and the subscripts that
+    lead from what torch.load returns to the state_dict (``['model']``)."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,11 @@ def _explanation(
     reading = read_fit(message) if record.read == "keys" else None
     own_causes = reading.causes if reading else ()
     advice = (*(reading.advice if reading else ()), *record.advice)
+    path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {
         **{name: one_line(text) for name, text in captured.items()},
-        "path": json.dumps(subject.file, ensure_ascii=False) if subject.file else "path",
+        "path": path,
+        "load": f'torch.load({path}, map_location="cpu"){subject.steps}',
     }
     return Explanation(
         name=record.name,

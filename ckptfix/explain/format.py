@@ -60,8 +60,7 @@ def unknown_lines(close: tuple[Record, float] | None) -> Iterator[Line]:
             f"If it is that: {record.cause.partition('. ')[0].replace('{', '').replace('}', '').rstrip('.')}.", 2
         )
     yield from _wrapped(
-        "Give the whole traceback down to its last line, not a part of it. What is wrong with a file itself, ckptfix"
-        " check FILE says without any message.",
+        "Paste the whole traceback, including its last line. To examine the file itself: ckptfix check FILE",
         2,
     )
 

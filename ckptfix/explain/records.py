@@ -20,7 +20,8 @@ _NEAR, _AROUND, _LONGEST = 100, 60, 160
 class Advice:
     """One thing to do: a command of ckptfix, a change of the user's code, or a step that ``text`` tells.
 
-    ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` in code, and ``{name}`` of any captured group are filled in.
+    ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (which gives the state_dict) in code, and
+    ``{name}`` of any captured group are filled in.
     """
 
     text: str

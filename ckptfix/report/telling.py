@@ -48,7 +48,7 @@ def message_with_count(finding: Finding) -> str:
 def mark(finding: Finding, report: Report, mode: Mode) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
-        return "[would be fixed]" if mode is Mode.DRY_RUN else "[fixed]"
+        return "[would be fixed]" if mode is Mode.DRY_RUN or report.is_withheld else "[fixed]"
     if report.is_accepted(finding):
         return "[accepted]"
     if finding.needs_unsafe:

@@ -42,9 +42,10 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield from _finding_lines(finding, report, telling)
     yield ""
     if report.edits:
-        yield (Span("would do:" if telling.mode is Mode.DRY_RUN else "done:", "strong"),)
+        is_done = telling.mode is not Mode.DRY_RUN and not report.is_withheld
+        yield (Span("done:" if is_done else "would do:", "strong"),)
         yield from (f"  {line}" for line in edit_lines(report.edits, telling.limit))
-    yield _coverage_line(report.coverage, telling.mode)
+    yield _coverage_line(report.coverage, telling.mode is Mode.REPAIR and not report.is_withheld)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
         yield from (f"  {check}" for check in report.smoke.checks)
@@ -299,13 +300,13 @@ def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | S
     return (" ", Span(text, "good")) if text else ()
 
 
-def _coverage_line(coverage: Coverage | None, mode: Mode) -> Line:
+def _coverage_line(coverage: Coverage | None, is_done: bool) -> Line:
     if coverage is None:
         return "coverage: unknown without a target (--model or --like)"
     share = percent(coverage.parameters_from_file, coverage.parameters)
     buffers = percent(coverage.buffers_from_file, coverage.buffers) if coverage.buffers else "none"
     parameters = f"{quantity(coverage.parameters)} parameters (by number of elements)"
-    verb = "came" if mode is Mode.REPAIR else "would come"
+    verb = "came" if is_done else "would come"
     filled = "".join(f"; {elements(numel)} filled from {origin}" for origin, numel in coverage.filled.items())
     parts = (f"{elements(numel)} adapted by {recipe}" for recipe, numel in coverage.adapted.items())
     adapted = f" ({', '.join(parts)})" if coverage.adapted else ""

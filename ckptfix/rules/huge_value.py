@@ -110,7 +110,7 @@ def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str
     return {
         "absmax": figures.absmax,
         "rms": figures.rms,
-        **({"channels": list(channels[:SHOWN]), "of_channels": [len(channels), spec.shape[0]]} if channels else {}),
+        **({"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])} if channels else {}),
     }
 
 

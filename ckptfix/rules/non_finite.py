@@ -134,7 +134,7 @@ def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
     evidence = {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
     channels = channels_with(spec, _not_finite)
     if channels:
-        evidence |= {"channels": list(channels[:SHOWN]), "of_channels": [len(channels), spec.shape[0]]}
+        evidence |= {"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])}
     return evidence
 
 

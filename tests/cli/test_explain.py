@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.cli.programs import command, environment, run, run_here
 
@@ -52,6 +53,16 @@ def test_stdin(tmp_path, words, encoding):
     done = piped(f"[rank0]: {MAGIC}\n".encode(encoding), tmp_path, *words)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.startswith(b"foreign-pickle")
+
+
+@pytest.mark.parametrize(
+    ("root", "place"), [(lambda sd: sd, ""), (lambda sd: {"net": sd}, "['net']"), (lambda sd: [{"g": sd}], "[0]['g']")]
+)
+@pytest.mark.parametrize("said", ["KeyError: 'params'", "AttributeError: 'dict' object has no attribute 'eval'"])
+def test_the_code_finds_the_weights_of_this_very_file(tmp_path, root, place, said):
+    torch.save(root(torch.nn.Linear(3, 2).state_dict()), tmp_path / "file.pth")
+    done = run_here("explain", said, "--file", "file.pth", cwd=tmp_path)
+    assert f'torch.load("file.pth", map_location="cpu"){place}' in done.stdout
 
 
 def test_stdin_of_no_encoding_at_all(tmp_path):

@@ -78,6 +78,11 @@ def test_a_result_that_does_not_fit_is_not_written(folder):
     assert done.returncode == 1
     assert "written: nothing\n" in done.stdout
     assert not (folder / "wrapped.fixed.pth").exists()
+    assert "[would be fixed]" in done.stdout
+    assert "\nwould do:\n" in done.stdout
+    assert " would come from the file" in done.stdout
+    checked = run_here("check", *words[:-1], cwd=folder).stdout
+    assert "run:" not in checked, "a repair without a remedy would write nothing either"
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,22 @@ def test_what_loads_less_than_the_source_is_never_written(tmp_path):
     assert {"q.weight", "k.weight"} <= set(report.obstacles)
     assert report.exit_code == 1
     assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_spectral_norm_of_torch_0_4_is_left_to_its_hook(on_meta):
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.utils.spectral_norm(nn.Linear(4, 6)), nn.utils.spectral_norm(nn.ConvTranspose2d(2, 3, 3))
+        )
+
+    trained = build()
+    file = {key: value for key, value in trained.state_dict().items() if not key.endswith("weight_v")}
+    file |= {f"{name}.weight": layer.weight.detach().clone() for name, layer in trained.named_children()}
+    # The hook takes a state_dict of its own time for one: its _metadata had no row for spectral_norm.
+    build().load_state_dict(dict(file), strict=True)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build()
+    repaired, report = ckptfix.repair_state_dict(file, model)
+    assert (report.obstacles, report.exit_code, report.edits) == ((), 0, ())
+    assert list(repaired) == list(file)

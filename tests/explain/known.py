@@ -105,7 +105,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
         "TypeError: 'collections.OrderedDict' object is not callable",
     ),
-    "model-not-state-dict": ("TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",),
+    "model-not-state-dict": (
+        "TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",
+        "AttributeError: 'ResNet' object has no attribute 'copy'",
+        "AttributeError: 'YOLOModel' object has no attribute 'keys'",
+        "TypeError: 'VisionTransformer' object is not subscriptable",
+        "TypeError: argument of type 'ResNet' is not iterable",
+    ),
     "container-key": (
         "KeyError: 'model_state_dict'",
         "KeyError: 'epoch'",

@@ -91,7 +91,7 @@ def assert_whole(explanation: Explanation) -> None:
     told = [cause for cause, _ in explanation.causes]
     told += [part for advice in explanation.advice for part in (advice.text, advice.command, advice.code)]
     for place in re.findall(r"\{(\w+)\}", " ".join(told)):
-        assert place not in {*GROUPS, "FILE", "MODEL", "path"}
+        assert place not in {*GROUPS, "FILE", "MODEL", "path", "load"}
     assert explanation.advice
     assert explanation.source.startswith("https://")
     for advice in explanation.advice:
@@ -121,7 +121,7 @@ def test_record(record: Record):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", record.name)
     groups = {name for pattern in record.patterns for name in re.compile(pattern).groupindex}
     texts = [record.cause, *(text for advice in record.advice for text in (advice.text, advice.code))]
-    used = set(re.findall(r"\{(\w+)\}", " ".join(texts))) - {"path"}
+    used = set(re.findall(r"\{(\w+)\}", " ".join(texts))) - {"path", "load"}
     assert used <= groups
     always = set.intersection(*({*re.compile(pattern).groupindex} for pattern in record.patterns))
     assert used - always <= set(record.unknown) | always

@@ -93,7 +93,7 @@ def test_the_counts_and_the_first_place_are_given():
     assert finding.message == "2 tensors are not finite: 2 NaN, 1 +Inf, 72 -Inf among 722 values"
     figures = finding.evidence["tensors"]["conv.weight"]
     counts = {"nan": 1, "pos_inf": 1, "neg_inf": 72, "numel": 720, "first_index": [2, 1, 0, 2]}
-    assert figures == {**counts, "channels": [2, 3, 9], "of_channels": [3, 10]}
+    assert figures == {**counts, "affected": 3, "of": 10, "channels": [2, 3, 9]}
 
 
 def test_one_in_ten_million_is_found():
