@@ -59,8 +59,10 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     steps = "" if report is None or isinstance(report, str) else steps_to(report)
     explanation = explain_text(given, Subject(file, _model_words(choices), steps))
     close = nearest(given) if explanation is None else None
-    verdict = Verdict(report) if isinstance(report, str) else None
-    if report is not None and verdict is None:
+    verdict: Verdict | None = None
+    if isinstance(report, str):
+        verdict = Verdict(report)
+    elif report is not None:
         verdict = judge(explanation, report, Telling(Mode.CHECK, console.verbose, choices))
     if form == "json":
         write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
