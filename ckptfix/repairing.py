@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.target import Target
-    from ckptfix.engine.applying import Measure
+    from ckptfix.engine.changes import Measure
     from ckptfix.engine.delivery import ForwardTest
     from ckptfix.modules.factory import Arguments
 

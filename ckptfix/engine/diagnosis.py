@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.statistics import TensorStatistics
     from ckptfix.core.target import Target
-    from ckptfix.engine.applying import Measure
+    from ckptfix.engine.changes import Measure
     from ckptfix.values.statistics import Statistics
 
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
@@ -81,7 +81,8 @@ def diagnose(
         )
         if edits:
             from ckptfix.core.plan import Step
-            from ckptfix.engine.applying import Supplies, apply_step
+            from ckptfix.engine.applying import apply_step
+            from ckptfix.engine.changes import Supplies
 
             supplies = supplies or Supplies(target.initial if target is not None else None, donor, measure)
             step = Step(rule.code, edits)
@@ -106,7 +107,8 @@ def carry_out(
     measure: Measure | None = None,
 ) -> Diagnosis:
     """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
-    from ckptfix.engine.applying import Supplies, apply_plan
+    from ckptfix.engine.applying import apply_plan
+    from ckptfix.engine.changes import Supplies
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
     settings = replace(settings, unsafe_fixes=False, rename_map=None, adapt=())

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptfix.core.edits import (
     Adapt,
@@ -45,85 +45,17 @@ K = TypeVar("K")
 
 
 def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
-    """What the edits do, folded: renames, drops, what is filled and replaced, zeros, ties, casts, shapes, and the rest.
+    """Return what the edits do, folded: those of each kind together, in the order of ``LINES``.
 
-    A long key list under a line is indented and cut after ``limit`` lines.
-    """
+    A long key list under a line is indented and cut after ``limit`` lines."""
     lines: list[str] = []
-    for renames in _alike(_of(edits, Rename), lambda edit: rename_pattern(edit.key, edit.to)):
-        change = _numbered([rename_pattern(edit.key, edit.to) for edit in renames])
-        lines.append(f"rename {counted(len(renames), 'key')}: {change[0]} → {change[1]}")
-        if limit is None:
-            lines += [f"{_INDENT}{edit.key} → {edit.to}" for edit in renames]
-    for change, modules in _grouped(_of(edits, RenameModule), lambda edit: rename_pattern(edit.module, edit.to)):
-        lines.append(f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}")
-    users = Counter(part.source for edit in _of(edits, Assemble) for part in edit.parts)
-    for made in _alike(_of(edits, Assemble), lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
-        change = _numbered([rename_pattern(edit.parts[0].source, edit.key) for edit in made])
-        lines.append(f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0], users)}")
-    lines += _listed("drop {}", (edit.key for edit in _of(edits, Drop)), limit)
-    for origin, fills in _grouped(_of(edits, Fill), lambda edit: edit.origin):
-        lines += _fill_lines("fill", origin, fills, limit)
-    for path, measured in _grouped([edit for edit in _of(edits, Replace) if edit.origin == "data"], lambda e: e.source):
-        lines += _listed(f"measure {{}} of running statistics on {path}", (edit.key for edit in measured), limit)
-    resets = [edit for edit in _of(edits, Replace) if edit.origin in ("zeros", "ones")]
-    lines += _listed("reset {} of running statistics", (edit.key for edit in resets), limit)
-    replaced = [edit for edit in _of(edits, Replace) if edit.origin not in ("zeros", "ones", "data")]
-    for source, replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
-        origin = source[1] or "its twin in the same state_dict" if source[0] == "twin" else source[0]
-        lines += _fill_lines("replace", origin, replaces, limit)
-    for head, merged in _grouped(_of(edits, MergeAdapter), _change):
-        lines += _listed(head, (edit.key for edit in merged), limit)
-    for which, zeros in _grouped(_of(edits, Zero), lambda edit: edit.which):
-        lines += _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
-    for (recipe, grids), adapts in _grouped(_of(edits, Adapt), lambda edit: (edit.recipe, tuple(edit.grids))):
-        old, new = ("x".join(map(str, side)) for side in (grids[: len(grids) // 2], grids[len(grids) // 2 :]))
-        how = f"{recipe}, {old} → {new}" if grids else recipe
-        numel = sum(math.prod(edit.shape) for edit in adapts)
-        specs = {edit.key: f"{list(edit.before)} → {list(edit.shape)}" for edit in adapts}
-        lines += _listed(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
-    for edit in _of(edits, Tie):
-        lines.append(f"tie {edit.key} to {edit.to}")
-    for (before, dtype), casts in _grouped(_of(edits, Cast), lambda edit: (edit.before, edit.dtype)):
-        lines += _listed(f"cast {{}} from {before} to {dtype}", (edit.key for edit in casts), limit)
-    for scheme, codes in _grouped(_of(edits, Dequantise), lambda edit: edit.scheme):
-        lines += _listed(f"multiply the codes of {{}} by their scales ({scheme})", (edit.key for edit in codes), limit)
-    for shapes, reshapes in _grouped(_of(edits, Reshape), lambda edit: (tuple(edit.before), tuple(edit.shape))):
-        before_shape, shape = (list(dims) for dims in shapes)
-        lines += _listed(f"reshape {{}} from {before_shape} to {shape}", (edit.key for edit in reshapes), limit)
-    lines += [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in _of(edits, Plain)]
-    lines += [f"retag tensors from {edit.device} to {edit.to}" for edit in _of(edits, Retag)]
-    lines += ["leave out everything but the tensors of the state_dict"] * bool(_of(edits, Disarm))
-    lines += [f"write it anew: the file {edit.cause}" for edit in _of(edits, Rewrite)]
+    for kind, lines_of in LINES.items():
+        if found := _of(edits, kind):
+            lines += lines_of(found, limit)
     for regroup in _of(edits, Regroup):
         moments = [edit for edit in _of(edits, Moments) if edit.where == regroup.where]
         lines += _optimizer_lines(regroup, moments, limit)
-    lines += [f"leave out {edit.where}" for edit in _of(edits, Omit)]
-    known = (
-        Rename,
-        RenameModule,
-        Drop,
-        Fill,
-        Replace,
-        Zero,
-        Tie,
-        Cast,
-        Dequantise,
-        Reshape,
-        Assemble,
-        MergeAdapter,
-        Adapt,
-        Plain,
-        Retag,
-        Rewrite,
-        Disarm,
-        Regroup,
-        Moments,
-        Omit,
-    )
-    for kind, others in _grouped([edit for edit in edits if not isinstance(edit, known)], lambda edit: edit.kind):
-        lines.append(f"{kind} ({len(others)})")
-    return lines
+    return lines + [f"leave out {edit.where}" for edit in _of(edits, Omit)]
 
 
 def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | None) -> Iterator[str]:
@@ -246,7 +178,7 @@ def _pattern(segments: list[str], kept: Sequence[bool], breaks: Iterable[int] = 
     return ".".join(parts)
 
 
-def _fill_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], limit: int | None) -> list[str]:
+def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], limit: int | None) -> list[str]:
     numel = sum(math.prod(edit.shape) for edit in fills)
     source = {
         "zeros": "with zeros",
@@ -281,3 +213,102 @@ def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, lis
     for edit in edits:
         groups.setdefault(key(edit), []).append(edit)
     yield from groups.items()
+
+
+def _rename_lines(edits: Sequence[Rename], limit: int | None) -> Iterator[str]:
+    for renames in _alike(edits, lambda edit: rename_pattern(edit.key, edit.to)):
+        change = _numbered([rename_pattern(edit.key, edit.to) for edit in renames])
+        yield f"rename {counted(len(renames), 'key')}: {change[0]} → {change[1]}"
+        if limit is None:
+            yield from (f"{_INDENT}{edit.key} → {edit.to}" for edit in renames)
+
+
+def _module_lines(edits: Sequence[RenameModule], limit: int | None) -> Iterator[str]:
+    for change, modules in _grouped(edits, lambda edit: rename_pattern(edit.module, edit.to)):
+        yield f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}"
+
+
+def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[str]:
+    users = Counter(part.source for edit in edits for part in edit.parts)
+    for made in _alike(edits, lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
+        change = _numbered([rename_pattern(edit.parts[0].source, edit.key) for edit in made])
+        yield f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0], users)}"
+
+
+def _drop_lines(edits: Sequence[Drop], limit: int | None) -> Iterable[str]:
+    return _listed("drop {}", (edit.key for edit in edits), limit)
+
+
+def _fill_lines(edits: Sequence[Fill], limit: int | None) -> Iterator[str]:
+    for origin, fills in _grouped(edits, lambda edit: edit.origin):
+        yield from _supplied_lines("fill", origin, fills, limit)
+
+
+def _replace_lines(edits: Sequence[Replace], limit: int | None) -> Iterator[str]:
+    measured = [edit for edit in edits if edit.origin == "data"]
+    for path, replaces in _grouped(measured, lambda edit: edit.source):
+        yield from _listed(f"measure {{}} of running statistics on {path}", (edit.key for edit in replaces), limit)
+    resets = [edit for edit in edits if edit.origin in ("zeros", "ones")]
+    yield from _listed("reset {} of running statistics", (edit.key for edit in resets), limit)
+    replaced = [edit for edit in edits if edit.origin not in ("zeros", "ones", "data")]
+    for (origin, place), replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
+        source = place or "its twin in the same state_dict" if origin == "twin" else origin
+        yield from _supplied_lines("replace", source, replaces, limit)
+
+
+def _merge_lines(edits: Sequence[MergeAdapter], limit: int | None) -> Iterator[str]:
+    for head, merged in _grouped(edits, _change):
+        yield from _listed(head, (edit.key for edit in merged), limit)
+
+
+def _zero_lines(edits: Sequence[Zero], limit: int | None) -> Iterator[str]:
+    for which, zeros in _grouped(edits, lambda edit: edit.which):
+        yield from _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
+
+
+def _adapt_lines(edits: Sequence[Adapt], limit: int | None) -> Iterator[str]:
+    for (recipe, grids), adapts in _grouped(edits, lambda edit: (edit.recipe, tuple(edit.grids))):
+        old, new = ("x".join(map(str, side)) for side in (grids[: len(grids) // 2], grids[len(grids) // 2 :]))
+        how = f"{recipe}, {old} → {new}" if grids else recipe
+        numel = sum(math.prod(edit.shape) for edit in adapts)
+        specs = {edit.key: f"{list(edit.before)} → {list(edit.shape)}" for edit in adapts}
+        yield from _listed(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
+
+
+def _cast_lines(edits: Sequence[Cast], limit: int | None) -> Iterator[str]:
+    for (before, dtype), casts in _grouped(edits, lambda edit: (edit.before, edit.dtype)):
+        yield from _listed(f"cast {{}} from {before} to {dtype}", (edit.key for edit in casts), limit)
+
+
+def _dequantise_lines(edits: Sequence[Dequantise], limit: int | None) -> Iterator[str]:
+    for scheme, codes in _grouped(edits, lambda edit: edit.scheme):
+        head = f"multiply the codes of {{}} by their scales ({scheme})"
+        yield from _listed(head, (edit.key for edit in codes), limit)
+
+
+def _reshape_lines(edits: Sequence[Reshape], limit: int | None) -> Iterator[str]:
+    for (before, shape), reshapes in _grouped(edits, lambda edit: (tuple(edit.before), tuple(edit.shape))):
+        head = f"reshape {{}} from {list(before)} to {list(shape)}"
+        yield from _listed(head, (edit.key for edit in reshapes), limit)
+
+
+LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]] = {
+    Rename: _rename_lines,
+    RenameModule: _module_lines,
+    Assemble: _assemble_lines,
+    Drop: _drop_lines,
+    Fill: _fill_lines,
+    Replace: _replace_lines,
+    MergeAdapter: _merge_lines,
+    Zero: _zero_lines,
+    Adapt: _adapt_lines,
+    Tie: lambda edits, limit: [f"tie {edit.key} to {edit.to}" for edit in edits],
+    Cast: _cast_lines,
+    Dequantise: _dequantise_lines,
+    Reshape: _reshape_lines,
+    Plain: lambda edits, limit: [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in edits],
+    Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
+    Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],
+    Rewrite: lambda edits, limit: [f"write it anew: the file {edit.cause}" for edit in edits],
+}
+"""What the edits of each kind are called, in the order of the report; those of optimizers come after them."""

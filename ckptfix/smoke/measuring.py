@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ckptfix.engine.applying import Measure
+    from ckptfix.engine.changes import Measure
 
 BATCH = 32
 """Samples that the model sees at a time; statistics of much smaller batches are noisy."""

@@ -42,7 +42,8 @@ from ckptfix.core.edits import (
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
-from ckptfix.engine.applying import Supplies, apply_plan
+from ckptfix.engine.applying import apply_plan
+from ckptfix.engine.changes import Supplies
 from ckptfix.errors import PlanError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.wrapper_segment import bare
@@ -75,7 +76,7 @@ def keys_after(*edits: Edit) -> list[str]:
         pytest.param([Rename("a.w", "z.w")], ["z.w", "b.w", "b.n", "b.extra"], id="a renamed key keeps its place"),
         pytest.param([Rename("a.w", "b.w"), Rename("b.w", "a.w")], ["b.w", "a.w", "b.n", "b.extra"], id="swap"),
         pytest.param([Rename("a.w", "b.w"), Drop("b.w")], ["b.w", "b.n", "b.extra"], id="onto one that goes"),
-        pytest.param([Rename("b.extra", "c")], ["a.w", "b.w", "b.n", "c"], id="an entry that is no tensor"),
+        pytest.param([Rename("b.extra", "c")], ["a.w", "b.w", "b.n", "c"], id="an entry that is not a tensor"),
         pytest.param([Drop("a.w"), Drop("b.extra")], ["b.w", "b.n"], id="drop"),
         pytest.param(
             [Tie("a.v", "b.w")], ["a.w", "a.v", "b.w", "b.n", "b.extra"], id="a new key stands with its module"
@@ -130,7 +131,7 @@ def test_a_key_is_changed_under_the_name_that_it_had():
         pytest.param(
             [Cast("a.w", "float64", "float16")], "is float32 and not float64", id="another dtype than planned"
         ),
-        pytest.param([Cast("b.extra", "float32", "float16")], "is no tensor", id="cast of plain data"),
+        pytest.param([Cast("b.extra", "float32", "float16")], "is not a tensor", id="cast of plain data"),
         pytest.param([Reshape("a.w", (2, 2), (5,))], "cannot become", id="another number of elements"),
         pytest.param([Reshape("a.w", (4,), (2, 2))], "cannot become", id="another shape than planned"),
         pytest.param(

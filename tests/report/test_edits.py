@@ -1,10 +1,22 @@
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 
-from ckptfix.core.edits import Cast, Drop, Edit, Fill, Plain, Rename, Replace, Reshape, Retag, Tie, Zero
-from ckptfix.report.edits import edit_lines, rename_pattern
+from ckptfix.core.edits import (
+    EDITS,
+    Cast,
+    Drop,
+    Fill,
+    Moments,
+    Omit,
+    Plain,
+    Regroup,
+    Rename,
+    Replace,
+    Reshape,
+    Retag,
+    Tie,
+    Zero,
+)
+from ckptfix.report.edits import LINES, edit_lines, rename_pattern
 
 
 @pytest.mark.parametrize(
@@ -85,9 +97,5 @@ def test_without_a_limit_every_rename_is_shown():
     assert edit_lines([Rename("m.a", "a")], limit=None) == ["rename 1 key: m.{…} → {…}", "  m.a → a"]
 
 
-def test_an_edit_of_a_kind_unknown_here_is_named():
-    @dataclass(frozen=True)
-    class Polish(Edit):
-        kind: ClassVar[str] = "polish"
-
-    assert edit_lines([Polish(), Polish()]) == ["polish (2)"]
+def test_every_kind_of_edit_has_its_line():
+    assert set(LINES) | {Regroup, Moments, Omit} == set(EDITS.values())

@@ -11,7 +11,8 @@ from ckptfix.core.finding import Finding
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.target import Target, target_from_module
-from ckptfix.engine.applying import Supplies, apply_plan
+from ckptfix.engine.applying import apply_plan
+from ckptfix.engine.changes import Supplies
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.statistics import Statistics
