@@ -73,6 +73,11 @@ class Report(Displayed):
         return tuple(finding for finding in self.findings if finding not in self.fixed)
 
     @property
+    def applied(self) -> tuple[Finding, ...]:
+        """The findings whose fix took effect."""
+        return () if self.is_withheld else self.fixed
+
+    @property
     def is_open(self) -> bool:
         """Whether something is left to decide: a warning or error remains, a strict load would still fail whatever
         rules were selected, or the forward test failed.
@@ -110,7 +115,7 @@ class Report(Displayed):
                 each.message,
                 list(each.keys),
                 each.is_fixable,
-                each in self.fixed,
+                each in self.applied,
             )
             for each in self.findings
         ]
@@ -120,7 +125,7 @@ class Report(Displayed):
         """The report as plain JSON data, the same that ``--output-format json`` prints.
 
         Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
-        fixed = set(map(id, self.fixed))
+        fixed = set(map(id, self.applied))
         return {
             "version": REPORT_VERSION,
             "source": self.source,
@@ -131,13 +136,14 @@ class Report(Displayed):
             "target": self.target,
             "exit_code": self.exit_code,
             "findings": [
-                _finding(finding, id(finding) in fixed or finding in self.fixed, fixes) for finding in self.findings
+                _finding(finding, id(finding) in fixed or finding in self.applied, fixes) for finding in self.findings
             ],
             "edits": _edits(self.edits),
             "coverage": None if self.coverage is None else _coverage(self.coverage),
             "obstacles": list(self.obstacles),
             "smoke": None if self.smoke is None else _smoke(self.smoke),
             "output": self.output,
+            "refused": self.is_withheld,
             "remarks": list(self.remarks),
             "likeness": None if self.likeness is None else self.likeness.to_json(),
         }

@@ -19,7 +19,7 @@ _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice
 def github_lines(report: Report) -> Iterator[str]:
     """One workflow command for each finding; what was fixed is a notice. A failed forward test has its own finding."""
     for finding in report.findings:
-        fixed = finding in report.fixed
+        fixed = finding in report.applied
         command = "notice" if fixed else _COMMANDS[finding.level]
         yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 

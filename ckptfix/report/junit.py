@@ -27,7 +27,7 @@ class JUnitDocument:
         suite = self._suite(report.source)
         for finding in report.findings:
             test = _test(suite, f"{finding.code} {finding.name}")
-            if finding.level > Level.NOTE and finding not in report.fixed:
+            if finding.level > Level.NOTE and finding not in report.applied:
                 remedy = [remedies_text(finding.remedies)] if finding.remedies else []
                 details = [*map(str, fold_keys(finding.keys)), *remedy]
                 _fail(test, "failure", finding.code, message_with_count(finding), details)

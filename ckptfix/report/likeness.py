@@ -28,14 +28,20 @@ _SIZES: Mapping[str, Callable[[int], str]] = {
 
 
 def likeness_lines(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield what a file is like, and the command that goes on from there."""
+    """Yield what a file is like, and the commands that go on from there."""
     text = likeness_text(likeness)
     yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
+    for word, line in zip(("compare", "     or"), likeness_commands(likeness, command, source, choices), strict=False):
+        yield (f"  {word}: ", Span(line, "command"))
+
+
+def likeness_commands(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the command that compares a file with the known model, and the one that builds it if its library is there;
+    nothing for a model that is only near."""
     if likeness.is_named:
-        words = command_words(command, source, {**choices, "like": likeness.target})
-        yield ("  compare: ", Span(typed(words), "command"))
-    if likeness.is_named and (model := likeness.model) is not None and _is_installed(model.partition(":")[0]):
-        yield ("       or: ", Span(typed(command_words(command, source, {**choices, "model": model})), "command"))
+        yield typed(command_words(command, source, {**choices, "like": likeness.target}))
+        if (model := likeness.model) is not None and _is_installed(model.partition(":")[0]):
+            yield typed(command_words(command, source, {**choices, "model": model}))
 
 
 def _is_installed(library: str) -> bool:

@@ -42,7 +42,7 @@ class SarifLog:
         for finding in report.findings:
             self._rules.setdefault(finding.code, _rule(finding))
             self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
-            self._results.append(_result(report.source, finding, finding in report.fixed))
+            self._results.append(_result(report.source, finding, finding in report.applied))
 
     def add_error(self, source: str, message: str) -> None:
         """Add a file that could not be checked."""

@@ -5,6 +5,22 @@ import torch
 
 from tests.cli.programs import run, run_here
 
+FAILING = """
+
+class Failing(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, batch):
+        raise ValueError("never")
+
+
+class larger(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.more = torch.nn.Linear(30, 30)
+"""
+
 
 def keys_of(path):
     return list(torch.load(path, weights_only=True))
@@ -47,6 +63,24 @@ def test_dry_run_writes_nothing_but_the_plan(folder):
     assert "written: nothing (dry run)\n" in done.stdout
     assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "plan.json"])
     assert json.loads((folder / "plan.json").read_text())["steps"][0]["rule"] == "KEY102"
+
+
+@pytest.mark.parametrize("form", ["full", "concise", "github", "json", "junit", "sarif"])
+@pytest.mark.parametrize("reason", ["a strict load fails", "the forward test fails", "most is untrained"])
+def test_what_was_not_written_is_not_called_fixed(reason, form, folder):
+    """A repair that may not write has fixed nothing, whatever it would have done."""
+    torch.save({"module.weight": torch.zeros(2, 3)}, folder / "part.pth")
+    (folder / "zoo.py").write_text((folder / "zoo.py").read_text() + FAILING)
+    words = {
+        "a strict load fails": ("part.pth", "--model", "zoo:tiny"),
+        "the forward test fails": ("wrapped.pth", "--model", "zoo:Failing", "--input", "4x3"),
+        "most is untrained": ("part.pth", "--model", "zoo:larger", "--fill", "target"),
+    }[reason]
+    done = run_here("repair", *words, "--output-format", form, cwd=folder)
+    assert (done.returncode, [*folder.glob("*.fixed.*")]) == (1, [])
+    assert "KEY102" in done.stdout
+    assert not any(word in done.stdout for word in ("[fixed]", "done:", '"fixed": true', " came from the file"))
+    assert ("[would be fixed]" in done.stdout) == (form in ("full", "concise"))
 
 
 def test_a_saved_plan_is_applied(folder):

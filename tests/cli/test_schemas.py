@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import shlex
@@ -53,6 +54,17 @@ def test_a_report_names_the_file_by_its_digest(folder):
     (report,) = json.loads(run_here("check", "wrapped.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
     assert report["sha256"] == hashlib.sha256((folder / "wrapped.pth").read_bytes()).hexdigest()
     assert report["commands"] == [{"words": ["ckptfix", "repair", "wrapped.pth"], "text": "ckptfix repair wrapped.pth"}]
+
+
+def test_an_inspection_is_as_its_schema_says(folder):
+    tied = torch.zeros(4, 4)
+    odd = {"a": tied, "b": tied, "t": torch.zeros(3, 5).T, "s": torch.eye(3).to_sparse(), "n": 3}
+    torch.save({"model": odd, "ema": {"a": tied}, "args": argparse.Namespace(lr=1.0)}, folder / "odd.pth")
+    samples = [path for path in (ROOT / "sample_checkpoints").iterdir() if path.suffix in (".pth", ".safetensors")]
+    for path in (*samples, "odd.pth", "good.pth"):
+        assert_valid(
+            json.loads(run_here("inspect", str(path), "--output-format", "json", cwd=folder).stdout), "inspection"
+        )
 
 
 def test_a_plan_is_as_its_schema_says(folder):

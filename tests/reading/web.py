@@ -80,11 +80,11 @@ class Web:
         to.end_headers()
         for piece in pieces:
             part = piece[: len(piece) // 2] if cut else piece
+            self.sent += len(part)  # before it goes out: the client may be done before this thread goes on
             try:
                 to.wfile.write(part)
             except OSError:
                 break
-            self.sent += len(part)
         to.close_connection = True
 
 

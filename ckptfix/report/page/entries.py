@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.finding import Level
+from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.errors import PlanError
@@ -18,6 +19,7 @@ from ckptfix.report.commands import remedies_text
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.figures import cut, evidence_items
 from ckptfix.report.folding import folded_lines
+from ckptfix.report.likeness import likeness_commands, likeness_text
 from ckptfix.report.page.data import Budget, digest, script_json
 from ckptfix.report.telling import Mode, Telling
 
@@ -35,7 +37,7 @@ _ERROR_LENGTH = 160
 _WORTH_SHARING, _MOST_SHARED = 40, 100_000
 _SHOWN = (
     *("error", "command", "target", "container", "versions", "sha256", "output_size", "output_sha256", "output_parts"),
-    *("peak_memory", "attempts", "finished", "decisions", "dry_run"),
+    *("peak_memory", "attempts", "finished", "decisions", "dry_run", "refused", "looks_like"),
 )
 
 
@@ -159,9 +161,21 @@ def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[st
         "size": _size(report.source),
         "outcome": _outcome(report, telling),
         "command": next_command(report, telling) or None,
+        "looks_like": _likeness(report, telling),
         "error": None,
         "seconds": seconds,
         "dry_run": telling.mode is Mode.DRY_RUN,
+    }
+
+
+def _likeness(report: Report, telling: Telling) -> dict[str, Any] | None:
+    """Which known architecture the file is, in words, and the commands that go on from there."""
+    if report.likeness is None:
+        return None
+    command = CHECK if telling.mode is Mode.CHECK else REPAIR
+    return {
+        "text": likeness_text(report.likeness),
+        "commands": list(likeness_commands(report.likeness, command, report.source, telling.choices)),
     }
 
 

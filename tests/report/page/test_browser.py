@@ -285,6 +285,19 @@ def test_a_dry_run_says_that_nothing_was_written(browser, show):
     assert "would come from the file" in " ".join(texts(browser, "#file p"))
 
 
+def test_what_was_refused_is_not_called_done_and_what_it_is_like_is_said(browser, show):
+    command = "ckptfix check a.pth --like known:timm/resnet18"
+    like = {"text": "timm resnet18, under `module.`", "commands": [command]}
+    findings = [{**PREFIX, "fixed": False}]
+    facts = {"outcome": "needs a decision", "output": None, "findings": findings, "refused": True, "looks_like": like}
+    show([{**repaired("a.pth"), **facts}])
+    assert "Edits that would be made" in texts(browser, "#file h3")
+    shown = " ".join(texts(browser, "#file p"))
+    assert "would come from the file" in shown
+    assert "Looks like: timm resnet18, under `module.`" in shown
+    assert command in texts(browser, "#file .command pre")
+
+
 def test_findings_are_in_order_of_their_level_and_lead_to_the_manual(browser, show):
     note = {**PREFIX, "code": "VAL206", "name": "subnormal", "level": "note", "fixed": False}
     show([*(record(f"{number}.pth", findings=[note]) for number in range(5)), undecided("nan.pth")])

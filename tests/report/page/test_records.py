@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from ckptfix.core.finding import Finding, Level, Remedy
+from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.page import record_of, record_of_error
 from ckptfix.report.telling import Mode, Telling
@@ -39,6 +41,13 @@ def test_the_command_carries_the_flags():
         "ckptfix repair 'a b.pth' --model zoo:net --fill twin --replace VAL101"
     )
     assert record_of(report(), telling)["command"] is None
+
+
+def test_what_a_file_is_like_is_said_with_the_command_that_goes_on():
+    like = Likeness(("smp/Unet-resnet18",), Fit.EXACT, {"smp": "1"}, prefix="module.")
+    made = record_of(replace(report(PREFIX), likeness=like), Telling(Mode.REPAIR))["looks_like"]
+    assert made["text"] == "smp Unet-resnet18, under `module.`"
+    assert made["commands"][0] == "ckptfix repair resnet.pth --like known:smp/Unet-resnet18"
 
 
 def test_findings_without_their_fixes(tmp_path):

@@ -69,7 +69,7 @@ function editsSection(account) {
   }
   const renames = account.renames || [];
   return el("section", { "aria-labelledby": "edits-title" },
-    el("h3", { id: "edits-title" }, isDry ? "Edits that would be made" : "Edits"),
+    el("h3", { id: "edits-title" }, isDry || account.refused ? "Edits that would be made" : "Edits"),
     el("ul", { className: "edits" }, items.map(({ line, more }) => el("li", {}, shown(line), more.length ? foldedList(more) : null))),
     renames.length
       ? el("details", {},
@@ -85,10 +85,10 @@ function editsSection(account) {
   );
 }
 
-function coverageSection(coverage) {
+function coverageSection({ coverage, refused }) {
   if (!coverage) return null;
   const share = coverage.share;
-  const came = isDry ? "would come" : "came";
+  const came = isDry || refused ? "would come" : "came";
   const parts = [
     ...Object.entries(coverage.adapted || {}).map(([recipe, numel]) => `${quantity(numel)} elements adapted by ${shown(recipe)}: computed from the file's`),
     ...Object.entries(coverage.filled || {}).map(([origin, numel]) => `${quantity(numel)} elements filled from ${shown(origin)}: not weights of this file`),
@@ -156,6 +156,8 @@ function showFile(box, row, around, closers) {
       around ? el("nav", { "aria-label": "Files" }, el("a", { href: "#/" }, "← All files"), el("span", { className: "ways" }, way(around[0], "Previous", "prev"), way(around[1], "Next", "next"))) : null,
       title,
       renamed,
+      account.looks_like ? el("p", {}, `Looks like: ${shown(account.looks_like.text)}`) : null,
+      account.looks_like && account.looks_like.commands.length ? commandBox(...account.looks_like.commands) : null,
       account.error ? el("p", { className: "notice bad", role: "alert" }, shown(account.error)) : null,
       isDry ? el("p", { className: "notice" }, DRY) : null,
       decisionsSection(row, account),
@@ -167,7 +169,7 @@ function showFile(box, row, around, closers) {
             account.obstacles ? [el("p", {}, "A strict load would still fail on:"), foldedList(account.obstacles)] : null,
           ),
       editsSection(account),
-      coverageSection(account.coverage),
+      coverageSection(account),
       smokeSection(account.smoke),
       weightsSection(row, closers),
       account.remarks ? el("section", { "aria-labelledby": "remarks-title" }, el("h3", { id: "remarks-title" }, "Notes"), el("ul", {}, account.remarks.map((remark) => el("li", {}, shown(remark))))) : null,
