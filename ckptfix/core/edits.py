@@ -198,7 +198,9 @@ class Delta:
     vector is added), ``scale`` (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all
     of it is). ``transposed``: the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype
     before it is added. ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of
-    ``scaling``, is the user's."""
+    ``scaling``, is the user's. ``expert``: the factors are those of all experts, and this tensor is a part of one: its
+    number, their number, and the first row of the product and one past the last. ``within``: the first row that changes
+    and one past the last, in a stack whose rows are those of all experts, one after another."""
 
     adapter: str
     form: str
@@ -209,6 +211,8 @@ class Delta:
     is_narrow: bool = False
     rows: tuple[int, ...] = ()
     weight: float = 1.0
+    expert: tuple[int, ...] = ()
+    within: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:

@@ -118,11 +118,16 @@ def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
 
 
 def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[tuple[str, Delta]]:
-    specs = checkpoint.specs
     groups: dict[str, list[AdapterLayer]] = defaultdict(list)
     for layer in adapter.layers:
         groups[layer.component].append(layer)
-    names = {component: _Names(checkpoint, adapter, layers) for component, layers in groups.items()}
+    view, places = checkpoint, dict[str, _Places]()
+    names = {component: _Names(view, adapter, layers) for component, layers in groups.items()}
+    if not all(each.is_complete for each in names.values()):
+        other, known = _in_other_releases(checkpoint)
+        again = {component: _Names(other, adapter, layers) for component, layers in groups.items()}
+        if any(len(again[component].found) > len(each.found) for component, each in names.items()):
+            view, places, names = other, known, again
     if not any(each.found for each in names.values()):
         raise next(iter(names.values())).mismatch()
     for component, each in names.items():
@@ -138,9 +143,85 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
         yield from _whole(checkpoint, adapter, first.renamed(key), stored, merge)
     for component, layers in groups.items():
         keys = [names[component].key_of(layer) for layer in layers]
-        turned = _Orientation(adapter, [(layer, specs[key]) for layer, key in zip(layers, keys, strict=True)])
+        turned = _Orientation(adapter, [(layer, view.specs[key]) for layer, key in zip(layers, keys, strict=True)])
         for layer, key in zip(layers, keys, strict=True):
-            yield from _of_layer(checkpoint, adapter, layer, key, turned)
+            for name, delta in _of_layer(view, adapter, layer, key, turned):
+                yield from _placed(adapter, layer, name, delta, places)
+
+
+_Places = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+"""The tensors of a file in which one of another release is, with ``expert`` and ``within`` of the ``Delta`` of each."""
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
+_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+"""The matrices of an expert, in the order of ``gate_up_proj`` in transformers 5."""
+
+
+def _in_other_releases(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:
+    """Return the checkpoint with the names, too, that transformers 4 or 5 has for its experts, and where those are.
+
+    Release 4 has each expert by itself, release 5 all of a layer in ``gate_up_proj`` and ``down_proj``. That of release
+    5 is ``[experts, outputs, inputs]``, or is not taken for it."""
+    specs: dict[str, TensorSpec] = {}
+    places: dict[str, _Places] = {}
+
+    def add(name: str, spec: TensorSpec, shape: tuple[int, ...], where: _Places) -> None:
+        if name not in checkpoint.entries:
+            specs[name], places[name] = replace(spec, shape=shape), where
+
+    experts: dict[str, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    for key, spec in checkpoint.specs.items():
+        moe, _, leaf = key.rpartition(".")
+        if match := _EXPERT.fullmatch(key):
+            experts[match[1]][_PARTS[match[3]]][int(match[2])] = key
+        elif len(spec.shape) == 3 and leaf in ("gate_up_proj", "down_proj") and len(set(spec.shape[1:])) == 2:
+            number, height, width = spec.shape
+            parts = [("gate_proj", "w1"), ("up_proj", "w3")] if leaf == "gate_up_proj" else [("down_proj", "w2")]
+            rows = height // len(parts)
+            for expert in range(number):
+                for at, names in enumerate(parts):
+                    first = expert * height + at * rows
+                    for name, module in zip(names, (moe, moe.replace(".mlp.", ".block_sparse_moe.")), strict=True):
+                        where: _Places = [(key, (), (first, first + rows))]
+                        add(f"{module}.{expert}.{name}.weight", spec, (rows, width), where)
+        for one, other in (("mlp", "block_sparse_moe"), ("block_sparse_moe", "mlp")):
+            if key.endswith(f".{one}.gate.weight"):
+                add(key.replace(f".{one}.", f".{other}."), spec, spec.shape, [(key, (), ())])
+    for moe, stacks in experts.items():
+        module = moe.replace(".block_sparse_moe.", ".mlp.")
+        for name, kinds in (("gate_up_proj", (0, 1)), ("down_proj", (2,))):
+            columns = [dict(sorted(stacks[kind].items())) for kind in kinds]
+            shapes = {checkpoint.specs[key].shape for keys in columns for key in keys.values()}
+            number = len(columns[0])
+            if len(shapes) == 1 and all([*keys] == [*range(number)] for keys in columns):
+                rows, width = min(shapes)
+                where = [
+                    (key, (expert, number, at * rows, (at + 1) * rows), ())
+                    for at, keys in enumerate(columns)
+                    for expert, key in keys.items()
+                ]
+                spec = checkpoint.specs[columns[0][0]]
+                add(f"{module}.{name}", spec, (number, rows * len(columns), width), where)
+    return checkpoint.with_entries({**checkpoint.entries, **specs}, None), places
+
+
+def _placed(
+    adapter: Adapter, layer: AdapterLayer, key: str, delta: Delta, places: Mapping[str, _Places]
+) -> Iterator[tuple[str, Delta]]:
+    """Yield what a delta changes in the file, of a tensor that the file may have in another release's form."""
+    # What peft changes beside a parameter it rounds before the sum; in release 5 that are the experts and their router.
+    is_stacked = any(within for where in places.values() for *_, within in where[:1])
+    is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
+    for real, expert, within in places.get(key, [(key, (), ())]):
+        if (expert or within) and (
+            delta.form not in ("linear", "experts") or delta.transposed or len(delta.factors) > 2
+        ):
+            raise AdapterError(
+                f"{adapter.path}: changes {layer.module} as another release of transformers has it, and not by two "
+                f"matrices; merge it into the base of that release, by which {real} is a part of {key}"
+            )
+        form = "linear" if expert else delta.form
+        yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
 
 
 class _Names:
@@ -345,36 +426,31 @@ def _of_layer(
             "quantised, and quantise the result"
         )
     path = adapter.path
-    narrow = not adapter.is_peft
     if "scale" in layer.keys:
         yield from _scales(checkpoint, adapter, layer, key)
         return
     if "tokens" in layer.keys:
         yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
         return
-    scaling = adapter.scaling(layer)
-    factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
-    yield key, _product(adapter, layer, key, spec, scaling, factors, turned, narrow)
+    product = _product(adapter, layer, key, spec, turned)
+    yield key, product
     if "bias" in layer.keys:
         bias = f"{key.rpartition('.')[0]}.bias"
         if bias not in checkpoint.specs:
             raise AdapterError(f"{path}: {layer.module} has a bias to add, and the base has none there")
-        yield bias, Delta(path, "bias", (layer.keys["bias"],), scaling, is_narrow=narrow, rounds=narrow)
+        narrow = not adapter.is_peft
+        yield bias, Delta(path, "bias", (layer.keys["bias"],), product.scaling, is_narrow=narrow, rounds=narrow)
 
 
-def _product(
-    adapter: Adapter,
-    layer: AdapterLayer,
-    key: str,
-    spec: TensorSpec,
-    scaling: float,
-    factors: tuple[str, ...],
-    turned: _Orientation,
-    narrow: bool,
-) -> Delta:
+def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
+    """Return what the two matrices of a layer do to a tensor. Raises ``AdapterError`` if they do not fit it."""
+    leaf, narrow = key.rpartition(".")[2], not adapter.is_peft
+    is_parameter = leaf != "weight" or _is_parameter(adapter, layer, leaf)
+    # Patterns of ranks are for the name of the parameter then.
+    named = replace(layer, module=f"{layer.module}.{leaf}") if is_parameter else layer
+    rank, scaling = adapter.rank(named), adapter.scaling(named)
+    factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
-    rank = adapter.rank(layer)
-    leaf = key.rpartition(".")[2]
     if layer.is_embedding and len(one) == len(two) == 2:
         fits = one[0] == two[1] == rank and spec.shape == (one[1], two[0])
         delta = Delta(adapter.path, "linear", factors, scaling, True, narrow or len(factors) < 3, narrow)
@@ -392,13 +468,12 @@ def _product(
         fits = len(one) == len(two) == 2 and one[0] == two[1] == rank
         fits = fits and spec.shape in ((two[0], one[1]), (one[1], two[0]))
         is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
-        rounds = narrow or _is_parameter(adapter, layer, leaf)
+        rounds = narrow or is_parameter
         delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "
-            f"{key} {list(spec.shape)} of the base; give the base that it was "
-            "trained on"
+            f"{key} {list(spec.shape)} of the base; give the base that it was trained on"
         )
     return delta
 

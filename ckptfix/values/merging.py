@@ -70,7 +70,7 @@ class MergedBytes:
         self.nbytes = spec.nbytes
         # Rows of experts are those of all experts, one after another.
         self.shape = spec.shape if len(spec.shape) > 1 else (*spec.shape, 1)[-2:] if spec.shape else (1, 1)
-        if any(delta.form == "experts" for delta in edit.deltas):
+        if any(delta.form == "experts" or delta.within for delta in edit.deltas):
             self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         self.row = math.prod(self.shape[1:]) * spec.itemsize
         self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
@@ -115,7 +115,14 @@ class MergedBytes:
         torch.set_num_threads(1)  # for so small a block, others cost more than they do
         try:
             for layer in reversed(layers) if self.edit.undo else layers:
-                weight = layer.take_off(weight, first, last) if self.edit.undo else layer.add(weight, first, last)
+                start, stop = layer.delta.within or (0, self.shape[0])
+                begin, end = max(first, start), min(last, stop)
+                if begin < end:
+                    change = layer.take_off if self.edit.undo else layer.add
+                    rows = weight[begin - first : end - first]
+                    changed = change(rows, begin - start, end - start)
+                    if changed is not rows:
+                        rows.copy_(changed)
         finally:
             torch.set_num_threads(threads)
         return weight
@@ -157,6 +164,10 @@ class _Layer:
     """A layer of an adapter, with its factors, beside the tensor that it changes."""
 
     def __init__(self, source: MergedBytes, delta: Delta, factors: list[torch.Tensor]) -> None:
+        if delta.expert:
+            (one, two), (number, experts, begin, end) = factors, delta.expert
+            one = one.view(experts, -1, one.shape[1])[number]
+            factors = [one, two.view(two.shape[0], -1, experts)[begin:end, :, number]]
         self.source, self.delta, self.factors = source, delta, factors
         self._norms: torch.Tensor | None = None
 
@@ -204,7 +215,7 @@ class _Layer:
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
         if one.ndim > 2:  # of a convolution with one pixel
             return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *one.shape[1:])
-        return (two @ one[:, first:last]).T if self.delta.transposed else two[first:last] @ one
+        return _rows(two, one, first, last, self.delta.transposed)
 
     def _of_experts(self, first: int, last: int) -> Iterator[torch.Tensor]:
         one, two = self.factors
@@ -213,8 +224,7 @@ class _Layer:
         twos = two.reshape(two.shape[0], -1, experts)
         for expert in range(first // height, -(-last // height)):
             begin, end = max(first - expert * height, 0), min(last - expert * height, height)
-            product = twos[:, :, expert] @ ones[expert]
-            yield (product.T if self.delta.transposed else product)[begin:end]
+            yield _rows(twos[:, :, expert], ones[expert], begin, end, self.delta.transposed)
 
     def _scales(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
         scales = self.factors[0]
@@ -261,3 +271,11 @@ class _Layer:
         blocks = (self._whole(*source.bounds(number), dtype) for number in range(source.blocks))
         squares: torch.Tensor = reduce(torch.add, (block.double().square().sum(0) for block in blocks))
         return squares.sqrt()
+
+
+def _rows(two: torch.Tensor, one: torch.Tensor, first: int, last: int, transposed: bool) -> torch.Tensor:
+    """Return rows of a product, or of its transpose, as those of the whole product are."""
+    begin = max(0, min(first, last - FEWEST))
+    end = max(last, begin + FEWEST)
+    product = (two @ one[:, begin:end]).T if transposed else two[begin:end] @ one
+    return product[first - begin : last - begin]
