@@ -138,7 +138,7 @@ def check_loadable(model: nn.Module, map_location: str | torch.device | None, as
     _check_device(map_location)
     if not assign and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise TargetError(
-            f"{type(model).__name__} lies on the meta device and has no memory to load into; load with assign=True, or "
+            f"{type(model).__name__} is on the meta device and has no memory to load into; load with assign=True, or "
             "build it elsewhere"
         )
 

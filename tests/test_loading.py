@@ -173,7 +173,7 @@ def test_assigned_parameters_are_those_of_the_file(file: Path) -> None:
 def test_a_model_on_the_meta_device_gets_its_tensors_assigned(file: Path) -> None:
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ckptfix.TargetError, match=r"lies on the meta device.*; load with assign=True, or"):
+    with pytest.raises(ckptfix.TargetError, match=r"is on the meta device.*; load with assign=True, or"):
         ckptfix.load(model, file)
     report = ckptfix.load(model, file, assign=True)
     assert values(model) == wanted(file)

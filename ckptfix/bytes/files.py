@@ -42,7 +42,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise UnreadableError(f"{path}: is no regular file; save what it gives to one first")
+            raise UnreadableError(f"{path}: is not a regular file; save its content to one first")
         self._stamp = _stamp(found)
 
     @property
@@ -104,7 +104,7 @@ def _why_closed(path: str, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
         return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
-        return "is no regular file; save what it gives to one first"  # a socket
+        return "is not a regular file; save its content to one first"  # a socket
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     is_closed = isinstance(error, PermissionError)
     return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"
@@ -171,7 +171,7 @@ class RangeBuffer(io.RawIOBase):
         """Go to a place, counted from the start, from here or from the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError(f"the place {base + offset} lies before the start")
+            raise ValueError(f"the place {base + offset} is before the start")
         self._position = base + offset
         return self._position
 

@@ -108,7 +108,7 @@ class Bounds:
         """Count opcodes that were run, and see that the values which wait on the stack find room."""
         self._steps -= count
         if self._steps < 0:
-            raise HostileError(f"{self.path}: its pickle goes on without end, and makes nothing; do not use this file")
+            raise HostileError(f"{self.path}: its pickle never ends and builds nothing; do not use this file")
         if SLOT * waiting > self.left:
             self.spend(SLOT * waiting)
 

@@ -288,7 +288,7 @@ def _explained(url: str, error: HTTPError) -> Exception:
     if error.code not in (401, 403) or not url.startswith("hf://"):
         return error
     which = "the token in HF_TOKEN may not read it" if _token() else "set HF_TOKEN if it is private or gated"
-    return UnreadableError(f"{url}: there is no such repository, or it is closed; check the name, and {which}")
+    return UnreadableError(f"{url}: no such repository, or no access to it; check the name, and {which}")
 
 
 def _hub_parts(url: str) -> tuple[str, str, str, str]:

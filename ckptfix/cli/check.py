@@ -99,7 +99,7 @@ def _result(future: Future[Report], path: str) -> Report:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise CkptfixError(f"{path}: its process was killed, perhaps for memory; run it with fewer jobs") from error
+        raise CkptfixError(f"{path}: its process was killed, perhaps because memory ran out; use fewer jobs") from error
 
 
 def _check(path: str, arguments: Mapping[str, Any]) -> Report:

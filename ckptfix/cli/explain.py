@@ -109,7 +109,7 @@ def _given(words: tuple[str, ...], console: Console) -> str:
             console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
         given = _decoded(sys.stdin.buffer.read()[-_MOST:])
     if not given.strip():
-        raise UsageError('there is no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
+        raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
     return given
 
 

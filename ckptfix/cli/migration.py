@@ -66,7 +66,7 @@ class MigrationMeter:
             return "nothing was written"
         return (
             f"{self._last.done_files} of {self._last.files} files are done, those under way were discarded; "
-            "the same command goes on from there"
+            "run the same command to continue"
         )
 
 

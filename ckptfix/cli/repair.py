@@ -84,7 +84,7 @@ def _saved_plan(file: str) -> Plan:
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file}: this is no plan of ckptfix ({error}); write one with --plan") from error
+        raise PlanError(f"{file}: not a ckptfix plan ({error}); write one with --plan") from error
 
 
 def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
     if choices.get("output") is not None and file.resolve() == Path(choices["output"]).resolve():
         raise UsageError(f"{file}: is where the checkpoint goes; name another file for the plan")
     if not _may_be_replaced(file):
-        raise UsageError(f"{file}: is there already and is no plan of ckptfix; name another file")
+        raise UsageError(f"{file}: already exists and is not a ckptfix plan; name another file")
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist; make it, or name another file for the plan")
 
@@ -133,7 +133,9 @@ def _save_plan(file: str, plan: Plan) -> None:
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
     if not _may_be_replaced(goal):
-        raise WriteError(f"{file}: is no plan any more; what was written is complete, name another file for the plan")
+        raise WriteError(
+            f"{file}: is no longer a plan; the checkpoint was written completely; name another file for the plan"
+        )
     try:
         with atomic_file(goal) as out:
             out.write(json.dumps(plan.to_json(), indent=2) + "\n")

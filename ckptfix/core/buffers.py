@@ -30,8 +30,8 @@ TRANSIENT: Mapping[str, str] = {
     "sin_cached": "rotary embeddings of early LLaMA ports",
     "_float_tensor": "sinusoidal positions in fairseq",
     "anchor_grid": "YOLOv5 up to 5.0",
-    "total_ops": "left behind by thop.profile",
-    "total_params": "left behind by thop.profile",
+    "total_ops": "added by thop.profile",
+    "total_params": "added by thop.profile",
     **dict.fromkeys(("tp", "fp", "tn", "fn", "confmat", "correct", "total"), "state of a torchmetrics metric"),
     **dict.fromkeys(("sum_squared_error", "sum_abs_error"), "state of a torchmetrics metric"),
 }

@@ -129,7 +129,7 @@ class Checkpoint(Displayed):
 
     def _no_tensor(self, key: str) -> str:
         if key in self.entries:
-            return f"{self.path}: the entry {key!r} is no tensor; take it from state_dict()"
+            return f"{self.path}: the entry {key!r} is not a tensor; take it from state_dict()"
         if key in self.lost:
             return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
         close = get_close_matches(str(key), self.specs, 1)

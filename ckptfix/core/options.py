@@ -221,7 +221,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             is_for_once=True,
             help="Show which state of the optimizer belongs to which parameter, and how sure that is."),
         _setting("drop_optimizer", Kind.SWITCH, _WRITES,
-            help="Leave the optimizer out: training goes on from the weights, with new moments and step counts."),
+            help="Leave the optimizer out: training continues from the weights, with new moments and step counts."),
         _setting("keep_optimizer", Kind.SWITCH, _WRITES,
             help="Keep the optimizer as it is, even if it no longer fits the weights."),
         _setting("dtype", Kind.TEXT, _REPAIRS, metavar="DTYPE",

@@ -132,7 +132,7 @@ def _check_cover(key: str, boxes: list[Bounds], shape: Shape) -> None:
         if len(box) != len(shape) or any(
             not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
         ):
-            raise PartsError(key, f"a part lies outside of its shape {list(shape)}")
+            raise PartsError(key, f"a part is outside of its shape {list(shape)}")
     boxes = sorted(boxes)
     for at, box in enumerate(boxes):
         for other in boxes[at + 1 :]:

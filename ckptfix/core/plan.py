@@ -133,7 +133,7 @@ def _edit(data: Mapping[str, Any]) -> Edit:
         values["deltas"] = tuple(Delta(**_fields(Delta, kind.kind, delta)) for delta in data["deltas"])
     values = _fields(kind, kind.kind, values)
     if values.get("dtype", "float32") not in DTYPES:
-        raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which is none of torch's")
+        raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which torch does not have")
     return kind(**values)
 
 

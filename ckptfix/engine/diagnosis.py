@@ -215,6 +215,6 @@ def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
             if again:
                 raise InternalError(
                     f"{context.checkpoint.path}: {rule.code} proposes another fix after all fixes were applied "
-                    f"({again[0].message}); this is a bug of ckptfix, please report it; go on without this rule: ",
+                    f"({again[0].message}); this is a bug of ckptfix, please report it; to leave this rule out: ",
                     Opt("ignore", rule.code),
                 )

@@ -249,7 +249,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         )
     if missing or mismatch.shapes or (mismatch.missing and not named):
         yield Advice(
-            "strict=False does not help: whatever does not match stays at random values, as in an untrained model."
+            "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(

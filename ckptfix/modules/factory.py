@@ -174,7 +174,7 @@ def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: i
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
         raise TargetError(
-            Opt("model", spec), f" returned an object of type {kind}; it has to return the torch.nn.Module alone"
+            Opt("model", spec), f" returned an object of type {kind}; it has to return only the torch.nn.Module"
         )
     return model
 

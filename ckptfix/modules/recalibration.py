@@ -86,7 +86,7 @@ def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, Any]:
     for name in layers or ():
         if name not in norms:
             raise UsageError(
-                f"{name!r} is no norm of {type(model).__name__} with running statistics; see named_modules()"
+                f"{name!r} is not a norm of {type(model).__name__} with running statistics; see named_modules()"
             )
     return {name: norm for name, norm in norms.items() if layers is None or name in layers}
 

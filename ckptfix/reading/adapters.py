@@ -292,7 +292,7 @@ def _refuse(adapter: Adapter, path: str) -> None:
         )
     for name, words in _VARIANTS.items():
         if config.get(name):
-            raise AdapterError(f"{path}: trained with {words} and cannot be merged by its matrices alone; use peft")
+            raise AdapterError(f"{path}: trained with {words} and cannot be merged from its matrices only; use peft")
 
 
 def check_alone(adapter: Adapter) -> None:

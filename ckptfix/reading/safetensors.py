@@ -126,11 +126,11 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
 
     def note(name: str) -> dict[str, Any]:
         """A note of ours. One that somebody else damaged is no reason to refuse the weights."""
-        fault = "is no JSON object"
+        fault = "is not a JSON object"
         try:
             value = bounds.parse_json(notes[name]) if name in notes else {}
         except (ValueError, RecursionError) as error:
-            value, fault = None, f"is no valid JSON ({error})"
+            value, fault = None, f"is not valid JSON ({error})"
         if isinstance(value, dict):
             return value
         remarks.append(Fact.of(Kind.DAMAGED_NOTE, name, fault=fault))
@@ -176,17 +176,17 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UnreadableError(
-            f"{path}: the header is no UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
+            f"{path}: the header is not UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
         ) from error
     try:
         header = content.bounds.parse_json(text, _unique, _no_constant)
         "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
-            f"{path}: the header is no valid JSON ({error}): damaged, or no safetensors; fetch it again"
+            f"{path}: the header is not valid JSON ({error}): damaged, or no safetensors; fetch it again"
         ) from error
     if not isinstance(header, dict):
-        raise UnreadableError(f"{path}: the header is no JSON object; the file is damaged: fetch it again")
+        raise UnreadableError(f"{path}: the header is not a JSON object; the file is damaged: fetch it again")
     return header
 
 
@@ -218,14 +218,14 @@ def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], i
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} stands twice in it")
+        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} is in it twice")
     return made
 
 

@@ -106,7 +106,7 @@ def inspection_lines(
         f"{facts['format']}, {counted(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
     )
     if facts["member"]:
-        yield f"packed: it lies in the file as {facts['member']}"
+        yield f"packed: it is stored in the file as {facts['member']}"
     yield from (("", Span(f"damage: the file {cause}", "warning")) for cause in facts["damage"])
     if facts["producer"]:
         yield f"written by: {facts['producer']}"

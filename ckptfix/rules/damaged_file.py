@@ -140,7 +140,7 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     for fact in of_kind.get(Kind.INDEX_SIZE, ()):
         if fact.place == ".":
-            yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may be that of another save")
+            yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may belong to another save")
         else:
             yield rule.finding(
                 Level.WARNING,

@@ -374,7 +374,7 @@ class Corroboration:
         if self.saw_no_gradient is not None:
             parts.append("no gradient arrived" if self.saw_no_gradient else "though gradients arrived")
         if self.alignment is not None and self.alignment > PARALLEL:
-            parts.append("decay alone moved it, as its momentum is parallel to it")
+            parts.append("only decay moved it, as its momentum is parallel to it")
         if self.predicted is not None:
             verdict = "which agrees" if self.agrees else "which does not agree"
             parts.append(f"{self.terms} predicts {self.predicted:.1g} of the start, {verdict}")

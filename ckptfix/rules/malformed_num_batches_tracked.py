@@ -117,7 +117,7 @@ def _value(spec: TensorSpec) -> float:
     from ckptfix.values.decode import encoding
 
     form = encoding(spec.dtype)
-    assert form is not None, "what is no number has no cure"
+    assert form is not None, "a value that is not a number cannot be repaired"
     assert spec.storage is not None, "a counter without a value has no cure"
     start = spec.offset * spec.itemsize
     raw = spec.storage.source.read(start, start + spec.itemsize)

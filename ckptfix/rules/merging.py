@@ -349,7 +349,7 @@ class _Names:
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
             return AdapterError(
                 f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
-                f"such as {lacking[0]}: a tied layer is stored under its other name alone; else fetch both again"
+                f"such as {lacking[0]}: a tied layer is stored only under its other name; otherwise fetch both again"
             )
         return AdapterError(
             f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "

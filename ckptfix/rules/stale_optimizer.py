@@ -58,7 +58,7 @@ from ckptfix.reading.weights.containers import AVERAGED
 from ckptfix.rules.following import Change, Followed, may_learn, ways
 from ckptfix.rules.rule import Context, Rule, rule
 
-DROP = Remedy((("drop_optimizer", True),), "leaves it out: training goes on from the weights with new moments")
+DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
 KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
 
 

@@ -56,7 +56,7 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 remedies=()
                 if keep
                 else (
-                    Remedy((("drop_optimizer", True),), "leaves it out: training goes on with new moments"),
+                    Remedy((("drop_optimizer", True),), "leaves it out: training continues with new moments"),
                     Remedy((("keep_optimizer", True),), "keeps it as plain data"),
                 ),
             )

@@ -322,7 +322,7 @@ def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor
 
     found = list(_named_tensors(_read(given.path)))
     if not found or not all(isinstance(tensor, torch.Tensor) for _, tensor in found):
-        raise UsageError(f"{given.path}: holds no tensor, or more than tensors; save the inputs alone")
+        raise UsageError(f"{given.path}: holds no tensor, or more than tensors; save only the inputs")
     if given.name is not None and len(found) > 1:
         raise UsageError(f"{given.name}={given.path}: holds {len(found)} tensors, a name takes one; leave the name out")
     if not any(tensor.numel() for _, tensor in found):

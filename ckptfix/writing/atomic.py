@@ -219,7 +219,7 @@ def flush_file(path: Path) -> None:
 
 def unwritten(output: Path, error: OSError) -> WriteError:
     """Return the error of a file that could not be written."""
-    return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left behind")
+    return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left over")
 
 
 @contextlib.contextmanager

@@ -183,7 +183,7 @@ class PickleWriter:
             self._call("torch", "device", (str(value),))
         else:
             raise WriteError(
-                f"{self.path}: a {kind} stands beside the weights and torch.load(weights_only=True) would refuse it; "
+                f"{self.path}: a {kind} is beside the weights and torch.load(weights_only=True) would refuse it; "
                 "let FIL102 convert it, or remove it"
             )
 

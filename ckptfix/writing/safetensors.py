@@ -39,7 +39,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise WriteError(
-            f"{checkpoint.path}: a name in it is no valid text (it has half a surrogate pair), which safetensors "
+            f"{checkpoint.path}: a name in it is not valid text (it has half a surrogate pair), which safetensors "
             "cannot hold; write it with ",
             Opt("format", "pth"),
         ) from error

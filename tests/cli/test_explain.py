@@ -113,7 +113,7 @@ def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("",), "there is no text to explain"),
+        (("",), "no text to explain"),
         (("good.pth",), "good.pth is a file"),
         ((MAGIC, "--file", "nowhere.pth"), "there is no such file"),
         ((MAGIC, "--file", "good.pth", "--model", "zoo:tiny", "--like", "good.pth"), "exclude each other"),

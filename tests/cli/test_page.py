@@ -71,7 +71,7 @@ def test_a_checkpoint_is_not_replaced_by_a_page(folder):
     before = (folder / "good.pth").read_bytes()
     done = run_here("check", "wrapped.pth", "--report", "good.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ckptfix: error: good.pth: is there already and is no report of ckptfix")
+    assert done.stderr.startswith("ckptfix: error: good.pth: already exists and is not a ckptfix report")
     assert (folder / "good.pth").read_bytes() == before
 
 

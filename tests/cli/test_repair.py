@@ -126,7 +126,7 @@ def test_a_result_that_does_not_fit_is_not_written(folder):
         (["--backup"], "--backup needs --in-place"),
         (["--plan", "a", "--apply", "b"], "--plan and --apply exclude each other"),
         (["--apply", "nowhere.json"], "error: nowhere.json: the plan cannot be read: No such file or directory"),
-        (["--apply", "zoo.py"], "zoo.py: this is no plan of ckptfix"),
+        (["--apply", "zoo.py"], "zoo.py: not a ckptfix plan"),
         (["--device", "abacus", "--model", "zoo:tiny"], "--device"),
         (["-q", "-v"], "--quiet and --verbose exclude each other"),
     ],

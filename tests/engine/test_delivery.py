@@ -217,7 +217,7 @@ def test_a_disk_that_is_full_only_later_ends_in_one_line_and_leaves_nothing(step
         monkeypatch.setattr("ckptfix.bytes.copying.SMALL", 0)
     else:
         monkeypatch.setattr("os.fsync", refuse)
-    with pytest.raises(WriteError, match="cannot be written: No space left on device; nothing was left behind"):
+    with pytest.raises(WriteError, match="cannot be written: No space left on device; nothing was left over"):
         ckptfix.repair(source, output=tmp_path / name)
     assert names(tmp_path) == ["here"]
 

@@ -96,7 +96,7 @@ def test_batches_come_in_the_forms_of_a_data_loader(make: Any, data: torch.Tenso
     ("batches", "settings", "says"),
     [
         pytest.param([], {}, "no batch", id="no data"),
-        pytest.param([torch.ones(2, 4)], {"layers": ["fc"]}, "'fc' is no norm", id="no such norm"),
+        pytest.param([torch.ones(2, 4)], {"layers": ["fc"]}, "'fc' is not a norm", id="no such norm"),
         pytest.param(["text"], {}, "type str", id="no batch"),
     ],
 )

@@ -68,13 +68,13 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
         "no overflow",
     ),
     "a header that is too long": (safetensors(GOOD, STORAGE, length=1 << 40), "HeaderTooLarge"),
-    "a header that ends early": (safetensors(b"{", STORAGE), "no valid JSON"),
+    "a header that ends early": (safetensors(b"{", STORAGE), "not valid JSON"),
     "a field twice": (text(f'{{"w": {RECORD[:-1]}, "dtype": "F32"}}}}'), "no duplicate keys"),
     "__metadata__ twice": (text(f'{{"__metadata__":{{}},"__metadata__":{{}},"w":{RECORD}}}'), "no duplicate keys"),
-    "bytes that are no UTF-8": (safetensors(b'{"\xff":' + RECORD.encode() + b"}", STORAGE), "no UTF-8"),
+    "bytes that are no UTF-8": (safetensors(b'{"\xff":' + RECORD.encode() + b"}", STORAGE), "not UTF-8"),
     "half a surrogate pair": (text(f'{{"\\ud800":{RECORD}}}'), "surrogates not allowed"),
-    "UTF-16": (safetensors(json.dumps(GOOD).encode("utf-16-le"), STORAGE), "no valid JSON"),
-    "NaN": (text(f'{{"w":{RECORD[:-1]},"x":NaN}}}}'), "NaN is no number"),
+    "UTF-16": (safetensors(json.dumps(GOOD).encode("utf-16-le"), STORAGE), "not valid JSON"),
+    "NaN": (text(f'{{"w":{RECORD[:-1]},"x":NaN}}}}'), "NaN is not a JSON number"),
     "trailing bytes": (safetensors(GOOD, STORAGE + b"x"), "1 bytes after its last tensor"),
     "text behind the header": (text(json.dumps(GOOD) + "x"), "Extra data"),
     "zeros behind the header": (text(json.dumps(GOOD) + "\0"), "Extra data"),
@@ -91,7 +91,7 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
     "a shape that is no list": (safetensors({"w": record(shape="16")}, STORAGE), "shape is a list"),
     "no shape": (safetensors({"w": {"dtype": "F32"}}, STORAGE), "it has no shape"),
     "a record that is no object": (safetensors({"w": None}, STORAGE), "a record of dtype"),
-    "nested 3000 deep": (text('{"w":' + "[" * 3000 + "]" * 3000 + "}"), "no valid JSON"),
+    "nested 3000 deep": (text('{"w":' + "[" * 3000 + "]" * 3000 + "}"), "not valid JSON"),
     "a dtype that is none": (
         safetensors({"w": record(dtype="F33")}, STORAGE),
         "'F33': the specification knows no such",
@@ -205,9 +205,9 @@ def test_a_large_transposed_tensor_is_written_row_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("notes", "said"),
     [
-        ({"ckptfix.ties": "{"}, "ckptfix.ties in __metadata__ is no valid JSON"),
+        ({"ckptfix.ties": "{"}, "ckptfix.ties in __metadata__ is not valid JSON"),
         ({"ckptfix.ties": '{"alias": "gone"}'}, "does not fit the tensors (as 'alias')"),
-        ({"ckptfix.metadata": '"text"'}, "ckptfix.metadata in __metadata__ is no JSON object"),
+        ({"ckptfix.metadata": '"text"'}, "ckptfix.metadata in __metadata__ is not a JSON object"),
     ],
     ids=["no JSON", "a tie to nothing", "a text"],
 )

@@ -46,7 +46,7 @@ def test_a_length_that_is_right_is_not_doubted_for_what_the_json_holds(tmp_path:
     data = padded(0)
     path = tmp_path / "model.safetensors"
     path.write_bytes(data.replace(b'"a"', b'"\xff"'))
-    with pytest.raises(ckptfix.UnreadableError, match="the header is no UTF-8"):
+    with pytest.raises(ckptfix.UnreadableError, match="the header is not UTF-8"):
         ckptfix.open_checkpoint(path, salvage=True)
 
 

@@ -73,9 +73,7 @@ def test_the_disk_is_waited_for_after_the_reading(is_full, tmp_path, monkeypatch
     written = output.write_to(tmp_path / "new", source, torch_write.write_zip, tmp_path / "out")
     with output.flushing([written], tmp_path / "out", is_wanted=False):
         pass
-    refused = pytest.raises(
-        WriteError, match="out: cannot be written: No space left on device; nothing was left behind"
-    )
+    refused = pytest.raises(WriteError, match="out: cannot be written: No space left on device; nothing was left over")
     with refused if is_full else nullcontext(), output.flushing([written], tmp_path / "out"):
         assert not done
         takes_up.set()

@@ -210,7 +210,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     """
     if not _metadata_files(folder):
         unfinished = any(folder.glob("*.metadata.tmp"))
-        hint = "files that begin with a dot are easily left behind: fetch it too"
+        hint = "files that begin with a dot are easily missed: fetch it too"
         raise UnreadableError(
             f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
             f" {'the save was stopped before it was finished: use an earlier one' if unfinished else hint}"

@@ -112,7 +112,7 @@ def read(content: Content, salvage: bool = False) -> Document:
     """Return the document of an index and the shards beside it."""
     if content.file is None:
         raise UnreadableError(
-            f"{content.path}: the index of a sharded checkpoint, alone; unpack it beside its shards and name the folder"
+            f"{content.path}: an index of shards without them; unpack it beside its shards and name the folder"
         )
     return _merge(content.path, folder_of(content.path), content.path, salvage)
 

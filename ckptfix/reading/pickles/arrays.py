@@ -41,7 +41,7 @@ class NumpyArray:
                 _expect_bytes(shape, dtype, data)
             self.shape, self.dtype, self.fortran, self.data, self._spec = shape, dtype, fortran, data, None
         elif self.is_plain:
-            raise MalformedError("a numpy array whose state is none")
+            raise MalformedError("a numpy array with an invalid state")
 
     def spec(self, path: str) -> TensorSpec | None:
         """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
@@ -77,7 +77,7 @@ class NumpyArray:
 def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
     """Raise ``ValueError`` where an array has more or fewer bytes than its elements take."""
     if not isinstance(dtype, Opaque):
-        raise MalformedError("a numpy array whose dtype is none")
+        raise MalformedError("a numpy array with an invalid dtype")
     known = BY_NUMPY.get(numpy_type(dtype)[0])
     data = raw_bytes(data) if isinstance(data, str) else data
     if known is not None and isinstance(data, (bytes, bytearray)):

@@ -84,4 +84,4 @@ def storage_dtype(cls: Any) -> str:
             return dtype.name
         if cls.name in ("UntypedStorage", "_UntypedStorage"):
             return "uint8"
-    raise MalformedError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is no storage class")
+    raise MalformedError(f"{str(cls) if isinstance(cls, Global) else shown(cls)} is not a storage class")

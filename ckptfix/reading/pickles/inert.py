@@ -260,7 +260,7 @@ class InertTable:
         if isinstance(data, str):
             data = raw_bytes(data)
         if not isinstance(data, (bytes, bytearray)):
-            raise MalformedError("a file of torch that is no bytes")
+            raise MalformedError("a torch file that is not bytes")
         return self.nested(bytes(data))
 
     def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:

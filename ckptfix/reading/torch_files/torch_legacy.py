@@ -56,9 +56,7 @@ def read(content: Content, nesting: int = 0) -> Document:
         return damaged
     if root != MAGIC:
         if nesting:
-            raise UnreadableError(
-                f"{content.path}: what should be a file of torch in its pickle is none; fetch it again"
-            )
+            raise UnreadableError(f"{content.path}: the torch file inside its pickle is damaged; fetch it again")
         return read_whole(content, pickles, root)
     version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:

@@ -96,7 +96,7 @@ class _Reader:
         return value, machine.position
 
     def _nested(self, data: bytes) -> Any:
-        raise HostileError(f"{self.content.path}: a torch file lies in the pickle of a torch 0.1 file; do not use it")
+        raise HostileError(f"{self.content.path}: a torch file inside the pickle of a torch 0.1 file; do not use it")
 
     def _persistent(self, pid: Any) -> Any:
         # A module class comes with its source text, as (class, file, source).
@@ -124,7 +124,7 @@ class _Reader:
             nbytes = numel * DTYPES[dtype].itemsize
             if not 0 <= nbytes <= stop - position:
                 raise UnreadableError(
-                    f"{self.content.path}: storage {key!s:.40} of {nbytes} bytes ends behind the end of its file; it "
+                    f"{self.content.path}: storage {key!s:.40} of {nbytes} bytes ends after the end of its file; it "
                     "is cut short: fetch it again"
                 )
             present = max(0, min(nbytes, len(self.content) - position))
@@ -140,7 +140,7 @@ class _Reader:
 
     def _view(self, key: str, root: TypedStorage | TensorSpec, offset: int, numel: int) -> TypedStorage:
         if not isinstance(root, TypedStorage):
-            raise self._damaged(f"the storage {key:.40} is a part of something that is none")
+            raise self._damaged(f"the storage {key:.40} is a part of something that is not a tensor")
         itemsize = DTYPES[root.dtype].itemsize
         if offset < 0 or numel < 0 or (offset + numel) * itemsize > root.storage.nbytes:
             raise HostileError(

@@ -114,7 +114,7 @@ class Archive:
             )
         if start + info.compress_size > content.size:
             raise UnreadableError(
-                f"{content.path}: member {info.filename} ends behind the end of the file: it is cut short; fetch it "
+                f"{content.path}: member {info.filename} ends after the end of the file: it is cut short; fetch it "
                 "again"
             )
         closed = why_closed(info.flag_bits, info.compress_type)

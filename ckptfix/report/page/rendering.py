@@ -141,7 +141,7 @@ def check_page_file(file: str | Path) -> None:
     Called before the work begins, so that an hour of checking does not end in a refused name."""
     path = Path(file)
     if not _may_be_replaced(path):
-        raise UsageError(f"{file}: is there already and is no report of ckptfix; name another file")
+        raise UsageError(f"{file}: already exists and is not a ckptfix report; name another file")
     if not path.resolve().parent.is_dir():
         raise UsageError(f"{file}: the folder {path.parent} does not exist; make it, or name another file")
 

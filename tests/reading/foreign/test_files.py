@@ -155,8 +155,8 @@ def _socket(path: Path) -> None:
     [
         (lambda path: None, "No such file or directory; check the path"),
         (_link, "is a link to nowhere, which is not there"),
-        (os.mkfifo, "is no regular file"),
-        (_socket, "is no regular file"),
+        (os.mkfifo, "is not a regular file"),
+        (_socket, "is not a regular file"),
         (lambda path: path.write_bytes(b""), "is empty"),
     ],
     ids=["nothing", "a link to nothing", "a pipe", "a socket", "an empty file"],

@@ -56,7 +56,7 @@ def test_every_storage_class_has_its_dtype_on_every_device(name):
 
 
 def test_a_class_that_is_no_storage_is_refused():
-    with pytest.raises(ValueError, match=r"os\.system is no storage class"):
+    with pytest.raises(ValueError, match=r"os\.system is not a storage class"):
         storage_dtype(Global("os", "system"))
 
 

@@ -104,7 +104,7 @@ BROKEN = {
     "a storage of more than its file": (
         {"storages": pickled(1) + triple(1, "cpu", "FloatStorage") + struct.pack("<q", 1 << 40)},
         UnreadableError,
-        "ends behind the end of its file",
+        "ends after the end of its file",
     ),
     "a tensor of more than its storage": (
         {"tensors": pickled(1) + tensor(11, 1, "FloatTensor", (9, 9), (9, 1), 0)},

@@ -149,7 +149,7 @@ def test_a_page_is_replaced(tmp_path):
 def test_nothing_else_is(tmp_path, content):
     file = tmp_path / "model.pth"
     file.write_bytes(content)
-    with pytest.raises(UsageError, match="is no report of ckptfix"):
+    with pytest.raises(UsageError, match="is not a ckptfix report"):
         check_page_file(file)
     with pytest.raises(UsageError):
         save_page(file, page())
@@ -157,7 +157,7 @@ def test_nothing_else_is(tmp_path, content):
 
 
 def test_a_folder_is_no_place(tmp_path):
-    with pytest.raises(UsageError, match="is no report"):
+    with pytest.raises(UsageError, match="is not a ckptfix report"):
         check_page_file(tmp_path)
     with pytest.raises(UsageError, match="does not exist"):
         check_page_file(tmp_path / "nowhere" / "out.html")
