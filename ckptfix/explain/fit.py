@@ -237,7 +237,10 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             f"makes {counted(len(recipes), 'key')} of another shape fit, by the formula of a library",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
         )
-    if mismatch.shapes.keys() - recipes.keys():
+    left = {key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes}
+    if any(stored == (0,) for stored, _ in left.values()) or _shape_reason(left) in (_OTHER_AXES, _ANOTHER_SIZE):
+        yield Advice("Fill nothing in for these: that would make a model of random weights.")
+    elif left:
         yield Advice(
             "takes the keys of another shape from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
@@ -330,7 +333,13 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[s
             yield f"{counted(len(group), 'key')} of another shape: {reason}.", lines
 
 
+_OTHER_AXES = "the same axes in another order, as another library or release keeps them"
+_ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
+
+
 def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
+    if not shapes:
+        return ""
     key, (stored, wanted) = next(iter(shapes.items()))
     heads = {key for key, (stored, wanted) in shapes.items() if stored[1:] == wanted[1:] and stored and wanted}
     if heads == shapes.keys() and len(shapes) <= 4:
@@ -338,7 +347,7 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
         return f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
     if all(_is_input(*pair) for pair in shapes.values()):
         return f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
-    return "a model of another size or configuration than the file's, so look for its variant first"
+    return _OTHER_AXES if all(sorted(old) == sorted(new) for old, new in shapes.values()) else _ANOTHER_SIZE
 
 
 def _is_input(stored: Shape, wanted: Shape) -> bool:

@@ -62,6 +62,7 @@ _WHILE_COPYING = re.compile(
     rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
     rf" dimensions in the checkpoint are {_SIZE}"
 )
+_MOST_LAYERS = 1000
 _CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
 _CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
 _QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
@@ -80,18 +81,46 @@ def _is_whole(mismatch: Mismatch) -> bool:
 
 def _read(text: str) -> Mismatch:
     context = _CONTEXT.search(text)
-    missing = tuple(dict.fromkeys(_listed(_MISSING, text)))
+    missing = tuple(dict.fromkeys([*_listed(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]))
+    unexpected = [*_listed(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
     is_old = 'unexpected key "' in text and not context
-    starts_before = context is not None or "missing_keys" in text
+    starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
     return Mismatch(
         model=context["model"] if context else "",
         missing=missing,
-        unexpected=tuple(dict.fromkeys(_listed(_UNEXPECTED, text))),
+        unexpected=tuple(dict.fromkeys(unexpected)),
         shapes=dict(_shapes(text)),
         running_statistics=tuple(_listed(_RUNNING, text)),
         knows_missing=bool(missing) or (starts_before and not is_old),
         is_cut=_CUT.search(text) is not None,
     )
+
+
+_ROW = re.compile(
+    r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
+    rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
+)
+"""A row of the load report of transformers 5, which folds names: ``layers.{0, 1}.weight``, ``{0...11}``."""
+
+
+def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for row in _ROW.finditer(text):
+        if row["status"] == status:
+            for key in _unfolded(row["key"]):
+                yield key, row
+
+
+def _unfolded(key: str) -> list[str]:
+    head, opened, rest = key.partition("{")
+    if not opened:
+        return [key]
+    inside, _, tail = rest.partition("}")
+    names: list[str] = []
+    for part in inside.split(","):
+        first, dots, last = part.strip().partition("...")
+        is_range = dots and first.isdecimal() and last.isdecimal()
+        names += map(str, range(int(first), min(int(last), int(first) + _MOST_LAYERS) + 1)) if is_range else [first]
+    return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
 
 
 def _listed(pattern: re.Pattern[str], text: str) -> Iterator[str]:
@@ -109,6 +138,9 @@ def _listed(pattern: re.Pattern[str], text: str) -> Iterator[str]:
 def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
     for match in _SIZE_MISMATCH.finditer(text):
         yield match["key"], (_shape(match[2]), _shape(match[3]))
+    for key, row in _rows(text, "MISMATCH"):
+        if row[3] is not None:
+            yield key, (_shape(row[3]), _shape(row[4]))
     for match in _WHILE_COPYING.finditer(text):
         yield match["key"], (_shape(match[3]), _shape(match[2]))
 

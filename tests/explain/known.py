@@ -32,6 +32,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " `from_pretrained` method.",
     ),
     "newly-initialized": (
+        "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
@@ -40,6 +41,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
     "empty-shard": (),
     "shape-of-loaded-tensor": (
+        "ValueError: Size mismatch between saved torch.Size([10]) and current: torch.Size([5]) for fc.bias",
         'ValueError: Trying to set a tensor of shape torch.Size([43176, 8192]) in "weight" (which has shape'
         " torch.Size([0])), this look incorrect.",
     ),
@@ -105,6 +107,24 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
         "TypeError: 'collections.OrderedDict' object is not callable",
     ),
+    "load-report-above": (),
+    "does-not-fit-diffusers": (
+        "ValueError: Cannot load <class 'diffusers.models.unets.unet_2d_condition.UNet2DConditionModel'> from ./out"
+        " because the following keys are missing: \n conv_in.weight.",
+    ),
+    "adapter-of-another-base": (),
+    "no-adapter-config": (),
+    "adapter-config-of-newer-peft": (),
+    "no-lora-keys": ("ValueError: `state_dict` should be empty at this point but has state_dict.keys()=dict_keys([])",),
+    "weights-without-optimizer": ("KeyError: 'optimizer'", "KeyError: 'optimizer_states'", "KeyError: 'epoch'"),
+    "quantised-weights": (),
+    "tensor-not-in-safetensors": (),
+    "safetensors-not-installed": (),
+    "dtype-of-newer-torch": (
+        "KeyError: torch.float8_e4m3fn",
+        "SafetensorError: Error while deserializing header: invalid JSON in header: unknown variant `F4`, expected"
+        " one of `BOOL`, `U8` at line 1 column 30",
+    ),
     "model-not-state-dict": (
         "TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",
         "AttributeError: 'ResNet' object has no attribute 'copy'",
@@ -112,10 +132,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: 'VisionTransformer' object is not subscriptable",
         "TypeError: argument of type 'ResNet' is not iterable",
     ),
-    "container-key": (
-        "KeyError: 'model_state_dict'",
-        "KeyError: 'epoch'",
-    ),
+    "container-key": ("KeyError: 'model_state_dict'",),
     "git-lfs-pointer": (
         "WeightsUnpickler error: Unsupported operand 118",
         "OSError: You seem to have cloned a repository without having git-lfs installed. Please install git-lfs"
@@ -163,6 +180,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "plain-pickle-load": ("AttributeError: 'int' object has no attribute 'items'; got 119547037146038801333356",),
     "safetensors-cut": (
+        "SafetensorError: Error while deserializing header: invalid header length",
+        "SafetensorError: Error while deserializing header: invalid shape, data type, or offset for tensor",
+        "SafetensorError: Error while deserializing header: TensorInvalidInfo",
         'safetensors_rust.SafetensorError: Error while deserializing header: InvalidOffset("weight")',
         "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file not fully"
         " covered",
@@ -176,6 +196,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "FileNotFoundError: Checkpoint file not found: last.ckpt",
+        "ValueError: out is not a folder containing a `.index.json` file"
+        " or a pytorch_model.bin or a model.safetensors file",
         "FileNotFoundError: [Errno 2] Datei oder Verzeichnis nicht gefunden: 'model.pth'",
         "FileNotFoundError: [WinError 2] Das System kann die angegebene Datei nicht finden: 'C:\\\\runs\\\\model.pth'",
         "FileNotFoundError: No such file or directory: /models/model.safetensors",
@@ -211,6 +234,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "torch-too-old-to-load": (),
     "mmap-of-old-file": (),
     "old-numpy": (
+        "ValueError: numpy.dtype size changed, may indicate binary incompatibility."
+        " Expected 96 from C header, got 88 from PyObject",
         "ModuleNotFoundError: No module named 'numpy.core.multiarray'",
         "ModuleNotFoundError: No module named 'numpy._core.multiarray'; 'numpy._core' is not a package",
     ),
@@ -218,7 +243,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "UnicodeDecodeError: 'ascii' codec can't decode byte 0xd7 in position 1: ordinal not in range(128)",
     ),
     "newer-pickle-protocol": ("_pickle.UnpicklingError: Weights only load failed. Unsupported operand 149",),
-    "old-whole-model": ("AttributeError: 'GELU' object has no attribute 'approximate'",),
+    "old-whole-model": (
+        "AttributeError: 'GELU' object has no attribute 'approximate'",
+        "AttributeError: 'Detect' object has no attribute 'grid'",
+    ),
     "zero-dim-index": (
         "IndexError: invalid index of a 0-dim tensor. Use tensor.item() to convert a 0-dim tensor to a Python number",
     ),
@@ -244,6 +272,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "distributed-missing-key": (),
     "sharded-checkpoint": (
+        "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
+        " Possibly due to an overwrite of an old checkpoint.",
+        "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
+        "FileNotFoundError: can't find *_optim_states.pt files in directory 'x'",
+        "ValueError: Unable to find 'latest' file at /out/latest",
+        "FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: x",
+        "The directory x is not a DeepSpeed checkpoint",
         "_pickle.UnpicklingError: Weights only load failed. ``torch.distributed.tensor`` must be imported to"
         " load DTensors",
         "The checkpoint being loaded used a DP world size of 8 but the current world size is 4. Automatic adjustment"

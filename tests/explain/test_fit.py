@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckptfix.explain import explain
 from ckptfix.explain.fit import read_fit
 from ckptfix.explain.mismatch import read_mismatch
 from ckptfix.explain.text import messages
@@ -181,3 +182,50 @@ def test_the_advice_for_a_prefix_alone_needs_no_model():
 def test_thousands_of_keys():
     keys = [f"layers.{n}.weight" for n in range(3000)]
     assert "All 3000 unexpected keys" in causes(text(keys, [f"module.{key}" for key in keys]))
+
+
+def test_the_load_report_of_transformers_5():
+    rows = """
+LlamaForCausalLM LOAD REPORT from: out
+Key | Status |
+----+--------+-----
+h.{0, 2}.mlp.up_proj.weight | MISSING |
+h.{3...5}.mlp.{up, down}.weight | UNEXPECTED |
+tok.weight | MISMATCH | Reinit due to size mismatch - ckpt: torch.Size([7, 32]) vs model:torch.Size([9, 32])
+
+Notes:
+- MISSING:\tthose params were newly initialized because missing from the checkpoint.
+"""
+    (message,) = messages(rows)
+    mismatch = read_mismatch(message)
+    assert mismatch.missing == ("h.0.mlp.up_proj.weight", "h.2.mlp.up_proj.weight")
+    assert mismatch.unexpected == tuple(f"h.{n}.mlp.{name}.weight" for n in (3, 4, 5) for name in ("up", "down"))
+    assert mismatch.shapes == {"tok.weight": ((7, 32), (9, 32))}
+    assert mismatch.knows_missing
+
+
+def size_mismatches(*pairs: tuple[list[int], list[int]]) -> str:
+    lines = (
+        f"\tsize mismatch for {number}.weight: copying a param with shape torch.Size({stored}) from checkpoint, the"
+        f" shape in current model is torch.Size({wanted})."
+        for number, (stored, wanted) in enumerate(pairs)
+    )
+    return "\n".join(["RuntimeError: Error(s) in loading state_dict for Net:", *lines])
+
+
+@pytest.mark.parametrize(
+    ("said", "is_advised"),
+    [
+        pytest.param(size_mismatches(([1000, 64], [10, 64])), True, id="head"),
+        pytest.param(size_mismatches(([8, 3, 7, 7], [8, 4, 7, 7])), True, id="input channels"),
+        pytest.param(size_mismatches(([288, 96], [384, 128]), ([96, 96], [128, 128])), False, id="another variant"),
+        pytest.param(size_mismatches(([0], [4, 4]), ([0], [4])), False, id="divided by ZeRO"),
+        pytest.param(size_mismatches(([96, 32], [32, 96]), ([32, 128], [128, 32])), False, id="transposed"),
+    ],
+)
+def test_random_weights_are_advised_only_for_what_is_new(said, is_advised):
+    explanation = explain(said)
+    assert explanation is not None
+    assert (
+        any("--fill target" in each.command or "--adapt" in each.command for each in explanation.advice) is is_advised
+    )
