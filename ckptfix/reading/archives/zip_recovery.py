@@ -47,8 +47,8 @@ from ckptfix.reading.archives.zip_directory import (
     plain_name,
     plain_starts,
     read_header,
+    refusal,
 )
-from ckptfix.reading.archives.zip_strictness import refusal
 
 _DESCRIPTOR = b"PK\x07\x08"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)

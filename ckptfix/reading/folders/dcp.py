@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content
+from ckptfix.bytes.sources import Content, WindowContent
 from ckptfix.bytes.torn import is_torn
 from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.facts import Fact, Kind
@@ -26,7 +26,6 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.folders.chunks import Box, check_tiling, differ, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptfix.bytes.sources import BLOCK, Content
+from ckptfix.bytes.sources import BLOCK, Content, WindowContent
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.reading.archives.windows import WindowContent
 from ckptfix.reading.foreign.files import is_chunked
 
 SEARCHED = 1 << 16

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.bytes.limits import SLOT, Bounds
+from ckptfix.bytes.sources import WindowBuffer
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import CkptfixError, UnreadableError
-from ckptfix.reading.archives.windows import WindowBuffer
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import FAR, Memo, PickleMachine
 from ckptfix.reading.pickles.stream import Bytes

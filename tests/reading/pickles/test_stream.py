@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckptfix.bytes.sources import WindowBuffer
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.archives.windows import WindowBuffer
 from ckptfix.reading.pickles.stream import PickleEndError, PickleStream
 
 
