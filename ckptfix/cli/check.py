@@ -50,8 +50,7 @@ def _checkpoints(path: str) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
     import ckptfix
-    from ckptfix.zoo.items.grouping import Kind
-    from ckptfix.zoo.items.listing import list_zoo
+    from ckptfix.zoo.listing import Kind, list_zoo
     from ckptfix.zoo.places import open_place
 
     try:

@@ -48,10 +48,10 @@ def _migrate(
     console: Console, source: str, destination: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> int:
     from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
-    from ckptfix.zoo.items.listing import read_list
+    from ckptfix.zoo.job import Others
+    from ckptfix.zoo.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
     from ckptfix.zoo.places import split_source
-    from ckptfix.zoo.work.job import Others
 
     place, pattern = split_source(source)
     table, decided = tables(console, choices, given)
@@ -116,7 +116,7 @@ def _engine(choices: Mapping[str, Any]) -> MakeEngine | None:
     for name in ("memory", "temporary"):
         if name in choices:
             raise UsageError(Opt(name), " is a budget of one machine; a Ray cluster knows what its nodes have")
-    from ckptfix.zoo.engines.ray import RayEngine
+    from ckptfix.zoo.cluster import RayEngine
 
     return lambda scratch: RayEngine(scratch, choices.get("address"), choices.get("jobs"))
 

@@ -17,7 +17,7 @@ from ckptfix.core.options import option_words
 from ckptfix.core.shell import no_option, typed
 from ckptfix.report.style import Line, Span
 from ckptfix.zoo.manifest import Outcome
-from ckptfix.zoo.summary import Summary
+from ckptfix.zoo.migrating import Summary
 
 if TYPE_CHECKING:
     from ckptfix.zoo.migrating import Migration

@@ -62,7 +62,7 @@ def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any
 def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
     """Look at a zoo and write the table that says what belongs to what, as far as its files tell."""
     from ckptfix.zoo.drafting import draft_table
-    from ckptfix.zoo.items.listing import list_zoo
+    from ckptfix.zoo.listing import list_zoo
     from ckptfix.zoo.places import open_place, split_source
 
     if goal.exists():

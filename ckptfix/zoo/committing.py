@@ -6,41 +6,120 @@
     append    the lines of the manifest and of the weights, flushed
 
 A kill at any point leaves at most outputs without a line, which the next run makes again, and never a line without its
-output. All of it happens in a thread of its own: the workers go on meanwhile, and what they finish is the next
-group."""
+output. The workers go on meanwhile, and what they finish is the next group."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import shutil
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
-from ckptfix.errors import WriteError
+from ckptfix.bytes.copying import CHUNK
+from ckptfix.core.progress import Task
+from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.writing.atomic import flush_file
-from ckptfix.zoo.journal import Journal
-from ckptfix.zoo.manifest import Outcome, Record
+from ckptfix.zoo.job import Done, Staged, Workplace
+from ckptfix.zoo.manifest import Journal, Outcome, Record
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.work.copying import forget, put_in_place
-from ckptfix.zoo.work.job import Done, Workplace
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the sha256 of a file, in hex. It runs without Python's lock."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and its buffer is small
+        buffer = memoryview(bytearray(max(1, min(1 << 20, os.fstat(file.fileno()).st_size))))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sha256_of_files(root: Path, names: Iterable[str]) -> str:
+    """Return one sha256 of several files below a folder: of the lines ``DIGEST  NAME`` that sha256sum prints, in the
+    order of the names."""
+    whole = hashlib.sha256()
+    for name in names:
+        whole.update(f"{sha256_of_file(root / name)}  {name}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
+
+
+def copy_file(source: Path, goal: Path) -> int:
+    """Copy a file with its permissions and times, inside the kernel if it can, which shares the blocks if the file
+    system can. Returns the number of bytes.
+    """
+    with source.open("rb", buffering=0) as old, goal.open("xb", buffering=0) as new:
+        size = os.fstat(old.fileno()).st_size
+        task = Task(f"copying {source}", size)
+        try:
+            while moved := os.copy_file_range(old.fileno(), new.fileno(), CHUNK):
+                task.advance(moved)
+        except (OSError, AttributeError):  # another file system, or a system without the call: copy the rest by hand
+            new.seek(task.done)
+            old.seek(task.done)
+            shutil.copyfileobj(old, new, 1 << 20)
+        written = new.tell()
+    if written != size:
+        raise CkptfixError(f"{source}: changed while it was read; run the same command again")
+    shutil.copystat(source, goal)
+    return size
+
+
+def deliver_staged(staged: Sequence[Staged], destination: Place) -> None:
+    """Put files in place in their order, each of them durable before it gets its name."""
+    if destination.root is None:
+        for each in staged:
+            destination.put(Path(each.path), each.name)
+        return
+    for each in staged:
+        if not each.is_flushed:
+            flush_file(Path(each.path))
+    folders: set[Path] = set()
+    for each in staged:
+        folders |= put_in_place(each, destination.root)
+    for folder in folders:
+        flush_file(folder)
+
+
+def put_in_place(staged: Staged, root: Path) -> set[Path]:
+    """Rename one file to its name below a local root. Returns the folders that have to be flushed.
+
+    Raises ``WriteError`` if that fails."""
+    goal = root / staged.name
+    try:
+        made = [folder for folder in goal.parents if folder.is_relative_to(root) and not folder.exists()]
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        Path(staged.path).replace(goal)
+    except OSError as error:
+        raise WriteError(f"{staged.name}: cannot be put in place: {error.strerror}; make room for it") from error
+    return {goal.parent, *(folder.parent for folder in made)}
+
+
+def forget(path: Path) -> None:
+    """Give up the cached pages of a file that is on the disk: a zoo is not read again at once, and it would displace
+    what is. The next file takes these pages, at a third of the cost of new ones."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 _MOST = 512
-"""Jobs that may wait to be written down; then the driver waits too."""
+"""Finished jobs after which a group is written down at once."""
 
 _LARGE = 1 << 20
 """Bytes of an output whose pages are worth a call."""
 
 
 class Committer:
-    """Takes what came of jobs and writes it down, in the order of arrival. ``on_written`` gets each of them, in the
-    thread of the committer, when nothing can undo it any more. ``left_over`` returns the outputs of an earlier run that
-    a record makes stale.
+    """Takes what came of jobs and writes it down, in the order of arrival: in groups, and at the end, also after
+    Ctrl-C. ``on_written`` gets each of them when nothing can undo it any more. ``left_over`` returns the outputs of an
+    earlier run that a record makes stale.
     """
 
     def __init__(
@@ -55,58 +134,28 @@ class Committer:
         self._destination, self._left_over = destination, left_over
         self._root, self._scratch = destination.root, scratch
         self._manifest, self._weights, self._on_written = manifest, weights, on_written
-        self._waiting: deque[Done] = deque()
-        self._change = threading.Condition()
-        self._is_closing = False
-        self._error: BaseException | None = None
+        self._waiting: list[Done] = []
         self._safe: set[Path] = set()
-        self._thread = threading.Thread(target=self._work, name="ckptfix-committer", daemon=True)
 
     def __enter__(self) -> Committer:
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Also after Ctrl-C: what is finished is written down, and not done again next time.
-        with self._change:
-            self._is_closing = True
-            self._change.notify_all()
-        self._thread.join()
-        if kind is None:
-            self._raise()
+        self.commit()
 
     def add(self, done: Done) -> None:
-        """Take what came of a job. Waits if too many are waiting. Raises what went wrong with those before."""
-        with self._change:
-            self._change.wait_for(lambda: len(self._waiting) < _MOST or self._error is not None)
-            self._raise()
-            self._waiting.append(done)
-            self._change.notify_all()
+        """Take what came of a job, to be written down with others."""
+        self._waiting.append(done)
+        if len(self._waiting) >= _MOST:
+            self.commit()
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: bool(self._waiting) or self._is_closing)
-                group = list(self._waiting)
-                self._waiting.clear()
-                self._change.notify_all()
-            if not group:
-                return
-            try:
-                for done in self._written(group):
-                    self._on_written(done)
-            except Exception as error:  # noqa: BLE001 - the driver raises it: a dead thread would lose what it is given
-                with self._change:
-                    self._error = error
-                    self._waiting.clear()
-                    self._change.notify_all()
-                return
+    def commit(self) -> None:
+        """Write down what is finished."""
+        group, self._waiting = self._waiting, []
+        for done in self._written(group) if group else ():
+            self._on_written(done)
 
     def _written(self, group: Sequence[Done]) -> list[Done]:
         new = [done for done in group if not done.is_known]
@@ -116,8 +165,9 @@ class Committer:
                 if (done.record.output_size or 0) >= _LARGE:
                     for each in done.staged:
                         forget(Path(each.path))
-            new = [self._placed(done, self._root) for done in new]
-            self._flush(list({(self._root / each.name).parent for done in new for each in done.staged}))
+            folders: set[Path] = set()
+            new = [self._placed(done, self._root, folders) for done in new]
+            self._flush(sorted(folders))
         for done in new:
             for name in self._left_over(done.record):
                 self._destination.remove(name)  # before the line, or a kill between the two would leave it for ever
@@ -133,12 +183,12 @@ class Committer:
             for file in files:
                 flush_file(file)
 
-    def _placed(self, done: Done, root: Path) -> Done:
+    def _placed(self, done: Done, root: Path, folders: set[Path]) -> Done:
         """Put the outputs of a job in place; if that fails, the job has."""
         try:
             for each in done.staged:
                 self._check_folder((root / each.name).parent, root)
-                put_in_place(each, root)
+                folders |= put_in_place(each, root)
         except WriteError as error:
             nothing = replace(done.record, output=None, output_size=None, output_sha256=None, output_parts=())
             record = replace(nothing, outcome=Outcome.FAILED, error=str(error))

@@ -2,17 +2,173 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import lru_cache
 from importlib import metadata
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
 
-from ckptfix.errors import UsageError
-from ckptfix.zoo.journal import Journal, line_of
+from ckptfix.errors import UsageError, WriteError
+
+SOURCE = "source"
+_BEGIN = b'{"source":"'
+_DECODER = json.JSONDecoder()
+
+
+class Journal:
+    """The lines of a file by their field ``source``. Memory holds only the position of each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, int] = {}
+        self._is_tidy = True
+        try:
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as error:
+            raise _unwritten(path, error) from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, source: object) -> bool:
+        return source in self._places
+
+    def load(self) -> Iterator[dict[str, Any]]:
+        """Yield all lines in the order of the file, older ones of a source too. Drops a torn last line.
+
+        Raises ``UsageError`` if another line is not valid."""
+        for number, line in self._read():
+            try:
+                entry: dict[str, Any] = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise self._invalid(number, error) from error
+            yield entry
+
+    def index(self) -> None:
+        """Read where each line is, without parsing it."""
+        for _ in self._read():
+            pass
+
+    def _read(self) -> Iterator[tuple[int, bytes]]:
+        self._file.seek(0)
+        start, last = 0, ""
+        for number, line in enumerate(self._file, 1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("it is torn")
+                source = _source_of(line)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                if self._file.read(1):
+                    raise self._invalid(number, error) from error
+                self._file.truncate(start)
+                break
+            self._places[source] = start
+            self._is_tidy &= last < source
+            start, last = start + len(line), source
+            yield number, line
+        self._file.seek(0, os.SEEK_END)
+
+    def _invalid(self, number: int, error: Exception) -> UsageError:
+        return UsageError(f"{self.path}: line {number} is not valid ({error}); migrate into a new folder")
+
+    def append(self, lines: Sequence[tuple[str, bytes]]) -> None:
+        """Add lines as ``line_of`` gives them, each with its source. They are on the disk when this returns.
+
+        Raises ``WriteError`` if the disk takes no more."""
+        if not lines:
+            return
+        place = self._file.tell()
+        try:
+            self._file.write(b"".join([line for _, line in lines]))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
+        ends = accumulate((len(line) for _, line in lines), initial=place)
+        self._places.update((source, start) for (source, _), start in zip(lines, ends, strict=False))
+        self._is_tidy = False
+
+    def entry(self, source: str) -> dict[str, Any]:
+        """Return the last line of a source. Raises ``KeyError`` if it has none."""
+        with self.path.open("rb") as file:
+            file.seek(self._places[source])
+            line: dict[str, Any] = json.loads(file.readline())
+        return line
+
+    def drop(self, source: str) -> None:
+        """Leave a source out when the journal is tidied."""
+        self._is_tidy &= self._places.pop(source, None) is None
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the last line of each source, sorted by source."""
+        return map(json.loads, self.raw_lines())
+
+    def raw_lines(self) -> Iterator[bytes]:
+        """Yield the same as they are in the file."""
+        with self.path.open("rb", buffering=1 << 20) as file:
+            for source in sorted(self._places):
+                if file.tell() != (place := self._places[source]):
+                    file.seek(place)
+                yield file.readline()
+
+    def tidy(self, scratch: Path) -> None:
+        """Leave one line of each source, sorted, in a new file that replaces the old one.
+
+        ``scratch`` is a folder of the same disk."""
+        if self._is_tidy:
+            return
+        new, places, start = scratch / self.path.name, {}, 0
+        try:
+            with new.open("wb", buffering=1 << 20) as file:
+                for source, raw in zip(sorted(self._places), self.raw_lines(), strict=True):
+                    file.write(raw)
+                    places[source] = start
+                    start += len(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.path)
+            self._file.close()
+            self._file = self.path.open("a+b")
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
+        self._places, self._is_tidy = places, True
+
+
+def line_of(entry: Mapping[str, Any]) -> bytes:
+    """Return the line of plain data that has a ``source``."""
+    text = json.dumps({SOURCE: entry[SOURCE], **entry}, allow_nan=False, separators=(",", ":"))
+    return text.encode("ascii") + b"\n"
+
+
+def _source_of(line: bytes) -> str:
+    """The source of a line, which our lines begin with: they are long, and parsing all of them takes seconds."""
+    if line.startswith(_BEGIN) and line.endswith(b"}\n"):
+        return str(_DECODER.raw_decode(line.decode("ascii"), len(_BEGIN) - 1)[0])
+    source = json.loads(line)[SOURCE]
+    if not isinstance(source, str):
+        raise TypeError(f"its source is {source!r:.60}")
+    return source
+
+
+def _unwritten(path: Path, error: OSError) -> WriteError:
+    return WriteError(f"{path}: cannot be written: {error.strerror}; make room, and run the same command again")
+
 
 MANIFEST, WEIGHTS, RENAMES = "manifest.jsonl", "weights.jsonl", "renames.json"
 OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)

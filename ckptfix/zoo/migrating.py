@@ -15,25 +15,101 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.committing import Committer
-from ckptfix.zoo.engines import Engine
-from ckptfix.zoo.items.grouping import Item
-from ckptfix.zoo.items.listing import ABSENT, list_zoo
-from ckptfix.zoo.manifest import Record, read_manifest
+from ckptfix.zoo.engine import Engine
+from ckptfix.zoo.job import Done, Others
+from ckptfix.zoo.listing import ABSENT, Item, list_zoo
+from ckptfix.zoo.manifest import Outcome, Record, read_manifest
 from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
-from ckptfix.zoo.summary import Summary
 from ckptfix.zoo.table import Table
-from ckptfix.zoo.work.job import Done, Others
 from ckptfix.zoo.workspace import Workspace, opened
+
+BAD = (Outcome.UNREADABLE, Outcome.FAILED)
+
+_QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
+"""Seconds before an estimate is shown; and seconds, or the share of the work, after which it is."""
+
+_EACH = 1_000_000
+"""Bytes that take as long as opening a file and writing its record."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a migration is: bytes of sources a second, and the seconds that are left."""
+
+    rate: float
+    seconds_left: float
+
+
+@dataclass
+class Summary:
+    """The counts of a migration, while it runs and afterwards. ``bytes`` are those of the sources."""
+
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    earlier_files: int = 0
+    """Done by an earlier run."""
+    earlier_bytes: int = 0
+    running: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    sizes: Counter[Outcome] = field(default_factory=Counter)
+    written: int = 0
+    """Bytes of the outputs."""
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+
+    def count(self, outcome: Outcome, size: int, output_size: int | None, *, earlier: bool = False) -> None:
+        """Count a file that has come to its outcome."""
+        self.done_files += 1
+        self.done_bytes += size
+        self.outcomes[outcome] += 1
+        self.sizes[outcome] += size
+        self.written += output_size or 0
+        if earlier:
+            self.earlier_files += 1
+            self.earlier_bytes += size
+
+    def pace(self) -> Pace | None:
+        """Return how fast it goes; None as long as too little is done to say."""
+        seconds = time.monotonic() - self.began
+        nbytes, files = self.done_bytes - self.earlier_bytes, self.done_files - self.earlier_files
+        done = nbytes + _EACH * files
+        left = self.bytes - self.done_bytes + _EACH * (self.files - self.done_files)
+        if not done or seconds < _QUIET or (done < _SHARE * (done + left) and seconds < _LONG):
+            return None
+        return Pace(nbytes / seconds, seconds * left / done)
+
+    @property
+    def exit_code(self) -> int:
+        """0: all are fine or repaired; 1: some need a decision; 2: some are unreadable or failed."""
+        if any(self.outcomes[outcome] for outcome in BAD):
+            return 2
+        return int(self.outcomes[Outcome.DECISION] > 0)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the counts as plain data."""
+        return {
+            "files": self.files,
+            "bytes": self.bytes,
+            "bytes_written": self.written,
+            "outcomes": {outcome.value: self.outcomes[outcome] for outcome in Outcome},
+            "of_an_earlier_run": self.earlier_files,
+            "seconds": round(self.seconds, 3),
+            "exit_code": self.exit_code,
+        }
+
 
 MakeEngine = Callable[[Path], Engine]
 """Makes the engine of a migration, with a folder for temporary files."""
@@ -100,7 +176,7 @@ def migrate(
     items = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
     _check_chosen(source, items, patterns, listed, decided)
     if engine is None:  # the nodes of a cluster may have packages that this machine has not
-        from ckptfix.zoo.engines.local import check_models
+        from ckptfix.zoo.engine import check_models
 
         check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
@@ -149,6 +225,7 @@ def _run(
         workspace.publish()
 
     def waiting(running: int) -> None:
+        committer.commit()
         summary.running = running
         watch(summary)
 
@@ -181,7 +258,7 @@ def _check_chosen(
 
 
 def _local(scratch: Path, jobs: int | None, memory: int | None, temporary: int | None) -> Engine:
-    from ckptfix.zoo.engines.local import LocalEngine  # one engine of several
+    from ckptfix.zoo.engine import LocalEngine  # one engine of several
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return LocalEngine(jobs or cores, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)

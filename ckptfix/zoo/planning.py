@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.items.grouping import Item, Kind
-from ckptfix.zoo.journal import Journal
-from ckptfix.zoo.manifest import OWN_NAMES, Outcome, Record, free_name, version
+from ckptfix.zoo.job import Job, Others
+from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
 from ckptfix.zoo.table import Table, Treatment, with_decision
-from ckptfix.zoo.work.job import Job, Others
 
 _NOTHING = object()
 

@@ -42,8 +42,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.modules.named import configuration_files
 from ckptfix.reading.adapters import adapter_paths
-from ckptfix.zoo.items.naming import MIRRORED, check_template, output_name
-from ckptfix.zoo.patterns import compile_patterns
+from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
 
 FILE_NAME = "zoo.toml"
 """What the table is called by default."""

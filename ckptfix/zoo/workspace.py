@@ -21,8 +21,7 @@ from pathlib import Path
 
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.writing.atomic import flush_file, remove_leftovers
-from ckptfix.zoo.journal import Journal
-from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS
+from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS, Journal
 from ckptfix.zoo.places import Place, walk_if_there
 
 SCRATCH = ".ckptfix-tmp"

@@ -17,7 +17,7 @@ from tests.zoo import zoos
 
 STOPPED = """
 import os, signal
-from ckptfix.zoo.journal import Journal
+from ckptfix.zoo.manifest import Journal
 append, calls = Journal.append, []
 def stopping(*args):
     append(*args)

@@ -7,7 +7,7 @@ import pytest
 from ckptfix.cli.console import Console
 from ckptfix.cli.migration import MigrationMeter, progress_text
 from ckptfix.zoo.manifest import Outcome
-from ckptfix.zoo.summary import Summary
+from ckptfix.zoo.migrating import Summary
 
 
 @pytest.fixture

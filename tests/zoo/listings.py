@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckptfix.zoo.items.grouping import Item, Kind
-from ckptfix.zoo.items.listing import list_zoo
-from ckptfix.zoo.places import Place
-from ckptfix.zoo.places.local import LocalPlace
+from ckptfix.zoo.listing import Item, Kind, list_zoo
+from ckptfix.zoo.places import LocalPlace, Place
 
 FILE, FOLDER, OTHER = Kind.FILE, Kind.FOLDER, Kind.OTHER
 

@@ -13,12 +13,11 @@ import torch
 
 from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.errors import UsageError
+from ckptfix.zoo.job import Others
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
-from ckptfix.zoo.places import open_place
-from ckptfix.zoo.places.local import LocalPlace
+from ckptfix.zoo.places import LocalPlace, open_place
 from ckptfix.zoo.table import plain_table
-from ckptfix.zoo.work.job import Others
 from tests.zoo import zoos
 
 
@@ -102,14 +101,14 @@ def test_a_second_run_does_nothing(zoo, whole, tmp_path):
 
 POINTS = {
     "in the listing": ("ckptfix.zoo.migrating", "list_zoo", 1),
-    "before the first line": ("ckptfix.zoo.journal.Journal", "append", 1),
-    "between weights and manifest": ("ckptfix.zoo.journal.Journal", "append", 4),
-    "later": ("ckptfix.zoo.journal.Journal", "append", 9),
+    "before the first line": ("ckptfix.zoo.manifest.Journal", "append", 1),
+    "between weights and manifest": ("ckptfix.zoo.manifest.Journal", "append", 4),
+    "later": ("ckptfix.zoo.manifest.Journal", "append", 9),
     "at the first rename": ("ckptfix.zoo.committing", "put_in_place", 1),
     "at a later rename": ("ckptfix.zoo.committing", "put_in_place", 14),
     "at a flush": ("ckptfix.zoo.committing", "flush_file_system", 2),
-    "when the manifest is sorted": ("ckptfix.zoo.journal.Journal", "tidy", 1),
-    "between the books": ("ckptfix.zoo.journal.Journal", "tidy", 2),
+    "when the manifest is sorted": ("ckptfix.zoo.manifest.Journal", "tidy", 1),
+    "between the books": ("ckptfix.zoo.manifest.Journal", "tidy", 2),
     "at the renames": ("ckptfix.zoo.workspace", "_write", 1),
 }
 

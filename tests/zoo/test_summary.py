@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptfix.zoo.manifest import Outcome
-from ckptfix.zoo.summary import Summary
+from ckptfix.zoo.migrating import Summary
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_worst_outcome_is_the_exit_code(outcomes, code):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("ckptfix.zoo.summary.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptfix.zoo.migrating.time.monotonic", lambda: now[0])
     return now
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.journal import line_of
+from ckptfix.zoo.manifest import line_of
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.workspace import SCRATCH, opened
 

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.zoo.work.job import Done, Job
-from ckptfix.zoo.work.performing import perform
+from ckptfix.zoo.job import Done, Job
+from ckptfix.zoo.performing import perform
 from tests.cli.programs import run_here
 
 TIMES = ("seconds", "peak_memory", "finished")
@@ -129,5 +129,5 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
 
 def migrate_here(*words: object) -> subprocess.CompletedProcess[str]:
     """The command line in this process, with no others beside it."""
-    with patch("ckptfix.zoo.engines.local.LocalEngine", lambda workers, budget, scratch: Alone(scratch, True)):
+    with patch("ckptfix.zoo.engine.LocalEngine", lambda workers, budget, scratch: Alone(scratch, True)):
         return run_here("migrate", *map(str, words), cwd=Path(str(words[0])).parent)

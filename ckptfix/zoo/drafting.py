@@ -1,0 +1,356 @@
+"""``ckptfix migrate --init``: look at the files of a zoo, and draft the table that says what belongs to what.
+
+survey        each checkpoint is opened; no tensor is read and none of its code runs
+gathering     files of equal layout are one group, with the patterns that match exactly them
+recognition   each group by its exact structure, by a class, by telling keys, or by the names of its files
+writing       the table, with the evidence, and with what is open
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from ckptfix.core.config import parse_toml
+from ckptfix.core.finding import counted
+from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.shell import no_option, typed
+from ckptfix.errors import one_line
+from ckptfix.known.recognition import Shapes, recognise
+from ckptfix.known.table import table
+from ckptfix.modules.named import SCHEMES
+from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.report.figures import elements
+from ckptfix.report.folding import folded_lines
+from ckptfix.report.likeness import likeness_text
+from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.naming import literal
+from ckptfix.zoo.places import Place
+from ckptfix.zoo.survey import Group, Layout, Sight, gather, survey
+
+_FAMILIES = Path(__file__).with_name("families.toml")
+
+_BUILDERS = ("timm", "torchvision")
+"""Libraries whose models are known by what people call their files."""
+
+_SHOWN = 4
+
+
+class Confidence(Enum):
+    """How sure an architecture is."""
+
+    EXACT = "exact"
+    """Every name and shape is that of the model."""
+    GUESS = "guess"
+    """Only a class, a telling key or the names of the files say so."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture. ``model`` or ``like`` is the line of the table; ``needs`` is what builds the model, as pip calls
+    it."""
+
+    title: str
+    confidence: Confidence
+    evidence: tuple[str, ...] = ()
+    model: str | None = None
+    needs: str | None = None
+    like: str | None = None
+
+
+def find_architecture(shapes: Shapes, classes: Iterable[str], names: Iterable[str]) -> Architecture:
+    """Return the architecture of a layout. ``classes`` are those of models that were saved whole, ``names`` the names
+    of the files: they choose among equal structures, and are evidence for or against."""
+    names = tuple(names)
+    stems = [re.sub(r"[^a-z0-9]+", "_", name.rpartition("/")[2].lower()).strip("_") for name in names]
+    known = recognise(shapes, names)
+    if known is not None and known.fit in (Fit.EXACT, Fit.HEADLESS):
+        found = _exact(known)
+    else:
+        found = _by_class(classes) or _by_family(shapes) or _by_name(stems)
+        if known is not None:
+            found = replace(found, evidence=(*found.evidence, f"names and shapes: {likeness_text(known)}"))
+    return replace(found, evidence=(*found.evidence, *_named(found, stems)))
+
+
+@cache
+def named_models() -> Mapping[str, str]:
+    """Return the names of the models that a draft can build, with the library of each."""
+    pairs = [(library, name) for library, _, name in (each.partition("/") for each in table().names())]
+    return {name: library for library, name in sorted(pairs) if library in _BUILDERS}  # of two the last, torchvision's
+
+
+def name_in(stem: str) -> str | None:
+    """Return the longest name of a model that a file's name holds, as words of its own."""
+    text = f"_{stem}_"
+    return max((name for name in named_models() if f"_{name}_" in text), key=len, default=None)
+
+
+def _exact(known: Likeness) -> Architecture:
+    """The first of the models that are built exactly so."""
+    title = known.names[0].partition("/")[2]
+    evidence = (f"every name and shape is that of {likeness_text(known)}",)
+    if known.model is None:
+        return Architecture(title, Confidence.EXACT, evidence, like=known.target)
+    return Architecture(title, Confidence.EXACT, evidence, known.model, SCHEMES[known.model.partition(":")[0]][1])
+
+
+def _by_class(classes: Iterable[str]) -> Architecture | None:
+    """The class of a whole model."""
+    word, _ = next(iter(Counter(each for each in classes if "." in each).most_common(1)), ("", 0))
+    module, _, own = word.rpartition(".")
+    model = f"{'your_script' if module == '__main__' else module}:{own}"
+    return Architecture(own, Confidence.GUESS, (f"saved whole, as a {word}",), model) if word else None
+
+
+def _by_family(shapes: Shapes) -> Architecture | None:
+    """The family that one telling name gives away."""
+    for family in parse_toml(_FAMILIES)["family"]:
+        expression = re.compile(family["pattern"])
+        if (key := next(filter(expression.fullmatch, shapes), None)) is not None:
+            remark = f"; {family['remark']}" if "remark" in family else ""
+            return Architecture(family["title"], Confidence.GUESS, (f"by the name {key}{remark}",))
+    return None
+
+
+def _by_name(stems: Sequence[str]) -> Architecture:
+    """What only the names of the files say."""
+    name = next((name for stem in stems if (name := name_in(stem)) is not None), None)
+    if name is None:
+        return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
+    library = named_models()[name]
+    line = f"the names of the files say {name}, but names and shapes are not those of {library}'s {name}"
+    return Architecture(name, Confidence.GUESS, (line,), f"{library}:{name}", SCHEMES[library][1])
+
+
+def _named(found: Architecture, stems: Sequence[str]) -> list[str]:
+    """What the names of the files say of an architecture that is sure, for and against."""
+    if found.confidence is not Confidence.EXACT:
+        return []
+    named = Counter(name for stem in stems if (name := name_in(stem)) is not None)
+    return [
+        f"{'' if name in found.title or found.title in name else 'BUT '}the name says {name} ({counted(count, 'file')})"
+        for name, count in named.most_common(_SHOWN)
+    ]
+
+
+Found = Sequence[tuple[Group, Architecture]]
+
+WIDTH = 110
+_FEW, _KEYS = 3, 8
+
+_INTRODUCTION = """\
+What belongs to what. The first [[files]] with a pattern that matches a file applies; a file that none matches gets \
+the repairs that need no model. Patterns without a slash match names at any depth, "folder/" everything below it.
+A line "# key = …" is a guess, or a choice that is yours: remove the "# " if it is right.
+A model line runs that code when the files are migrated, and each file is then loaded into the model and tried.
+Next: read this file, then `ckptfix migrate {zoo} NEW --dry-run`; `--help` has the rest.
+"""
+
+_DEFAULTS = """\
+
+[defaults]
+# format = "safetensors"   # what is written; without it each file keeps its format
+# smoke = false            # models are named, but no forward pass is run
+# unsafe-fixes = true      # also fixes that drop, invent or cast a value
+"""
+
+
+def write_draft(zoo: str, found: Found, sights: Sequence[Sight], others: int) -> str:
+    """Return the text of ``zoo.toml``: an introduction, the defaults, a table for each group, and what is open."""
+    read = sum(len(group.sights) for group, _ in found)
+    counts = f"{counted(len(sights), 'checkpoint')} in {zoo}: {read} read, {len(sights) - read} not; "
+    lines = [*comment(f"{counts}{counted(len(found), 'layout')} of keys. {counted(others, 'other file')}."), "#"]
+    for paragraph in _INTRODUCTION.format(zoo=typed([no_option(zoo)])).splitlines():
+        lines += comment(paragraph)
+    if needed := sorted({each.needs for _, each in found if each.needs and _is_active(each)}):
+        lines += comment(f"The active model lines need these packages: pip install {' '.join(needed)}")
+    lines += _DEFAULTS.splitlines()
+    for number, (group, architecture) in enumerate(found, 1):
+        lines += ["", *_group(number, group, architecture, found)]
+    lines += ["", *_open(found, sights)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _group(number: int, group: Group, found: Architecture, groups: Found) -> Iterator[str]:
+    shapes = group.layout.shapes
+    size = f"{counted(len(shapes), 'tensor')}, {elements(group.layout.numel)}"
+    yield f"# {number}. {found.title}: {counted(len(group.sights), 'file')}, {size} ".ljust(WIDTH, "-")
+    yield from comment(f"{found.confidence.value}: {found.evidence[0] if found.evidence else found.title}")
+    for line in (*found.evidence[1:], *_nearest(number, group, groups), *_circumstances(group)):
+        yield from comment(line, "# - ")
+    if found.confidence in (Confidence.UNKNOWN, Confidence.GUESS):
+        yield "# its keys:"
+        for line in folded_lines(shapes, _KEYS, lambda key: str(list(shapes[key]))):
+            yield from comment(line, "#     ")
+    yield "[[files]]"
+    yield from texts("match", group.patterns)
+    mark = "" if _is_active(found) else "# "
+    if found.like is not None:
+        yield f"{mark}like = {quoted(found.like)}"
+    else:
+        yield f"{mark}model = {quoted(found.model or 'pkg.mod:factory')}"
+    yield from _weights(group)
+
+
+def _is_active(found: Architecture) -> bool:
+    """Whether a model line counts as it is: only if each name and shape is proven to be the model's."""
+    return (found.model or found.like) is not None and found.confidence is Confidence.EXACT
+
+
+def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
+    """Another group with the same keys: the same model with another head, most often."""
+    own = group.layout
+    for other_number, (other, _) in enumerate(groups, 1):
+        if other_number != number and other.layout.names == own.names:
+            if other.layout is own:
+                yield f"the layout of {other_number}; what else the files hold differs"
+            else:
+                yield f"the keys of {other_number} in other shapes: {_differences(own, other.layout)}"
+            return
+
+
+def _differences(one: Layout, other: Layout) -> str:
+    differing = [key for key, shape in one.shapes.items() if other.shapes[key] != shape]
+    return _listed([f"{key} {list(one.shapes[key])} and not {list(other.shapes[key])}" for key in differing])
+
+
+def _circumstances(group: Group) -> Iterator[str]:
+    """What is not the same in all files of a group, or what a newcomer has to know of them."""
+    sights = group.sights
+    for prefix, names in _by(sights, lambda sight: sight.prefix):
+        # Without a model, the rules remove only what is certainly a wrapper's.
+        condition = "" if prefix.startswith(("module.", "_")) else " if a model is named"
+        place = "the keys contain" if prefix.startswith("_") else "the keys begin with"
+        yield f"{place} {prefix}, which is removed{condition}: {_which(names, sights)}"
+    dtypes = _by(sights, lambda sight: "/".join(sight.dtypes))
+    if [dtype for dtype, _ in dtypes] != ["float32"]:
+        yield from (f"stored as {dtype}: {_which(names, sights)}" for dtype, names in dtypes)
+    if old := [sight.name for sight in sights if not sight.counters]:
+        yield f"norms without num_batches_tracked, as before torch 0.4.1, which is added: {_which(old, sights)}"
+    if damaged := [sight.name for sight in sights if sight.is_damaged]:
+        yield f"damaged, but readable: {_which(damaged, sights)}"
+
+
+def _weights(group: Group) -> Iterator[str]:
+    """The state_dicts of files that hold several: a choice that is the user's."""
+    first = group.sights[0]
+    if not first.candidates:
+        return
+    rest = [each for each in first.candidates if each != first.weights]
+    averaged = [each for each in rest if any(mark in each.lower() for mark in AVERAGED)]
+    kind = "an averaged set (EMA) beside the raw one" if averaged else "several state_dicts"
+    yield from comment(f"each file has {kind}: {_listed(first.candidates)}; without this line {first.weights} is taken")
+    yield f"# weights = {quoted((averaged or rest or [first.weights])[0])}"
+
+
+def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
+    """What is not known, and what can be done about it."""
+    unknown = [group for group, architecture in found if architecture.confidence is Confidence.UNKNOWN]
+    unread = [sight for sight in sights if sight.layout is None]
+    if not (unknown or unread):
+        return
+    yield "# What is open ".ljust(WIDTH, "-")
+    for group in unknown:
+        yield from comment(f"which model this is: {_listed(group.names)}", "# - ")
+    for sight in sorted(unread, key=lambda sight: (not sight.is_hostile, sight.name)):
+        yield from comment(f"{sight.name}: {sight.fault}", "# - ")
+        if sight.whole:
+            yield "#   [[files]]"
+            yield f"#   match = {quoted('/' + literal(sight.name))}"
+            if sight.is_hostile:
+                yield "#   disarm = true   # only its tensors are written, and nothing of it runs"
+            else:
+                yield f"#   salvage = true   # {counted(sight.whole, 'tensor')} are complete"
+
+
+def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str, list[str]]]:
+    """The names of the files by something that is said of them, the most frequent first; without the empty text."""
+    found: dict[str, list[str]] = {}
+    for sight in sights:
+        if said := key(sight):
+            found.setdefault(said, []).append(sight.name)
+    return sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+
+
+def _which(names: Sequence[str], sights: Sequence[Sight]) -> str:
+    return "all" if len(names) == len(sights) else _listed(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + more
+
+
+def quoted(text: str) -> str:
+    """Return a text as a TOML string. Bytes of a name that are not UTF-8 have no form in TOML: each becomes ``?``,
+    which matches any character in a pattern."""
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(char: str) -> str:
+    if 0xD800 <= ord(char) <= 0xDFFF:
+        return "?"
+    if char in '"\\':
+        return f"\\{char}"
+    return char if char.isprintable() else f"\\U{ord(char):08x}"
+
+
+def value(given: Any) -> str:
+    """Return a text, a number, a list or a table as a TOML value in one line."""
+    if isinstance(given, str):
+        return quoted(given)
+    if isinstance(given, Mapping):
+        return f"{{ {', '.join(f'{_key(name)} = {value(each)}' for name, each in given.items())} }}"
+    if isinstance(given, list | tuple):
+        return f"[{', '.join(map(value, given))}]"
+    return json.dumps(given)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quoted(name)
+
+
+def comment(text: str, mark: str = "# ") -> Iterator[str]:
+    """Yield the lines of a comment; the later ones are indented."""
+    later = "#".ljust(len(mark) + 2)
+    first, *rest = wrap(one_line(text), WIDTH - len(later), break_on_hyphens=False) or [""]
+    yield f"{mark}{first}".rstrip()
+    yield from (f"{later}{line}" for line in rest)
+
+
+def texts(name: str, given: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a key with one text, or with a list of them, a line for each if one line is too short."""
+    given = tuple(given)
+    line = f"{name} = {value(given[0] if len(given) == 1 else given)}"
+    if len(line) <= WIDTH or len(given) == 1:
+        yield line
+    else:
+        yield from (f"{name} = [", *(f"  {quoted(each)}," for each in given), "]")
+
+
+def draft_table(place: Place, items: Sequence[Item], room: float | None = None) -> str:
+    """Return the text of a ``zoo.toml`` for a zoo, the same for the same files. ``room`` is that of ``survey``."""
+    sights = survey(place, items, room)
+    others = [item.name for item in items if item.kind is Kind.OTHER]
+    found = [
+        (
+            group,
+            find_architecture(
+                group.layout.shapes, [sight.whole_model for sight in group.sights if sight.whole_model], group.names
+            ),
+        )
+        for group in gather(sights, others)
+    ]
+    named = {group.layout.digest: each for group, each in reversed(found) if each.model or each.like}
+    same = [(group, each if each.model or each.like else named.get(group.layout.digest, each)) for group, each in found]
+    return write_draft(place.name, same, sights, len(others))

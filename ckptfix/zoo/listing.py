@@ -1,0 +1,485 @@
+"""What is in a zoo: its checkpoints, which may be folders, and its other files.
+
+Every file of the place ends in exactly one item, apart from shards that two indexes name. What a repository keeps for
+itself (``.git``) has to keep its bytes: a checkpoint in there does not belong to the zoo."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import re
+import zlib
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from itertools import chain
+from pathlib import Path, PurePosixPath
+
+from ckptfix.bytes import decoders
+from ckptfix.bytes.sources import Content
+from ckptfix.bytes.transfers import PlaceError
+from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives import tar_members, unpacking
+from ckptfix.reading.archives.wrapped import looks_like_checkpoint
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
+from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
+from ckptfix.reading.torch_files.torch_legacy import MAGIC
+from ckptfix.zoo.naming import compile_patterns
+from ckptfix.zoo.places import Entry, Place
+
+HEAD = 4096
+"""Bytes of a file that are read; more are no better, since what tells comes first."""
+
+EXPANDED = 1 << 16
+"""Bytes that the head of a compressed file is expanded to, at most."""
+
+_DEPTH = 3
+_DECODERS: dict[str, decoders.Decoder] = {"gzip": partial(zlib.decompressobj, zlib.MAX_WBITS | 16), "xz": decoders.xz}
+
+_CLAIMS = re.compile(
+    r".*\.(pth|pt|ckpt|safetensors|th|pyth|t7|distcp)(\.(tar|t?gz|bz2|xz|zip|zst))*"
+    r"|(pytorch_model|adapter_model|model|consolidated)([-._].*)?\.bin",
+    re.IGNORECASE | re.DOTALL,
+)
+_OTHERWISE = re.compile(
+    r".*\.(json|jsonl|ya?ml|toml|ini|cfg|txt|md|rst|csv|tsv|log|html?|css|js|py|pyc|ipynb|sh|c|cpp|h|cu|so|dll|exe|jar|whl|egg"
+    r"|npz|npy|docx|xlsx|pptx|pdf|png|jpe?g|gif|bmp|svg|webp|mp3|mp4|wav|flac|avi|webm|onnx|h5|hdf5|gguf|ggml|tflite|pb"
+    r"|lock|gitattributes|gitignore|DS_Store)",
+    re.IGNORECASE | re.DOTALL,
+)
+_OF_TORCH = re.compile(
+    rb"[^/]*/(data\.pkl|constants\.pkl|model\.json|version|byteorder|\.format_version|\.storage_alignment|\.data/.*|code/.*"
+    rb"|(data|tensors|constants)/\d+)",
+    re.DOTALL,
+)
+_LFS = b"version https://git-lfs.github.com/spec/"
+_POINTED = re.compile(r".*\.(bin|pkl|pickle|npz|model|tar|zip)", re.IGNORECASE | re.DOTALL)
+_LEGACY = MAGIC.to_bytes(10, "little")
+_LEGACY_OLD_PROTOCOLS = f"L{MAGIC}L\n".encode()
+
+
+class Looks(Enum):
+    """What a file is by its first bytes."""
+
+    CHECKPOINT = "a checkpoint"
+    DOUBTFUL = "a pickle or an archive, in which a checkpoint may be or not"
+    INDEX = "the index of a sharded checkpoint, as it seems"
+    OTHER = "something else"
+
+
+def by_name(name: str) -> Looks | None:
+    """What the name alone says: a checkpoint, or an index; None where the bytes have to."""
+    last = name.rpartition("/")[2]
+    if last.endswith(".index.json"):
+        return Looks.INDEX
+    return Looks.CHECKPOINT if _CLAIMS.fullmatch(last) else None
+
+
+def is_surely_other(name: str) -> bool:
+    """Whether a name is one that checkpoints do not have. Where a look at the bytes is a request over a network, it is
+    saved.
+    """
+    return _OTHERWISE.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def by_bytes(name: str, head: bytes) -> Looks:
+    """What the first bytes say of a file whose name says nothing."""
+    if head.startswith(_LFS):
+        return Looks.CHECKPOINT if _POINTED.fullmatch(name) else Looks.OTHER
+    if head[:1] == b"{":
+        return Looks.INDEX if f'"{WEIGHT_MAP}"'.encode() in head else Looks.OTHER
+    found = _look_into(head, _DEPTH)
+    return Looks.OTHER if found is Looks.DOUBTFUL and is_surely_other(name) else found
+
+
+def _look_into(head: bytes, depth: int) -> Looks:
+    if head[:2] == b"PK":
+        return _zip(head)
+    content = Content("", head)
+    if (compression := unpacking.sniff(content)) is not None:
+        inside = _expanded(head, compression.name)
+        return Looks.DOUBTFUL if not inside or not depth else _look_into(inside, depth - 1)
+    if tar_members.sniff(content):
+        return _tar(content, depth)
+    if head.startswith(_LEGACY_OLD_PROTOCOLS):
+        return Looks.CHECKPOINT
+    if not looks_like_checkpoint(head):
+        return Looks.OTHER
+    is_pickle = head[8:9] != b"{"
+    return Looks.DOUBTFUL if is_pickle and _LEGACY not in head[:32] and b"torch" not in head else Looks.CHECKPOINT
+
+
+def _zip(head: bytes) -> Looks:
+    """A zip archive by its first member, which is at its front."""
+    if head[:4] != b"PK\x03\x04":
+        return Looks.DOUBTFUL if head[:4] == b"PK\x05\x06" else Looks.OTHER
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return Looks.CHECKPOINT if _OF_TORCH.fullmatch(name) else Looks.DOUBTFUL
+
+
+def _expanded(head: bytes, name: str) -> bytes:
+    """What the beginning of a compressed file begins with; nothing of bzip2, whose blocks are longer."""
+    if name not in _DECODERS:
+        return b""
+    try:
+        return bytes(_DECODERS[name]().decompress(head, EXPANDED))
+    except decoders.FAULTS:
+        return b""
+
+
+def _tar(content: Content, depth: int) -> Looks:
+    """A tar archive by those of its files that begin in the head."""
+    names = set()
+    for name, start, size in tar_members.TarFiles(content).walk():
+        names.add(PurePosixPath(name).name)
+        if by_name(name) is Looks.CHECKPOINT:
+            return Looks.CHECKPOINT
+        if depth and _look_into(bytes(content.buffer[start : start + size]), depth - 1) is Looks.CHECKPOINT:
+            return Looks.CHECKPOINT
+    return Looks.CHECKPOINT if {"sys_info", "pickle"} <= names else Looks.DOUBTFUL
+
+
+ROOT = "."
+"""The name of a folder that is the whole zoo."""
+
+_CHUNK = re.compile(r".*\.distcp", re.DOTALL)
+_METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
+_RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
+
+
+class Kind(str, Enum):
+    """What an item of a zoo is."""
+
+    FILE = "file"
+    """A checkpoint in one file."""
+    FOLDER = "folder"
+    """A checkpoint in several files, taken as a whole."""
+    OTHER = "other"
+    """Not a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One checkpoint of a zoo, or one other file."""
+
+    name: str
+    """Below the root. Of a FOLDER: what is to be opened, which is the folder itself (DCP, an unpacked torch file,
+    shards without an index; ``.`` for the root), or the index of its shards."""
+    size: int
+    """Bytes of all its files."""
+    stamp: str
+    """Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps."""
+    kind: Kind
+    parts: tuple[Entry, ...] = ()
+    """The files of a FOLDER, sorted by name; empty otherwise."""
+    fault: str | None = None
+    """Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket
+    or a second way to a folder: there is nothing to copy."""
+    is_doubtful: bool = False
+    """A pickle or an archive that may hold anything: if the reader finds no weights in it, it is an OTHER."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its files: the one, or the parts."""
+        return self.parts or (Entry(self.name, self.size, self.stamp),)
+
+
+class Files:
+    """The files of a zoo by name and by folder, while it is listed.
+
+    ``is_apart`` recognises files that belong to no folder: those of a repository, and blobs of a cache."""
+
+    def __init__(self, entries: Iterable[Entry], is_apart: Callable[[str], bool]) -> None:
+        self.entries = {entry.name: entry for entry in entries}
+        self.own = {name: entry for name, entry in self.entries.items() if entry.fault is None and not is_apart(name)}
+        self.looks = {name: looks for name in self.own if (looks := by_name(name)) is not None}
+        self.parts: set[str] = set()
+        """The files that are part of a group."""
+        self._folders: defaultdict[str, list[Entry]] = defaultdict(list)
+        self.shards: defaultdict[str, defaultdict[Numbering, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        """The numbered files by folder and set."""
+        for name, entry in self.own.items():
+            folder = name.rpartition("/")[0]
+            self._folders[folder].append(entry)
+            if (numbering := Numbering.of(_last(name))) is not None:
+                self.shards[folder][numbering].append(entry)
+        self._names = sorted(self.own)
+
+    def folders(self) -> list[str]:
+        """The folders that have files, in order."""
+        return sorted(self._folders)
+
+    def named(self, folder: str, pattern: re.Pattern[str]) -> list[Entry]:
+        """The files of a folder whose own names match."""
+        return [entry for entry in self._folders[folder] if pattern.fullmatch(_last(entry.name))]
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether a folder has files."""
+        return folder in self._folders
+
+    def has_parts(self, folder: str) -> bool:
+        """Whether some files of a folder are already part of a group."""
+        return any(entry.name in self.parts for entry in self._folders[folder])
+
+    def below(self, folder: str) -> list[Entry]:
+        """The files of a folder and of all folders in it."""
+        first, end = (f"{folder}/", f"{folder}0") if folder else ("", "\U0010ffff")  # "0" comes next after "/"
+        return [self.own[name] for name in self._names[bisect_left(self._names, first) : bisect_left(self._names, end)]]
+
+
+def whole_folders(place: Place, files: Files) -> Iterator[Item]:
+    """The folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch files,
+    and the shards of ranks.
+    """
+    for folder in files.folders():
+        parts = (
+            _distributed(place, folder, files)
+            or _unpacked(place, folder, files)
+            or files.named(folder, _RANK)
+            or _ranks(place, folder, files)
+        )
+        if parts:
+            yield _group(folder or ROOT, parts)
+    for folder in sorted({folder.rpartition("/")[0] for folder in files.folders() if _is_megatron(folder)}):
+        parts = [entry for entry in files.below(folder) if _is_megatron(entry.name.rpartition("/")[0])]
+        if len({entry.name.rpartition("/")[0] for entry in parts}) > 1:
+            yield _group(folder or ROOT, parts)
+
+
+def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
+    chunks, described = files.named(folder, _CHUNK), files.named(folder, _METADATA)
+    if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
+        return []
+    return chunks + described
+
+
+def _ranks(place: Place, folder: str, files: Files) -> list[Entry]:
+    """Return the files of a folder in which the ranks of a training saved a part each."""
+    if optim := files.named(folder, zero.OPTIM):
+        return optim + files.named(folder, zero.MODEL)
+    if len(shards := files.named(folder, llama.FILE)) > 1:
+        params = files.own.get(posixpath.join(folder, llama.PARAMS))
+        return shards + ([params] if params else [])
+    ranks = files.named(folder, fsdp.FILE)
+    # Files are numbered by rank that hold other things: states of random numbers, logs.
+    return ranks if len(ranks) > 1 and any(b"torch.distributed" in _head(place, entry) for entry in ranks) else []
+
+
+def _is_megatron(folder: str) -> bool:
+    return megatron.RANK.fullmatch(_last(folder)) is not None
+
+
+def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
+    pickle = files.own.get(posixpath.join(folder, "data.pkl"))
+    if pickle is None or b"torch" not in _head(place, pickle):
+        return []
+    is_unpacked = posixpath.join(folder, "version") in files.own or files.has_folder(posixpath.join(folder, "data"))
+    return files.below(folder) if is_unpacked else []
+
+
+def indexed(place: Place, index: Entry, files: Files) -> Item | None:
+    """The index with those of its shards that are there; None if it is not an index after all."""
+    folder = index.name.rpartition("/")[0]
+    content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
+    try:
+        named = parse_index(content).files
+    except (UnreadableError, HostileError):
+        return None
+    sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
+    paths = (posixpath.normpath(posixpath.join(folder, name)) for name in named)  # one may lead out of the zoo
+    parts = {index.name: index} | {path: files.own[path] for path in paths if path in files.own}
+    parts |= {entry.name: entry for numbering in sets for entry in files.shards[folder].get(numbering, ())}
+    return _group(index.name, parts.values())
+
+
+def unread(index: Entry, files: Files, fault: str) -> Item:
+    """An index that could not be fetched, with the numbered shards that its own name stands for: without it they would
+    pass for another checkpoint.
+    """
+    folder, _, last = index.name.rpartition("/")
+    whole = last.removesuffix(".index.json")
+    sets = [
+        entries for numbering, entries in files.shards[folder].items() if numbering.stem + numbering.suffix == whole
+    ]
+    return replace(_group(index.name, [index, *chain.from_iterable(sets)]), fault=fault)
+
+
+def numbered(files: Files) -> Iterator[Item]:
+    """The folders with numbered shards and no index, if opening them would give nothing else of them."""
+    for folder, sets in sorted(files.shards.items()):
+        # Data sets are numbered in the same way.
+        named = chain.from_iterable(sets.values())
+        shards = [entry for entry in named if files.looks.get(entry.name) is Looks.CHECKPOINT]
+        if shards and not files.has_parts(folder):
+            yield _group(folder or ROOT, shards)
+
+
+def _group(name: str, entries: Iterable[Entry]) -> Item:
+    parts = tuple(sorted(entries, key=lambda entry: entry.name))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{part.name}\0{part.size}\0{part.stamp}\n".encode("utf-8", "surrogateescape"))
+    return Item(name, sum(part.size for part in parts), digest.hexdigest()[:32], Kind.FOLDER, parts)
+
+
+def _head(place: Place, entry: Entry) -> bytes:
+    return place.head(entry.name, min(HEAD, entry.size)) if entry.size else b""
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+THREADS = 32
+"""Requests for first bytes that are under way at once, if files are not on this machine."""
+
+ABSENT = "is in the list of files, and not there; correct the list"
+
+_REPOSITORY = frozenset({".git", ".hg", ".svn"})
+_STORE = r"((?:.*/)?(?:models|datasets|spaces)--[^/]+)"
+_SNAPSHOT = re.compile(rf"{_STORE}/snapshots/", re.DOTALL)
+_BLOB = re.compile(rf"{_STORE}/blobs/[^/]+$", re.DOTALL)
+
+
+def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] | None = None) -> list[Item]:
+    """Return the items of a zoo, sorted by name: all, or those that match one of ``patterns``, or those that ``listed``
+    names, as files or as folders with everything in them.
+
+    A checkpoint in several files is chosen with any of its files, and taken as a whole. A name of ``listed`` that is
+    not there becomes an item with a fault."""
+    entries = list(place.walk())
+    caches = {match[1] for entry in entries if (match := _SNAPSHOT.match(entry.name))}
+    files = Files(entries, lambda name: _is_of_repository(name) or _is_blob(name, caches))
+    names = None if listed is None else [_below(place, text) for text in listed]
+    chosen = _choice(patterns, names)
+    items = [
+        group
+        for group in _groups(place, files, chosen)
+        if chosen(group.name) or any(chosen(part.name) for part in group.parts)
+    ]
+    items += [
+        _item(entry, files, _is_blob(name, caches))
+        for name, entry in files.entries.items()
+        if name not in files.parts and chosen(name)
+    ]
+    absent = dict.fromkeys(names or ())
+    for entry in entries if absent else ():
+        for way in _ways(entry.name):
+            absent.pop(way, None)
+    items += [Item(name, 0, "", Kind.FILE, fault=ABSENT) for name in absent]
+    return sorted(items, key=lambda item: item.name)
+
+
+def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterator[Item]:
+    """Yield the checkpoints in several files. What is part of none is then looked at, as far as it matters."""
+
+    def taken(group: Item) -> Item:
+        files.parts.update(part.name for part in group.parts)
+        return group
+
+    yield from map(taken, whole_folders(place, files))
+    whole = frozenset(files.parts)
+    _look_at(place, files, chosen)
+    for name in sorted(name for name, looks in files.looks.items() if looks is Looks.INDEX and name not in whole):
+        entry = files.own[name]
+        try:
+            found = indexed(place, entry, files)
+        except PlaceError as error:
+            found = unread(entry, files, _fault(place, entry, error))
+        if found is not None:
+            yield taken(found)
+    yield from map(taken, list(numbered(files)))
+
+
+def read_list(text: str) -> list[str]:
+    """Return the names in a list of files: one a line, or each followed by NUL, as ``find -print0`` writes them."""
+    if "\0" in text:
+        return [name for name in text.split("\0") if name]
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+
+
+def _is_of_repository(name: str) -> bool:
+    """Whether a repository keeps the file for itself."""
+    return not _REPOSITORY.isdisjoint(name.split("/")[:-1])
+
+
+def _is_blob(name: str, caches: set[str]) -> bool:
+    """Whether the links in ``snapshots`` of a Hugging Face cache lead to the file."""
+    match = _BLOB.match(name) if caches else None
+    return match is not None and match[1] in caches
+
+
+def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
+    """The item of a file that is part of nothing else."""
+    looks, kind, fault = files.looks.get(entry.name), Kind.FILE, entry.fault
+    if is_blob:
+        kind, fault = Kind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
+    elif entry.special or (fault is None and looks not in (Looks.CHECKPOINT, Looks.DOUBTFUL)):
+        kind = Kind.OTHER
+    return Item(entry.name, entry.size, entry.stamp, kind, (), fault, is_doubtful=looks is Looks.DOUBTFUL)
+
+
+def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
+    """Read the first bytes of files whose names say nothing, if they are chosen, or may be part of what is chosen."""
+    shards = {entry.name for sets in files.shards.values() for entries in sets.values() for entry in entries}
+    unclear = [
+        entry
+        for name, entry in files.own.items()
+        if entry.size and not (name in files.looks or name in files.parts) and (name in shards or chosen(name))
+    ]
+    look = partial(_look, place)
+    if place.root is not None:
+        found = [look(entry) for entry in unclear]
+    else:
+        unclear = [entry for entry in unclear if not is_surely_other(entry.name)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(look, unclear))
+    for entry, looks in zip(unclear, found, strict=True):
+        if isinstance(looks, Looks):
+            files.looks[entry.name] = looks
+        else:
+            files.entries[entry.name] = Entry(entry.name, entry.size, entry.stamp, looks)
+
+
+def _look(place: Place, entry: Entry) -> Looks | str:
+    try:
+        return by_bytes(entry.name, place.head(entry.name, min(HEAD, entry.size)))
+    except PlaceError as error:
+        return _fault(place, entry, error)
+
+
+def _fault(place: Place, entry: Entry, error: PlaceError) -> str:
+    return str(error).removeprefix(f"{place.where(entry.name)}: ")
+
+
+def _choice(patterns: Sequence[str], names: Sequence[str] | None) -> Callable[[str], bool]:
+    """Return what decides whether a name is chosen, by the patterns and by the list."""
+    matches = compile_patterns(patterns).fullmatch
+    wanted = None if names is None else frozenset(names)
+
+    def chosen(name: str) -> bool:
+        if patterns and matches(name) is None:
+            return False
+        return wanted is None or any(folder in wanted for folder in _ways(name))
+
+    return chosen
+
+
+def _ways(name: str) -> Iterator[str]:
+    """A name, and the folders that it is in."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
+
+
+def _below(place: Place, text: str) -> str:
+    """A name of a list as one below the root: lists also hold whole paths and URLs, or begin with ``./``."""
+    name = text.removeprefix(f"{place.name}/")
+    if place.root is not None and Path(name).is_absolute():
+        name = os.path.relpath(name, place.root)
+    return posixpath.normpath(name)

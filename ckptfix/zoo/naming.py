@@ -1,0 +1,168 @@
+"""What the written file of a checkpoint is called.
+
+torch.hub, torchvision and timm put the first 8 or more digits of the file's sha256 after the last ``-`` of its name
+(``resnet50-19c8e357.pth``), and ``load_state_dict_from_url(check_hash=True)`` compares them. A repaired file has other
+content, and so gets another name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from posixpath import normpath
+from string import Formatter
+
+from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.errors import UsageError
+from ckptfix.rules.wrong_name_hash import wrong_name_hash
+
+MIRRORED = "{folder}/{stem}{suffix}"
+"""The template that mirrors the tree of the sources."""
+
+FIELDS = ("folder", "stem", "suffix", "name")
+"""What a template may hold: the folder below the root, the name without its suffix, the suffix (that of the format if
+one is given), and the source's own name."""
+
+_PACKING = re.compile(r"(?:\.(?:gz|bz2|xz|zip))+$", re.IGNORECASE)
+_INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
+_SUFFIX = re.compile(
+    r"(?:\.(?:pth|pt|ckpt))?\.tar$"
+    r"|\.(?:safetensors|pth|pt|ckpt|bin|pkl|pickle|th|t7|ptl|jit|chkpt|checkpoint|model|mdl|weights|params|torch|dat)$",
+    re.IGNORECASE,
+)
+
+_DIGITS = r"(?P<hash>[0-9a-f]{8,64})(?=\.[^/]*\Z|\Z)"
+_USUAL = re.compile(rf"(?<=-){_DIGITS}")
+_ANY = re.compile(rf"(?:(?<=[-_.])|(?<![^/])){_DIGITS}")
+_NUMBER = re.compile(r"[0-9]+|[a-f]+")
+"""What is hardly a hash: a date, a step, a word. One in 40 hashes of 8 digits has no letter in it."""
+
+_OTHER_ALGORITHMS = (32, 40)
+"""The lengths of md5, uuid and sha1, which commits have too: a sha256 is never shortened to them."""
+
+
+def output_name(name: str, form: str | None = None, template: str = MIRRORED, *, is_folder: bool = False) -> str:
+    """Return the name of the output for a source of this name, both below their roots.
+
+    ``form`` is the format that is written, ``pth`` or ``safetensors``; None keeps that of the source. A packed file is
+    unpacked, and the shards of an index, or a folder, become one file. Raises ``UsageError`` if the template leads out
+    of the root.
+    """
+    folder, _, own = name.rpartition("/")
+    stem, suffix = split_suffix(own, is_folder=is_folder)
+    if form == "safetensors":
+        suffix = ".safetensors"
+    elif not suffix or suffix.lower() == ".safetensors":
+        suffix = ".pth" if form == "pth" or (is_folder and not suffix) else suffix
+    made = normpath(template.format(folder=folder, stem=stem, suffix=suffix, name=own).lstrip("/"))
+    if made in ("", ".", "..") or made.startswith("../"):
+        raise UsageError(f"output = {template!r} names no file below the destination for {name}; write {MIRRORED!r}")
+    return made
+
+
+def split_suffix(name: str, *, is_folder: bool = False) -> tuple[str, str]:
+    """Return the stem and the suffix of a name. ``v1.5`` has no suffix; ``model.pth.tar.gz`` has ``.pth.tar``."""
+    bare = _INDEX.sub("", name) if is_folder else _PACKING.sub("", name) or name
+    match = _SUFFIX.search(bare)
+    return (bare, "") if match is None or match.start() == 0 else (bare[: match.start()], match[0])
+
+
+def check_template(template: str) -> None:
+    """Raise ``UsageError`` if a template of an output's name is not valid."""
+    try:
+        fields = [(name, form, conversion) for _, name, form, conversion in Formatter().parse(template)]
+    except ValueError as error:
+        raise UsageError(f"output = {template!r} is not a template ({error}); write {MIRRORED!r}") from error
+    for name, form, conversion in fields:
+        if name is not None and (name not in FIELDS or form or conversion):
+            close = get_close_matches(name, FIELDS, 1)
+            known = ", ".join(f"{{{one}}}" for one in FIELDS)
+            hint = f"did you mean {{{close[0]}}}?" if close else f"the fields are {known}"
+            raise UsageError(f"output = {template!r}: there is no {{{name}}}; {hint}")
+    if template.startswith("/") or ".." in template.split("/"):
+        raise UsageError(f"output = {template!r} leads out of the destination; name a place below it")
+    output_name("a/b.pth", None, template)
+
+
+def hash_in_name(name: str, sha256: str | None = None) -> str | None:
+    """Return the hash in a name, or None.
+
+    Digits in the place that torch.hub uses count as a hash unless they are a number or a word. ``sha256``, the digest
+    of the file, proves a hash in any place."""
+    if sha256 is not None:
+        for match in _ANY.finditer(name):
+            if sha256.startswith(match["hash"]):
+                return match["hash"]
+    usual = _USUAL.search(name)
+    if usual is None or _NUMBER.fullmatch(usual["hash"]) or len(usual["hash"]) in _OTHER_ALGORITHMS:
+        return None
+    return usual["hash"]
+
+
+def name_with_hash(name: str, new_digest: str, old_digest: str | None = None) -> str:
+    """Return the name with as many digits of the new digest in place of its hash; the name itself if it has none.
+    ``old_digest`` is that of the content to which the name belonged."""
+    old = hash_in_name(name, old_digest)
+    if old is None:
+        return name
+    place = next(match for match in _ANY.finditer(name) if match["hash"] == old)
+    return name[: place.start()] + new_digest[: len(old)] + name[place.end() :]
+
+
+def wrong_hash(name: str, sha256: str) -> Finding | None:
+    """Return the finding that the hash in a file's name does not match its content; None if it does, or if there is
+    none."""
+    claimed = hash_in_name(name, sha256)
+    if claimed is None or sha256.startswith(claimed):
+        return None
+    return wrong_name_hash.finding(
+        Level.WARNING,
+        f"the name says that the sha256 begins with {claimed}, and it begins with {sha256[: len(claimed)]}",
+        evidence={"in_name": claimed, "sha256": sha256},
+        remedies=advise(
+            "compare with the place where it came from: the file was changed or damaged since it was named, or the"
+            " digits are no hash of the content"
+        ),
+    )
+
+
+def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
+    """One expression that fully matches the names that any of the patterns means.
+
+    A pattern without ``/`` is about the last part of a name, wherever the file lies; one with ``/`` is about the whole
+    name below the root. ``*`` and ``?`` stay inside of one part, ``**/`` is any number of folders, ``[…]`` are
+    characters, and a ``/`` at the end means all that lies in that folder.
+    """
+    return re.compile("|".join(map(_expression, patterns)) or r"(?!)", re.DOTALL)
+
+
+def _expression(pattern: str) -> str:
+    place = "" if "/" in pattern.rstrip("/") else "(?:.*/)?"
+    below = ".*" if pattern.endswith("/") else ""
+    return f"(?:{place}{_translated(pattern.removeprefix('./').removeprefix('/'))}{below})"
+
+
+_TOKEN = re.compile(
+    r"(?P<folders>\*\*/)|(?P<any>\*\*)|(?P<star>\*)|(?P<one>\?)|\[(?P<not>!?)(?P<set>\]?[^\]]*)\]", re.DOTALL
+)
+
+
+def _translated(pattern: str) -> str:
+    parts, end = [], 0
+    for match in _TOKEN.finditer(pattern):
+        parts += [re.escape(pattern[end : match.start()]), _meaning(match)]
+        end = match.end()
+    return "".join((*parts, re.escape(pattern[end:])))
+
+
+def _meaning(match: re.Match[str]) -> str:
+    if (characters := match["set"]) is not None:
+        escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", characters)
+        return f"[{'^/' if match['not'] else ''}{escaped}]" if characters else re.escape(match[0])
+    words = {"folders": "(?:.*/)?", "any": ".*", "star": "[^/]*", "one": "[^/]"}
+    return words[match.lastgroup or "any"]
+
+
+def literal(name: str) -> str:
+    """The pattern that means this name and no other."""
+    return re.sub(r"([*?\[])", r"[\1]", name)

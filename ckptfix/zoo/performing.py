@@ -1,0 +1,313 @@
+"""One file of a migration, from the source to its place in the destination. The same code runs in a worker of this
+machine, and on another node.
+
+    fetch     a source that is not on this machine is copied to it
+    treat     repaired as the table says, or copied bit for bit, in the scratch folder; hashed
+    deliver   put in place; or left in the scratch folder for the driver, which flushes many files in one go
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from posixpath import basename, dirname, join, splitext
+from typing import Any
+
+from ckptfix.bytes.threads import background, without_threads
+from ckptfix.core.options import CHECK, flag_text, settings_of
+from ckptfix.core.report import Report
+from ckptfix.engine.validation import parsed_settings
+from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
+from ckptfix.repairing import check, repair
+from ckptfix.report.weights import weights_to_json
+from ckptfix.writing.atomic import flush_file
+from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_file, sha256_of_files
+from ckptfix.zoo.deciding import (
+    accepted,
+    decisions_after_error,
+    decisions_for,
+    fault_of_the_machine,
+    first_command,
+    is_open,
+    is_refused,
+)
+from ckptfix.zoo.fetching import on_this_machine
+from ckptfix.zoo.job import SOURCE, Done, Job, Others, Staged, Workplace, failed
+from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
+from ckptfix.zoo.naming import name_with_hash, wrong_hash
+from ckptfix.zoo.places import Place, open_place
+from ckptfix.zoo.resources import Peak
+
+SMALL = 64 << 20
+"""Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is
+flushed with others."""
+
+_OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
+"""Settings that an output has gone through already: the part of the source, and the format."""
+
+
+def treated(job: Job, path: Path, workplace: Workplace) -> Done:
+    """Repair a checkpoint below the scratch folder, or copy it there if there is nothing to repair."""
+    goal, in_shards = job.written_name, job.treatment.settings.get("shard_size") is not None
+    # The suffix says in which format it is written; shards need their names in a folder.
+    draft = workplace.folder("shards") / basename(goal) if in_shards else workplace.file(f"draft{splitext(goal)[1]}")
+    written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
+    with without_threads() if job.item.size <= SMALL else nullcontext():
+        done = repair(str(path), **written, dry_run=job.dry_run, **job.treatment.arguments)
+        if done.is_changed and done.report.output is None and not job.dry_run and not is_refused(job, done.report):
+            # The forward test failed, and that is accepted: its findings stay, and the file is written without it.
+            repair(str(path), **written, **{**job.treatment.arguments, "smoke": False})
+        # A large file takes minutes to hash: source and output at the same time.
+        with background() as pool:
+            hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not in_shards else None
+            sha256 = digest_of(job, path)
+            written_sha256 = hashed.result() if hashed is not None else ""
+    report = _with_name(job, replace(done.report, source=job.item.name), sha256)
+    settled = accepted(job, report)
+    staged: tuple[Staged, ...] = ()
+    facts: dict[str, Any] = {}
+    if not is_refused(job, report):
+        goal = goal if done.is_changed else name_with_hash(job.output, sha256, sha256)
+        refuse_taken(job, goal)
+        if job.dry_run:
+            facts = {"output": goal}
+        elif not done.is_changed:
+            parts = tuple(part.name for part in job.item.parts)
+            facts = {"output": goal, "output_size": job.item.size, "output_sha256": sha256, "output_parts": parts}
+            staged = _copied(job, path, goal, workplace)
+        elif in_shards:
+            staged, facts = _shards(job, draft.parent, goal)
+        else:
+            goal = name_with_hash(goal, written_sha256, sha256)
+            facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
+            staged = (Staged(str(draft), goal, not _is_flushed_later(job)),)
+    outcome = Outcome.ACCEPTED if settled else Outcome.REPAIRED if done.is_changed else Outcome.FINE
+    decisions: list[dict[str, Any]] = []
+    if is_open(job, report):
+        outcome, decisions = Outcome.DECISION, decisions_for(job, report)
+    if (fault := fault_of_the_machine(job, report)) is not None:
+        outcome = Outcome.FAILED
+    ways = {"command": first_command(decisions), "decisions": tuple(decisions)}
+    record = job.record(outcome, sha256=sha256, error=fault, **ways, **facts, **_reported(job, report, workplace))
+    weights = line_of(weights_to_json(report)) if report.figures else None
+    return Done(job.number, record, weights, staged)
+
+
+def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
+    """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
+    assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
+    goal = destination.root / job.written_name
+    known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
+    arguments = {name: value for name, value in job.treatment.arguments.items() if name in known}
+    report = replace(check(str(goal), **arguments), source=job.item.name)
+    record = job.record(
+        Outcome.REPAIRED,
+        sha256=digest_of(job, path),
+        output=job.written_name,
+        output_size=goal.stat().st_size,
+        output_sha256=sha256_of_file(goal),
+        **_reported(job, report, workplace),
+    )
+    by_hand = "the output was put there by hand after a decision was asked for: it is kept"
+    return Done(job.number, replace(record, remarks=(*record.remarks, by_hand)))
+
+
+def mirrored(job: Job, path: Path, workplace: Workplace) -> Done:
+    """Copy an item that is not a checkpoint under its own name, or a name beside it if the migration writes a file of
+    that name."""
+    if job.others is Others.SKIP or job.item.fault is not None:
+        remarks = (job.item.fault,) if job.item.fault is not None else ()
+        return Done(job.number, job.record(Outcome.OTHER, remarks=remarks))
+    name = free_name(job.item.name)
+    refuse_taken(job, name)
+    sha256 = sha256_of_file(path)
+    staged = () if job.dry_run else _copied(job, path, name, workplace)
+    written = {} if job.dry_run else {"output_size": job.item.size, "output_sha256": sha256}
+    return Done(job.number, job.record(Outcome.OTHER, sha256=sha256, output=name, **written), staged=staged)
+
+
+def refuse_taken(job: Job, name: str) -> None:
+    """Raise if another source has the name of the output: the last one never wins."""
+    if name in job.taken:
+        raise CkptfixError(
+            f"{job.item.name}: another source has the name {name} in the destination too; give it "
+            "another one in zoo.toml (output = …), or exclude one of them"
+        )
+
+
+def digest_of(job: Job, path: Path) -> str:
+    """Return the sha256 of an item."""
+    if job.item.parts:
+        return sha256_of_files(_root_of(job, path), [part.name for part in job.item.parts])
+    return sha256_of_file(path)
+
+
+def _root_of(job: Job, path: Path) -> Path:
+    """The folder that the names of an item's files are relative to."""
+    depth = 0 if job.item.name == "." else job.item.name.count("/") + 1
+    return path.parents[depth - 1] if depth else path
+
+
+def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[Staged, ...]:
+    """Copies of an item's files in the scratch folder. The files of a folder keep their names."""
+    root = _root_of(job, path)
+    files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
+    staged = []
+    for number, (source, name) in enumerate(files):
+        goal = workplace.file(f"copy-{number}")
+        size = copy_file(source, goal)
+        is_flushed = not (job.is_grouped and size <= SMALL) and not job.fetches
+        if is_flushed:
+            flush_file(goal)
+        staged.append(Staged(str(goal), name, is_flushed))
+    return tuple(staged)
+
+
+def _shards(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
+    """The shards that were written, to be put in place, and their fields of the record."""
+    # The index last: readers find the shards through it.
+    files = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+    is_flushed = not _is_flushed_later(job)
+    staged = tuple(Staged(str(folder / name), join(dirname(goal), name), is_flushed) for name in files)
+    parts = tuple(each.name for each in staged)
+    size = sum((folder / name).stat().st_size for name in files)
+    digest = sha256_of_files(folder, sorted(files))
+    return staged, {"output": parts[-1], "output_size": size, "output_parts": parts, "output_sha256": digest}
+
+
+def _is_flushed_later(job: Job) -> bool:
+    """Whether the output need not be flushed now: the driver does that for many, or it goes to another machine."""
+    return job.fetches or (job.is_grouped and job.item.size <= SMALL)
+
+
+def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, Any]:
+    """The fields of a record that a report fills."""
+    data = report.to_json(fixes=False)
+    fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
+    remarks = tuple(job.shown(remark, workplace) for remark in report.remarks)
+    settled = accepted(job, report)
+    for finding, shown in zip(report.findings, data["findings"], strict=True):
+        shown["accepted"] = finding in settled
+    return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
+
+
+def _with_name(job: Job, report: Report, sha256: str) -> Report:
+    """The report, with the finding that the hash in the source's name does not match its content."""
+    finding = None if job.item.parts else wrong_hash(job.item.name, sha256)
+    if finding is None or not parsed_settings(job.treatment.settings).selects(finding.code):
+        return report
+    return replace(report, findings=(*report.findings, finding))
+
+
+def perform(job: Job, scratch: Path) -> Done:
+    """Do a job, below a folder for temporary files. It returns whatever the file is, and leaves nothing in the folder
+    but what is staged.
+    """
+    began, peak = time.perf_counter(), Peak()
+    workplace = Workplace(scratch, job.number)
+    try:
+        done = _perform(job, workplace)
+    except (UnreadableError, HostileError, UsageError) as error:
+        done = _refused(job, error, workplace)
+    except CkptfixError as error:
+        done = replace(_refused(job, error, workplace), is_exhausted=_is_of_memory(error))
+    except OSError as error:
+        done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
+    except MemoryError:
+        advice = "run the same command again where there is more, or with fewer --jobs"
+        reason = f"{job.item.name}: needs more memory than there is; {advice}"
+        done = replace(failed(job, reason), is_exhausted=True)
+    except Exception as error:  # noqa: BLE001 - the outermost place of a job: a bug of ours must not stop the others
+        done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")
+    if done.record.output_size is None:
+        workplace.clear()
+    seconds = round(time.perf_counter() - began, 4)
+    return replace(done, record=replace(done.record, seconds=seconds, peak_memory=peak.nbytes()))
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether a model's code met too little memory."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__
+    return error is not None
+
+
+def _perform(job: Job, workplace: Workplace) -> Done:
+    source, destination = open_place(job.source), open_place(job.destination)
+    if job.known is not None and _still_holds(job.known, job.item, source, destination, workplace):
+        return Done(job.number, job.known, is_known=True)
+    if job.item.fault is not None and job.item.kind is not Kind.OTHER:
+        raise UnreadableError(f"{job.item.name}: {job.item.fault}")
+    with on_this_machine(source, job.item, workplace.file(SOURCE)) as path:
+        try:
+            done = _done(job, path, destination, workplace)
+        except (UnreadableError, HostileError, UsageError) as error:
+            done = _refused(job, error, workplace, path)
+        if job.item.fault is None and source.root is not None:  # what was fetched is known to be what was listed
+            for entry in job.item.entries:
+                if source.entry(entry.name) != entry:
+                    raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
+    if done.staged and not job.is_grouped:
+        deliver_staged(done.staged, destination)
+        workplace.clear()
+        done = replace(done, staged=())
+    return done
+
+
+def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
+    """What comes of an item that is at a path of this machine."""
+    if job.item.kind is Kind.OTHER:
+        return mirrored(job, path, workplace)
+    if job.adopts:
+        return adopted(job, path, destination, workplace)
+    try:
+        return treated(job, path, workplace)
+    except UnreadableError:
+        if job.item.is_doubtful:
+            return mirrored(job, path, workplace)
+        raise
+
+
+def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | None = None) -> Done:
+    outcome = Outcome.DECISION if isinstance(error, UsageError) else Outcome.FAILED
+    if isinstance(error, (UnreadableError, HostileError)):
+        outcome = Outcome.UNREADABLE
+    text, sha256 = job.shown(error.worded(flag_text), workplace), None
+    if path is not None:
+        try:
+            sha256 = digest_of(job, path)  # its bytes can perhaps be read
+        except OSError:
+            sha256 = None
+    decisions = decisions_after_error(job, error)
+    command = first_command(decisions)
+    record = job.record(outcome, error=text, sha256=sha256, command=command, decisions=tuple(decisions))
+    return Done(job.number, record)
+
+
+def _still_holds(known: Record, item: Item, source: Place, destination: Place, workplace: Workplace) -> bool:
+    """Whether the source and the output have the digests that an earlier run wrote down."""
+    names = [part.name for part in item.parts] or [item.name]
+    if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), workplace):
+        return False
+    if known.output is None:
+        return True
+    written = known.output_parts or (known.output,)
+    return known.output_sha256 == _digest(destination, written, bool(known.output_parts), workplace)
+
+
+def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Workplace) -> str | None:
+    """The sha256 of files of a place; None if one is missing."""
+    names = list(names)
+    if any(place.entry(name) is None for name in names):
+        return None
+    root = place.root
+    if root is None:
+        root = workplace.folder("proof")
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            place.fetch(name, root / name)
+    return sha256_of_files(root, names) if is_folder else sha256_of_file(root / names[0])

@@ -1,0 +1,476 @@
+"""Where a zoo is: a folder of this machine, or an fsspec URL.
+
+A place is plain data, which a worker or another node opens again by its name. Every method raises a ``PlaceError`` that
+gives the cause in one line. Transfers are retried if that may help, and verified: the size, and that the version is
+still the one from before. Object stores show an upload when it is complete; elsewhere it goes under a temporary name
+first and is moved."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.bytes.remote import file_system, read_range, stamp_of
+from ckptfix.bytes.transfers import AbsentError, NoSpaceError, PlaceError, TransferError, explained, persistently
+from ckptfix.errors import UsageError
+from ckptfix.writing.atomic import flush_file, temporary_beside
+from ckptfix.zoo.naming import literal
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+SCHEMES = ("file://", "local://")
+
+WILD = frozenset("*?[")
+
+TEMPORARY = re.compile(r"\.[^/]*\.ckptfix-tmp", re.DOTALL)
+"""The names of files that are not complete yet. Listings leave them out."""
+
+RESERVE = 1 << 20
+"""Bytes that a disk keeps free: a full one fails the next writer, and in ways that are hard to read."""
+
+ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
+"""The schemes that show an upload, in one piece or in many, only when it is complete."""
+
+FETCHING: dict[str, dict[str, Any]] = {
+    "s3": {"max_concurrency": 1},
+    "s3a": {"max_concurrency": 1},
+    "hf": {"block_size": 0},
+}
+SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
+"""How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
+way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
+otherwise get, and count, a request for every 5 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of a place, as the listing shows it."""
+
+    name: str
+    """Below the root, with ``/`` between the parts."""
+    size: int
+    stamp: str
+    """Identifies the version of the file without reading it: mtime in ns, or an ETag."""
+    fault: str | None = None
+    """Why it cannot be read, if the listing shows that: a link that leads nowhere, a folder without permission."""
+    special: bool = False
+    """A socket, a pipe, a device, or a link to a folder that is listed elsewhere: ``fault`` says which. It is not
+    missed in the result."""
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A local folder, by its path or as ``file://`` URL."""
+
+    name: str
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        for scheme in SCHEMES:
+            if self.name.startswith(scheme):
+                return Path(self.name.removeprefix(scheme))
+        return Path(self.name)
+
+    def walk(self) -> Iterator[Entry]:
+        """Yield all files below the folder, sorted by name.
+
+        Links are followed, each folder once: a circle, or a second way into a folder, becomes an entry with a fault."""
+        root = os.fspath(self.root)
+        try:
+            real = os.stat(root)  # noqa: PTH116 - as fast as it goes
+        except OSError as error:
+            raise explained(error, self.name, "listed") from error
+        yield from _Walk(root, {(real.st_dev, real.st_ino): "."}).files()
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the file of a name; None if there is none, or it is not a regular file."""
+        try:
+            status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - as above
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise explained(error, self.where(name), "looked at") from error
+        return _local_entry(name, status) if stat.S_ISREG(status.st_mode) else None
+
+    def head(self, name: str, count: int) -> bytes:
+        """Return the first bytes of a file."""
+        path = self.where(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)  # one open, one read
+            try:
+                return os.read(descriptor, count)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise explained(error, path, "read") from error
+
+    def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
+        """Copy a file to another path, which is complete or absent afterwards."""
+        before = known or _present(self.entry(name), self.where(name))
+        require_space(to, before.size, self.where(name))
+        _copy(self.root / name, to)
+        if self.entry(name) != before:
+            to.unlink(missing_ok=True)
+            raise _changed(self.where(name))
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a local file here, complete or not at all, and replace the one of that name."""
+        try:
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explained(error, self.where(name), "written") from error
+        require_space(self.root / name, file.stat().st_size, self.where(name))
+        _copy(file, self.root / name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        try:
+            (self.root / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise explained(error, self.where(name), "removed") from error
+
+    def where(self, name: str) -> str:
+        """Return the path of a file."""
+        return str(self.root / name)
+
+
+def _copy(source: Path, goal: Path) -> None:
+    try:
+        with temporary_beside(goal) as temporary:
+            shutil.copyfile(source, temporary)
+            flush_file(temporary)
+            temporary.replace(goal)
+    except OSError as error:
+        raise explained(error, str(source), f"copied to {goal}") from error
+
+
+def _local_entry(name: str, status: os.stat_result) -> Entry:
+    return Entry(name, status.st_size, str(status.st_mtime_ns))
+
+
+@dataclass
+class _Walk:
+    """One walk: the path of its root, and each folder that it has entered, with the name under which it did."""
+
+    root: str
+    entered: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def files(self) -> Iterator[Entry]:
+        """The files below the root, in the order of their names."""
+        open_folders = [self._children("")]  # no recursion: a path has room for 2,000 nested folders
+        while open_folders:
+            name, child = next(open_folders[-1], ("", None))
+            if child is None:
+                open_folders.pop()
+            elif isinstance(child, Entry):
+                yield child
+            elif not name.endswith("/"):
+                if not TEMPORARY.fullmatch(child.name):
+                    yield self._file(name, child)
+            elif (fault := self._enter(name, child)) is not None:
+                yield fault
+            else:
+                open_folders.append(self._children(name))
+
+    def _children(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str] | Entry]]:
+        """What is in a folder by name, folders with ``/`` at the end; or one entry that says why there is nothing."""
+        try:
+            with os.scandir(f"{self.root}/{folder}") as found:
+                # A folder sorts as its files do, whose names go on with a slash.
+                named = ((folder + child.name + "/" * _is_folder(child), child) for child in found)
+                return iter(sorted(named, key=lambda pair: pair[0]))
+        except OSError as error:
+            closed = f"the folder cannot be listed: {error.strerror or error}"
+            return iter([(folder, Entry(folder.rstrip("/") or ".", 0, "", closed))])
+
+    def _enter(self, name: str, child: os.DirEntry[str]) -> Entry | None:
+        """Note that a folder is entered; or return the entry that says why it is not."""
+        try:
+            status = child.stat()
+        except OSError as error:
+            return Entry(name[:-1], 0, "", f"the folder cannot be entered: {error.strerror or error}")
+        key = (status.st_dev, status.st_ino)
+        known = self.entered.get(key) or (self._target_inside(child) if child.is_symlink() else None)
+        if known is not None:
+            return Entry(name[:-1], 0, "", f"a link to the folder {known}, which is listed by that name", special=True)
+        self.entered[key] = name[:-1]
+        return None
+
+    def _target_inside(self, child: os.DirEntry[str]) -> str | None:
+        """Where below the root a link leads: that folder is walked under its own name, now or later."""
+        real, root = os.path.realpath(child.path), os.path.realpath(self.root)
+        return os.path.relpath(real, root) if os.path.commonpath((real, root)) == root else None
+
+    def _file(self, name: str, child: os.DirEntry[str]) -> Entry:
+        try:
+            status = child.stat()
+        except OSError as error:
+            what = "a link that leads nowhere" if child.is_symlink() else "cannot be looked at"
+            return Entry(name, 0, "", f"{what}: {error.strerror or error}")
+        if stat.S_ISREG(status.st_mode):
+            return _local_entry(name, status)
+        what = (
+            "a socket" if stat.S_ISSOCK(status.st_mode) else "a pipe" if stat.S_ISFIFO(status.st_mode) else "a device"
+        )
+        return Entry(name, 0, "", f"{what}, not a file", special=True)
+
+
+def _is_folder(child: os.DirEntry[str]) -> bool:
+    try:
+        return child.is_dir()
+    except OSError:  # a link that cannot be followed: in a circle, or through a closed folder
+        return False
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """A place behind a URL. Keys and endpoints come from where the backend looks for them: its environment variables
+    and files, and the configuration of fsspec."""
+
+    name: str
+
+    @property
+    def root(self) -> None:
+        """None: files have to be fetched."""
+        return None
+
+    @property
+    def scheme(self) -> str:
+        """The part before ``://``."""
+        return self.name.partition("://")[0]
+
+    def reach(self) -> None:
+        """Raise ``UsageError`` if no package knows such a URL; nothing is sent yet."""
+        self._reached()
+
+    def walk(self) -> Iterator[Entry]:
+        """Yield all files below the URL, sorted by name."""
+        system, base = self._reached()
+
+        def listed() -> dict[str, Any]:
+            found: dict[str, Any] = system.find(base, detail=True)
+            if not found:
+                system.info(base)  # raises where the bucket or folder itself is not there
+            return found
+
+        found = persistently(listed, self.name, "listed")
+        system.invalidate_cache()  # what it remembers of a listing of a million files is as large as the listing
+        prefix = f"{base}/" if base else ""
+        for path in sorted(found):
+            name = path.removeprefix(prefix)
+            if path.endswith("/") or TEMPORARY.fullmatch(name.rpartition("/")[2]):  # a/ marks a folder
+                continue
+            # The pages that a web server makes of its folders do not say how large a file is.
+            entry = _remote_entry(name, found[path]) if found[path].get("size") is not None else self.entry(name)
+            if entry is not None:
+                yield entry
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the file of a name; None if there is none."""
+        return persistently(lambda: self._look(name), self.where(name), "looked at")
+
+    def head(self, name: str, count: int) -> bytes:
+        """Return the first bytes of a file, in one request; in two if there are fewer than asked for."""
+        system, path = self._reached(name)
+
+        def read() -> bytes:
+            raw = read_range(system, path, 0, count)
+            if len(raw) < count and len(raw) < _present(self._look(name), self.where(name)).size:
+                raise TransferError(f"{self.where(name)}: {len(raw)} of {count} bytes came")
+            return raw
+
+        return persistently(read, self.where(name), "read")
+
+    def fetch(self, name: str, to: Path, known: Entry | None = None) -> None:
+        """Copy a file to a local path."""
+        from fsspec.callbacks import Callback
+
+        system, path = self._reached(name)
+
+        def fetched() -> None:
+            before = known or _present(self._look(name), self.where(name))
+            require_space(to, before.size, self.where(name))
+            with temporary_beside(to) as temporary:
+                came = Callback()
+                system.get_file(path, str(temporary), callback=came, **FETCHING.get(self.scheme, {}))
+                after, size = self._look(name), temporary.stat().st_size
+                if after != before:
+                    raise _changed(self.where(name)) if known else TransferError(f"{self.where(name)}: it changed")
+                # Fetching ranges makes the file as large as it has to be first, and a short transfer leaves a hole.
+                if size != before.size or 0 < came.value < size:
+                    raise TransferError(f"{self.where(name)}: {came.value or size} of {before.size} bytes came")
+                temporary.replace(to)
+
+        persistently(fetched, self.where(name), "fetched")
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a local file here."""
+        system, path = self._reached(name)
+        size = file.stat().st_size
+
+        def sent() -> None:
+            self._send(system, file, path)
+            there = self._look(name)
+            if there is None or there.size != size:
+                self._discard(system, path)
+                raise TransferError(f"{self.where(name)}: {there.size if there else 0} of {size} bytes arrived")
+
+        persistently(sent, self.where(name), "written")
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        system, path = self._reached(name)
+        persistently(lambda: self._discard(system, path), self.where(name), "removed")
+
+    def where(self, name: str) -> str:
+        """Return the URL of a file."""
+        return f"{self.name.rstrip('/')}/{name}"
+
+    def _send(self, system: AbstractFileSystem, file: Path, path: str) -> None:
+        if self.scheme in ATOMIC:
+            system.put_file(str(file), path, **SENDING.get(self.scheme, {}))
+            return
+        folder = path.rpartition("/")[0]
+        if folder:
+            system.makedirs(folder, exist_ok=True)
+        temporary = f"{folder}/{temporary_name()}" if folder else temporary_name()
+        try:
+            system.put_file(str(file), temporary)
+            size = system.info(temporary)["size"]
+            if size != file.stat().st_size:
+                raise TransferError(f"{self.name}: {size} of {file.stat().st_size} bytes of {path} arrived")
+            system.mv(temporary, path)
+        finally:
+            self._discard(system, temporary)
+
+    def _discard(self, system: AbstractFileSystem, path: str) -> None:
+        try:
+            system.rm_file(path)
+        except FileNotFoundError:
+            return  # as it should be
+
+    def _look(self, name: str) -> Entry | None:
+        """The file of a name as it is now, past what the backend remembers of a listing."""
+        system, path = self._reached(name)
+        system.invalidate_cache(path)
+        try:
+            info = system.info(path)
+        except FileNotFoundError:
+            return None
+        return _remote_entry(name, info) if info["type"] == "file" else None
+
+    def _reached(self, name: str = "") -> tuple[AbstractFileSystem, str]:
+        """The file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
+        system, base = file_system(self.name)
+        if not name:
+            return system, base
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise PlaceError(
+                f"{self.where(name)}: the name is not valid text, and {self.scheme}:// cannot keep it; rename it"
+            ) from error
+        return system, f"{base}/{name}" if base else name
+
+
+def _remote_entry(name: str, info: Mapping[str, Any]) -> Entry:
+    return Entry(name, int(info.get("size") or 0), stamp_of(info), _leads_out(name))
+
+
+def _leads_out(name: str) -> str | None:
+    """Why a key cannot be the path of a file below a folder, which any text can be a key of."""
+    parts = name.split("/")
+    if "" in parts or "." in parts or ".." in parts or "\0" in name:
+        return "its name is not a path below a folder (it has empty parts, dots or NUL); rename it"
+    if any(unicodedata.category(character) == "Cs" for character in name):
+        return "its name is not valid text; rename it"
+    return None
+
+
+Place = LocalPlace | RemotePlace
+
+
+def open_place(text: str) -> Place:
+    """Return the place of a name: a local folder, or any URL of fsspec (``s3://bucket/zoo``, ``hf://org/model``).
+
+    Raises ``UsageError`` if the package for such a URL is missing, and says which extra brings it. Listing it shows
+    whether it exists."""
+    if not text:
+        raise UsageError("a place without a name; name a folder or a URL")
+    if is_local(text):
+        return LocalPlace(text.rstrip("/") or "/")
+    place = RemotePlace(text.rstrip("/") if not text.endswith("://") else text)
+    place.reach()
+    return place
+
+
+def is_local(text: str) -> bool:
+    """Whether a name is a folder of this machine."""
+    return "://" not in text or text.startswith(SCHEMES)
+
+
+def walk_if_there(place: Place) -> Iterator[Entry]:
+    """Yield all files of a place that may not exist yet: an object store has no empty folders."""
+    try:
+        yield from place.walk()
+    except AbsentError:
+        return
+
+
+def split_source(text: str) -> tuple[str, str | None]:
+    """Return the place that a source names, and the pattern of the files meant in it; None for all.
+
+    A source is a folder, a single file, or a glob (``old/**/*.pth``, ``s3://bucket/zoo/*.pt``), whose folders up to the
+    first wildcard are the place. A local file of exactly that name comes before any glob."""
+    if is_local(text):
+        path = LocalPlace(text).root
+        if path.is_dir():
+            return text, None
+        if path.exists():
+            return str(path.parent), f"/{literal(path.name)}"
+    scheme, found, rest = text.rpartition("://")
+    parts = rest.split("/")
+    fixed = next((index for index, part in enumerate(parts) if WILD & set(part)), None)
+    if fixed is not None:
+        place = "/".join(parts[:fixed]) or ("/" if rest.startswith("/") else "" if found else ".")
+        return scheme + found + place, "/" + "/".join(parts[fixed:])
+    if is_local(text):
+        raise AbsentError(f"{text}: is not there; name a folder, a file, a glob or a URL")
+    parent, _, name = rest.rstrip("/").rpartition("/")
+    if parent and open_place(f"{scheme}{found}{parent}").entry(name) is not None:
+        return f"{scheme}{found}{parent}", f"/{literal(name)}"
+    return text, None
+
+
+def require_space(goal: Path, size: int, what: str) -> None:
+    """Raise ``NoSpaceError`` if the disk of a path has less room than ``size`` bytes and a reserve."""
+    free = shutil.disk_usage(goal.parent).free
+    if size + RESERVE > free:
+        raise NoSpaceError(
+            f"{what}: takes {size} bytes, and {goal.parent} has {free} free; make room there, or choose another disk"
+        )
+
+
+def _present(entry: Entry | None, where: str) -> Entry:
+    if entry is None:
+        raise AbsentError(f"{where}: is not there, or is not a file; check the name")
+    return entry
+
+
+def _changed(where: str) -> PlaceError:
+    return PlaceError(f"{where}: it changed since it was listed; run the same command again")
+
+
+def temporary_name() -> str:
+    """Return a new name. That of the file is not in it: it may already be as long as a name may be."""
+    return f".{secrets.token_hex(6)}.ckptfix-tmp"

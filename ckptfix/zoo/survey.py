@@ -1,0 +1,301 @@
+"""What can be seen of a checkpoint without its weights: the layout of its keys, and the class of a whole model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind as FactKind
+from ckptfix.core.objects import Opaque
+from ckptfix.core.progress import Task
+from ckptfix.errors import CkptfixError, HostileError
+from ckptfix.known.recognition import Shapes, modern_name
+from ckptfix.known.table import is_passing
+from ckptfix.reading.opening import open_file
+from ckptfix.reading.weights.modules import is_module, module_parts
+from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
+from ckptfix.zoo.fetching import each_on_this_machine
+from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.naming import compile_patterns, literal
+from ckptfix.zoo.places import Place
+from ckptfix.zoo.resources import room_at
+from ckptfix.zoo.workspace import temporary_folder
+
+HOLDERS = frozenset(
+    "model net network backbone encoder state_dict _model student teacher online_network learner".split()
+)
+"""Attributes under which trainers hold the model: if all keys begin with one, the model is what follows."""
+
+WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
+"""Classes that say nothing of the model in them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes without the prefixes of wrappers, and without what comes and goes between releases."""
+
+    shapes: Shapes
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of names and shapes."""
+        return _digest(f"{key} {shape}" for key, shape in self.shapes.items())
+
+    @cached_property
+    def names(self) -> str:
+        """A digest of only the names: equal for models that differ in their head."""
+        return _digest(self.shapes)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen of one checkpoint. Without a layout it could not be read, and ``fault`` says why."""
+
+    name: str
+    layout: Layout | None = None
+    prefix: str = ""
+    """What was before the keys, as it was there."""
+    dtypes: tuple[str, ...] = ()
+    weights: str = "."
+    """The state_dict that is taken by default."""
+    candidates: tuple[str, ...] = ()
+    """All state_dicts that could be meant, if there are several."""
+    whole_model: str = ""
+    """The class of a model that was saved whole."""
+    is_damaged: bool = False
+    counters: bool = True
+    """Whether each running mean has its count: files from before torch 0.4.1 do not."""
+    fault: str = ""
+    is_hostile: bool = False
+    whole: int = 0
+    """Of a file without a layout: how many tensors a decision would give."""
+
+
+def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
+    """Return what is seen of each checkpoint, in the order of the items. Equal layouts are one object.
+
+    ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
+    layouts: dict[str, Layout] = {}
+    items = [item for item in items if item.kind is not Kind.OTHER]
+    sights = []
+    task = Task(f"looking at {place.name}", sum(item.size for item in items))
+    with temporary_folder() as scratch:
+        readable = [item for item in items if item.fault is None]
+        found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)
+        for item in items:
+            if item.fault is None:
+                sights.append(_seen(item, next(found), layouts))
+            else:
+                sights.append(Sight(item.name, fault=item.fault))
+            task.advance(item.size)
+    return sights
+
+
+def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> Sight:
+    if isinstance(path, CkptfixError):  # it could not be fetched
+        return Sight(item.name, fault=str(path))
+    try:
+        checkpoint = open_file(str(path))
+    except CkptfixError as error:
+        fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
+        is_hostile = isinstance(error, HostileError)
+        return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=0 if is_hostile else _salvaged(path))
+    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarks if fact.kind is FactKind.PAYLOAD]:
+        fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
+        return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
+    shapes, prefix = plain_names({key: spec.shape for key, spec in checkpoint.specs.items()})
+    layout = layout_of(shapes)
+    layout = layouts.setdefault(layout.digest, layout)
+    dtypes = Counter(spec.dtype for spec in checkpoint.specs.values() if spec.numel > 1)
+    means = [key.removesuffix("running_mean") for key in checkpoint.specs if key.endswith("running_mean")]
+    return Sight(
+        item.name,
+        layout,
+        prefix,
+        tuple(name for name, _ in dtypes.most_common()),
+        next((each.name for each in checkpoint.candidates if each.path == checkpoint.container), "."),
+        tuple(each.name for each in checkpoint.candidates) if len(checkpoint.candidates) > 1 else (),
+        _class(checkpoint),
+        bool(checkpoint.damage),
+        all(f"{mean}num_batches_tracked" in checkpoint.specs for mean in means),
+    )
+
+
+def _salvaged(path: Path) -> int:
+    """How many tensors of a file that cannot be opened as it is are complete."""
+    try:
+        return len(open_file(str(path), salvage=True).specs)
+    except CkptfixError:
+        return 0
+
+
+def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
+    """Return names as the model itself has them, and the prefix that was removed."""
+    new = {key: bare(key) for key in shapes}
+    prefix = ""
+    if segments := {part for key in shapes if has_wrapper_segment(key) for part in key.split(".")} & WRAPPER_SEGMENTS:
+        prefix = ", ".join(sorted(segments))
+    elif shapes and all(key.startswith("module.") for key in shapes):
+        prefix = "module."
+    if colliding(shapes, new) is not None:
+        new, prefix = {key: key for key in shapes}, ""
+    while (holder := _holder(new.values())) is not None:
+        new = {key: name.removeprefix(f"{holder}.") for key, name in new.items()}
+        prefix = f"{prefix}{holder}." if prefix.endswith(".") or not prefix else f"{prefix}, {holder}."
+    return {modern_name(name): shapes[key] for key, name in new.items()}, prefix
+
+
+def _holder(names: Iterable[str]) -> str | None:
+    """The first segment of all names, if it is one that trainers use."""
+    first = {name.partition(".")[0] for name in names if not is_passing(name, ())}
+    only = next(iter(first)) if len(first) == 1 else None
+    return only if only in HOLDERS and all("." in name for name in names) else None
+
+
+def layout_of(shapes: Shapes) -> Layout:
+    """Return the layout of names and shapes."""
+    return Layout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _class(checkpoint: Checkpoint) -> str:
+    """The class of a model that was saved whole; empty if none was."""
+    value = checkpoint.root
+    for step in checkpoint.container:
+        if isinstance(value, Opaque) and not is_module(value):
+            value = {**value.attributes, **value.pairs}.get(step)
+        elif isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
+            value = value[step]
+    for _ in range(4):
+        parts = module_parts(value)
+        if parts is None or not isinstance(value, Opaque):
+            break
+        if not str(value.cls).startswith(WRAPPERS):
+            return str(value.cls).removeprefix("__torch__.")
+        children = list(parts["_modules"].values())
+        value = children[0] if len(children) == 1 else None
+    return ""
+
+
+_ALIKE = 3
+"""Files whose names differ only in numbers, from which on a pattern stands for them."""
+
+_MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)
+"""The parts of a name that change from one file of a run to the next: hashes and numbers."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The checkpoints of one layout; those that hold several state_dicts apart from those that hold one."""
+
+    layout: Layout
+    sights: tuple[Sight, ...]
+    patterns: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its files."""
+        return tuple(sight.name for sight in self.sights)
+
+
+def gather(sights: Sequence[Sight], others: Iterable[str]) -> list[Group]:
+    """Return the groups of equal layout, the largest first. ``others`` are names that no pattern may match."""
+    by_layout: dict[tuple[str, ...], list[Sight]] = defaultdict(list)
+    for sight in sights:
+        if sight.layout is not None:
+            rivals = (sight.weights, *sight.candidates) if sight.candidates else ()
+            key = (sight.layout.digest, *rivals)
+            by_layout[key].append(sight)
+    unread = [sight.name for sight in sights if sight.layout is None]
+    names = {key: {sight.name for sight in members} for key, members in by_layout.items()}
+    known = _Names([*(name for members in names.values() for name in members), *unread, *others])
+    groups = [
+        Group(members[0].layout, tuple(members), tuple(known.patterns(names[key])))
+        for key, members in by_layout.items()
+        if members[0].layout is not None
+    ]
+    return sorted(groups, key=lambda group: (-len(group.sights), group.names))
+
+
+class _Names:
+    """All names of a zoo, so that a pattern is known to match no other."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.below: dict[str, set[str]] = defaultdict(set)
+        self.beside: dict[str, set[str]] = defaultdict(set)
+        self.own: Counter[str] = Counter()
+        for name in set(names):
+            parts = name.split("/")
+            self.own[parts[-1]] += 1
+            self.beside["/".join(parts[:-1])].add(name)
+            for depth in range(1, len(parts)):
+                self.below["/".join(parts[:depth])].add(name)
+        self.folders = Counter(folder.rpartition("/")[2] for folder in self.below)
+
+    def patterns(self, wanted: set[str]) -> Iterator[str]:
+        """Yield patterns that match these names and no other: whole folders, then one name in several folders, then
+        similar names, then single ones."""
+        left = set(wanted)
+        for folder in sorted({name.rpartition("/")[0] for name in wanted} - {""}):
+            place = self._highest(folder, wanted)
+            if place is not None and len(left & self.below[place]) > 1:
+                left -= self.below[place]
+                yield self._anchored(f"{literal(place)}/", self.folders[place])
+        by_own: dict[str, set[str]] = defaultdict(set)
+        for name in left:
+            by_own[name.rpartition("/")[2]].add(name)
+        for own, same in sorted(by_own.items()):
+            if 1 < len(same) == self.own[own]:
+                left -= same
+                yield literal(own)
+        for pattern, alike in sorted(_alike(left).items()):
+            expression = compile_patterns([pattern])
+            folder = next(iter(alike)).rpartition("/")[0]
+            if len(alike) >= _ALIKE and {name for name in self.beside[folder] if expression.fullmatch(name)} == alike:
+                left -= alike
+                yield pattern
+        yield from (self._anchored(literal(name), self.own[name]) for name in sorted(left))
+
+    def _highest(self, folder: str, wanted: set[str]) -> str | None:
+        """The highest folder above, or the folder itself, all of whose files are wanted."""
+        parts = folder.split("/")
+        places = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        return next((place for place in places if self.below[place] <= wanted), None)
+
+    def _anchored(self, pattern: str, count: int) -> str:
+        """The pattern with a leading slash, if it would match something of that name elsewhere too."""
+        return pattern if "/" in pattern.rstrip("/") or count == 1 else f"/{pattern}"
+
+
+def _alike(names: set[str]) -> dict[str, set[str]]:
+    """Names by the pattern that they have with a star for each part that is not the same in all of them."""
+    forms: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(dict)
+    for name in names:
+        folder, _, own = name.rpartition("/")
+        if moving := _MOVING.findall(own):
+            form = (folder, *_MOVING.split(own))
+            forms[form][name] = moving
+    found: dict[str, set[str]] = {}
+    for (folder, first, *others), members in forms.items():
+        columns = zip(*members.values(), strict=True)
+        stars = ["*" if len(set(column)) > 1 else literal(column[0]) for column in columns]
+        own = "".join([literal(first), *(star + literal(part) for star, part in zip(stars, others, strict=True))])
+        found[f"{literal(folder)}/{own.replace('**', '*')}"] = set(members)
+    return found
