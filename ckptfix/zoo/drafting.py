@@ -1,14 +1,12 @@
 """``ckptfix migrate --init``: look at the files of a zoo, and draft the table that says what belongs to what.
 
-survey        each checkpoint is opened; no tensor is read and none of its code runs
-gathering     files of equal layout are one group, with the patterns that match exactly them
-recognition   each group by its exact structure, by a class, by telling keys, or by the names of its files
-writing       the table, with the evidence, and with what is open
+``survey`` opens each checkpoint and groups those of equal layout. A group is recognised by its exact structure, by a
+class, by telling keys, or by the names of its files. The table is written with the evidence, and with what is open.
+``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has telling names of other models.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +15,6 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
@@ -305,21 +302,6 @@ def _escaped(char: str) -> str:
     return char if char.isprintable() else f"\\U{ord(char):08x}"
 
 
-def value(given: Any) -> str:
-    """Return a text, a number, a list or a table as a TOML value in one line."""
-    if isinstance(given, str):
-        return quoted(given)
-    if isinstance(given, Mapping):
-        return f"{{ {', '.join(f'{_key(name)} = {value(each)}' for name, each in given.items())} }}"
-    if isinstance(given, list | tuple):
-        return f"[{', '.join(map(value, given))}]"
-    return json.dumps(given)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quoted(name)
-
-
 def comment(text: str, mark: str = "# ") -> Iterator[str]:
     """Yield the lines of a comment; the later ones are indented."""
     later = "#".ljust(len(mark) + 2)
@@ -331,7 +313,7 @@ def comment(text: str, mark: str = "# ") -> Iterator[str]:
 def texts(name: str, given: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a key with one text, or with a list of them, a line for each if one line is too short."""
     given = tuple(given)
-    line = f"{name} = {value(given[0] if len(given) == 1 else given)}"
+    line = f"{name} = " + (quoted(given[0]) if len(given) == 1 else f"[{', '.join(map(quoted, given))}]")
     if len(line) <= WIDTH or len(given) == 1:
         yield line
     else:

@@ -1,7 +1,11 @@
 """What is in a zoo: its checkpoints, which may be folders, and its other files.
 
 Every file of the place ends in exactly one item, apart from shards that two indexes name. What a repository keeps for
-itself (``.git``) has to keep its bytes: a checkpoint in there does not belong to the zoo."""
+itself (``.git``) has to keep its bytes: a checkpoint in there does not belong to the zoo.
+
+A name that claims to be a checkpoint is taken at its word: a ``.pth`` that turns out to be an error page is an
+unreadable checkpoint, and nothing to be copied as if it were right. Other files have their first bytes looked at. Which
+files are one checkpoint together, names say most of the time; else one small file is read."""
 
 from __future__ import annotations
 
@@ -9,11 +13,13 @@ import hashlib
 import os
 import posixpath
 import re
+import shutil
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -483,3 +489,26 @@ def _below(place: Place, text: str) -> str:
     if place.root is not None and Path(name).is_absolute():
         name = os.path.relpath(name, place.root)
     return posixpath.normpath(name)
+
+
+@contextmanager
+def on_this_machine(place: Place, item: Item, folder: Path) -> Iterator[Path]:
+    """The local path of an item: its own, or that of a copy in ``folder``, which is removed at the end.
+
+    Raises ``CkptfixError`` if it cannot be fetched, or is no longer what was listed."""
+    try:
+        yield fetch_item(place, item, folder)
+    finally:
+        if place.root is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def fetch_item(place: Place, item: Item, folder: Path) -> Path:
+    """Return the local path of an item: its own, or that of a copy below ``folder``."""
+    if place.root is not None:
+        return place.root / item.name
+    for entry in item.entries:
+        goal = folder / entry.name
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        place.fetch(entry.name, goal, entry)
+    return folder / item.name

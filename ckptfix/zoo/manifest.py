@@ -1,4 +1,8 @@
-"""What became of each file of a zoo: the lines of ``manifest.jsonl``, which ``docs/manifest.md`` describes."""
+"""What became of each file of a zoo: the lines of ``manifest.jsonl``, which ``docs/manifest.md`` describes.
+
+A ``Journal`` survives a kill at any point. Lines are appended and flushed to the disk in groups. A torn last line is
+dropped when the journal is read again. A later line of a source replaces those before it; ``tidy`` leaves one line of
+each, sorted by source, so that two migrations that did the same in another order leave the same file."""
 
 from __future__ import annotations
 
@@ -45,9 +49,6 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def __contains__(self, source: object) -> bool:
-        return source in self._places
 
     def load(self) -> Iterator[dict[str, Any]]:
         """Yield all lines in the order of the file, older ones of a source too. Drops a torn last line.

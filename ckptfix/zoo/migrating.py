@@ -1,11 +1,11 @@
 """The story of a migration, from an old zoo to one that loads. Start reading here.
 
-    list      items      what is in the zoo: files and folders that are checkpoints, and others
-    plan      planning   what zoo.toml wants of each, under which name, and what an earlier run has done
-    run       engines    the jobs, the largest first, each in a process that may crash
-    (a job)   work       repair or copy, digests, into a scratch folder
-    commit    committing outputs are flushed, renamed, and only then written down in the manifest
-    close     workspace  the manifest in order, renames.json, nothing temporary left
+    list      listing     what is in the zoo: files and folders that are checkpoints, and others
+    plan      planning    what zoo.toml wants of each, under which name, and what an earlier run has done
+    run       engine      the jobs, the largest first, each in a process that may crash
+    (a job)   performing  repair or copy, digests, into a scratch folder
+    commit    committing  outputs are flushed, renamed, and only then written down in the manifest
+    close     workspace   the manifest in order, renames.json, nothing temporary left
 
 The driver reads no checkpoint. If anything kills it, the same command goes on where the manifest ends, and comes to the
 same tree.

@@ -1,4 +1,4 @@
-"""What the written file of a checkpoint is called.
+"""The names of files: which ones a pattern of ``zoo.toml`` matches, and what the output for a checkpoint is called.
 
 torch.hub, torchvision and timm put the first 8 or more digits of the file's sha256 after the last ``-`` of its name
 (``resnet50-19c8e357.pth``), and ``load_state_dict_from_url(check_hash=True)`` compares them. A repaired file has other

@@ -34,9 +34,8 @@ from ckptfix.zoo.deciding import (
     is_open,
     is_refused,
 )
-from ckptfix.zoo.fetching import on_this_machine
 from ckptfix.zoo.job import SOURCE, Done, Job, Others, Staged, Workplace, failed
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.listing import Item, Kind, on_this_machine
 from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -44,7 +44,6 @@ class Plan:
     is_grouped: bool = False
     resumes: bool = True
     verifies: bool = False
-    _digests: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # What takes longest begins first, so that nothing is waited for at the end.
@@ -154,10 +153,7 @@ class Plan:
         """What the result of an item depends on besides its bytes."""
         if item.kind is Kind.OTHER:
             return self.others.value
-        key = id(treatment)
-        if key not in self._digests:
-            self._digests[key] = treatment.digest(version())
-        return self._digests[key]
+        return treatment.digest(version())
 
 
 def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> Status:

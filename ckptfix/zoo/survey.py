@@ -1,15 +1,21 @@
-"""What can be seen of a checkpoint without its weights: the layout of its keys, and the class of a whole model."""
+"""The files of a zoo as a draft of ``zoo.toml`` sees them: what each shows without its weights (the layout of its
+keys, the class of a whole model), and which belong together, with the shortest patterns that match only these.
+
+No tensor is read, and no code of a file runs."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import re
-from collections import Counter, defaultdict
+import shutil
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind as FactKind
@@ -21,12 +27,14 @@ from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import is_module, module_parts
 from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
-from ckptfix.zoo.fetching import each_on_this_machine
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.listing import Item, Kind, fetch_item
 from ckptfix.zoo.naming import compile_patterns, literal
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.workspace import temporary_folder
+
+AHEAD = 8
+"""Copies of items that are being fetched, or wait for their turn, at the same time."""
 
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
@@ -101,6 +109,48 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
                 sights.append(Sight(item.name, fault=item.fault))
             task.advance(item.size)
     return sights
+
+
+def each_on_this_machine(
+    place: Place, items: Sequence[Item], folder: Path, room: float
+) -> Iterator[Path | CkptfixError]:
+    """Yield the local path of each item, in their order, or why it cannot be fetched.
+
+    Remote items are fetched ahead, as long as their copies take no more than ``room`` bytes together, or there is only
+    one. A copy is removed when the next item is asked for."""
+    waiting, under_way, taken = deque(enumerate(items)), deque[tuple[int, Path, Future[Path]]](), 0
+    while waiting or under_way:
+        while waiting and len(under_way) < AHEAD and (not under_way or taken + waiting[0][1].size <= room):
+            number, item = waiting.popleft()
+            copy = folder / str(number)
+            under_way.append((item.size, copy, _begun(place, item, copy)))
+            taken += item.size
+        size, copy, future = under_way.popleft()
+        try:
+            found: Path | CkptfixError = future.result()
+        except CkptfixError as error:
+            found = error
+        yield found
+        if place.root is None:
+            shutil.rmtree(copy, ignore_errors=True)
+        taken -= size
+
+
+def _begun(place: Place, item: Item, folder: Path) -> Future[Path]:
+    """An item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C must not take minutes."""
+    future: Future[Path] = Future()
+
+    def fetch() -> None:
+        try:
+            future.set_result(fetch_item(place, item, folder))
+        except BaseException as error:  # noqa: BLE001 - it is raised when the result is asked for
+            future.set_exception(error)
+
+    if place.root is not None:
+        fetch()
+    else:
+        Thread(target=fetch, name=f"fetching {item.name}", daemon=True).start()
+    return future
 
 
 def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> Sight:

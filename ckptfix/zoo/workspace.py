@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from filecmp import cmp
 from pathlib import Path
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.writing.atomic import flush_file, remove_leftovers
+from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers
 from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS, Journal
 from ckptfix.zoo.places import Place, walk_if_there
 
@@ -67,7 +66,10 @@ class Workspace:
         self.manifest.tidy(self.scratch)
         self.weights.tidy(self.scratch)
         renames = {source: name for source, name in sorted(outputs.items()) if name is not None and name != source}
-        _write(json.dumps(renames, indent=2) + "\n", self.manifest.path.with_name(RENAMES), self.scratch)
+        text, path = json.dumps(renames, indent=2) + "\n", self.manifest.path.with_name(RENAMES)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            with atomic_file(path) as file:
+                file.write(text)
         self.publish(at_once=True)
 
 
@@ -91,7 +93,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
             stack.enter_context(_held(folder))
             _check_kind(destination)
             shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-            remove_leftovers(folder)  # of a release that put a journal in order there, and was killed
+            remove_leftovers(folder)
         scratch = folder / SCRATCH / str(os.getpid())
         _make(scratch)
         stack.callback(shutil.rmtree, folder / SCRATCH, ignore_errors=True)
@@ -154,12 +156,3 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _write(text: str, path: Path, scratch: Path) -> None:
-    """Replace a file by a text, unless it says that already."""
-    new = scratch / path.name
-    new.write_text(text, encoding="utf-8")
-    if not (path.exists() and cmp(new, path, shallow=False)):
-        flush_file(new)
-        new.replace(path)

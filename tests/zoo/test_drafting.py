@@ -18,7 +18,6 @@ from ckptfix.zoo.drafting import (
     named_models,
     quoted,
     texts,
-    value,
 )
 from ckptfix.zoo.listing import list_zoo
 from ckptfix.zoo.places import open_place
@@ -342,13 +341,6 @@ def test_a_text_comes_back(text):
 
 def test_bytes_that_are_no_text_become_any_character():
     assert quoted("a\udcffb") == '"a?b"'
-
-
-@pytest.mark.parametrize(
-    "given", ["a", 1, -1.5, True, False, [], ["a", 1], {}, {"a": 1, "b-c": ["x"], "d e": {"f": True}}]
-)
-def test_a_value_comes_back(given):
-    assert tomllib.loads(f"a = {value(given)}") == {"a": given}
 
 
 @pytest.mark.parametrize("text", [*ODD, "word " * 100, "x" * 500, "a\udcff"])

@@ -12,9 +12,9 @@ import pytest
 
 from ckptfix.bytes.transfers import AbsentError
 from ckptfix.errors import CkptfixError
-from ckptfix.zoo.fetching import each_on_this_machine, on_this_machine
-from ckptfix.zoo.listing import Item, Kind, list_zoo
+from ckptfix.zoo.listing import Item, Kind, list_zoo, on_this_machine
 from ckptfix.zoo.places import Entry, Place, open_place
+from ckptfix.zoo.survey import each_on_this_machine
 
 
 def test_what_lies_here_is_not_copied(tmp_path: Path):

@@ -109,7 +109,7 @@ POINTS = {
     "at a flush": ("ckptfix.zoo.committing", "flush_file_system", 2),
     "when the manifest is sorted": ("ckptfix.zoo.manifest.Journal", "tidy", 1),
     "between the books": ("ckptfix.zoo.manifest.Journal", "tidy", 2),
-    "at the renames": ("ckptfix.zoo.workspace", "_write", 1),
+    "at the renames": ("ckptfix.zoo.workspace", "atomic_file", 1),
 }
 
 KILLED = """
