@@ -146,6 +146,13 @@ def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def _own(value: Any) -> Any:
+    """Give a count of steps a storage of its own: each parameter adds to its own, in place."""
+    if not isinstance(value, TensorSpec) or value.storage is None:
+        return value
+    return replace(value, storage=copy(value.storage))
+
+
 def _assembled_rows(
     checkpoint: Checkpoint, optimizer: Optimizer, ids: Mapping[str, Any], edits: Sequence[Moments], rule: str
 ) -> dict[str, dict[str, Any]]:
@@ -162,7 +169,7 @@ def _assembled_rows(
             if isinstance(first, TensorSpec) and first.shape:
                 wanted.append(Assemble(edit.key, first.dtype, edit.shape, edit.parts))
             elif field in optimizer.row(ids[edit.parts[0].source]):
-                rows[edit.key][field] = first
+                rows[edit.key][field] = _own(first)
         entries = {text: spec for text, spec in specs.items() if isinstance(spec, TensorSpec)}
         for key, spec in assembled(replace(checkpoint, entries=entries), wanted, rule).items():
             rows[key][field] = spec

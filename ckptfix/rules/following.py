@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -144,9 +144,39 @@ class Change:
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties)
 
     @property
+    def modules(self) -> dict[str, str] | None:
+        """The classes of the file's modules, as the model has them under whatever name; None without a model."""
+        if self.model is None or self.model.modules is None:
+            return None
+        return {
+            source.rpartition(".")[0]: self.model.modules.get(key.rpartition(".")[0], "")
+            for key, origin in self.origins.items()
+            for source in origin.sources
+            if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
+        }
+
+    @property
+    def model_order(self) -> list[str] | None:
+        """The parameters of the file in the order of the model; None if that is not the order of the model that was
+        trained: layers of another implementation, or parts whose place was among others."""
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(self.result() if self.model is not None else ()):
+            sources = self.origins[key].sources
+            if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
+                return None
+            for source in sources:
+                places.setdefault(source, []).append(place)
+        parameters = self.parameters()
+        if not parameters.keys() <= places.keys():
+            return None
+        order = sorted(parameters, key=lambda key: places[key][0])
+        return order if order == sorted(order, key=lambda key: places[key][-1]) else None
+
+    @property
     def touches(self) -> bool:
         """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
-        return [self.origins[key] for key in self.result()] != [Origin(key) for key in self.parameters()]
+        result, parameters = [self.origins[key] for key in self.result()], [Origin(key) for key in self.parameters()]
+        return result != parameters if self.is_ordered else set(result) != set(parameters)
 
     @property
     def reorders(self) -> bool:
@@ -154,6 +184,16 @@ class Change:
         place = {key: number for number, key in enumerate(self.parameters())}
         found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _is_renamed_alike(old: str, new: str) -> bool:
+    """Whether a key has one or two other segments at most, as in a later release of the same model."""
+    ours, theirs = old.split("."), new.split(".")
+    head = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    tail = 0
+    while tail < min(len(ours), len(theirs)) - head and ours[-1 - tail] == theirs[-1 - tail]:
+        tail += 1
+    return len(ours) - head - tail <= 2
 
 
 def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
@@ -260,23 +300,10 @@ def scopes(change: Change) -> Iterator[Scope]:
     parameters = change.parameters()
     frozen = change.target.frozen if change.target is not None else frozenset()
     cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
-    names_of = {source: key for key, origin in change.origins.items() for source in origin.sources}
-    modules = change.model.modules if change.model is not None else None
-    # What a model says of its modules is said of the file's own names, as far as they are known.
-    known = None
-    if modules is not None:
-        known = {
-            key.rpartition(".")[0]: modules.get(names_of[key].rpartition(".")[0], "")
-            for key in parameters
-            if key in names_of
-        }
     orders = {"the file's order": list(parameters)} if change.is_ordered else {}
-    if change.model is not None:
-        place = {source: n for n, key in enumerate(change.result()) for source in change.origins[key].sources}
-        if parameters.keys() <= place.keys():  # where the others were, the model does not say
-            model_order = sorted(parameters, key=place.__getitem__)
-            if model_order not in orders.values():
-                orders["the model's order"] = model_order
+    if (order := change.model_order) is not None and order not in orders.values():
+        orders["the model's order"] = order
+    known = change.modules
     for whose, order in orders.items():
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool]]] = [(order, lambda key: True)]
@@ -299,13 +326,18 @@ def scopes(change: Change) -> Iterator[Scope]:
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
+    found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
     if certain is not None:
         frozen = change.target.frozen if change.target is not None else frozenset()
-        layout = Layout({key: spec.shape for key, spec in change.parameters().items()})
-        made = follow(optimizer, certain, change, Scope(layout, lambda key: key not in frozen))
+        layout = Layout({key: spec.shape for key, spec in change.parameters().items()}, change.modules)
+        scope = Scope(layout, lambda key: key not in frozen)
+        for recipe in _known_recipes(optimizer, certain, layout):
+            made = follow(optimizer, replace(certain, recipe=recipe), change, scope)
+            if made is not None:
+                found.setdefault(made.outcome, made)
+        made = next(iter(found.values())) if len(found) == 1 else follow(optimizer, certain, change, scope)
         return [made] if made is not None else []
-    found: dict[Hashable, Followed] = {}
     for scope in scopes(change):
         for naming in namings(optimizer, scope.layout):
             made = follow(optimizer, naming, change, scope)
@@ -343,9 +375,9 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     if change.live is not None:
         grouped = _as_in(change.live, optimizer, steps)
     elif naming.recipe is not None:
-        grouped = _by_recipe(naming.recipe, optimizer, naming, steps, change, scope.layout)
+        grouped = _by_recipe(naming.recipe, optimizer, naming, steps, change, scope.layout, ids)
     else:
-        grouped = _in_own_groups(optimizer, naming, steps, change, ids, scope.layout)
+        grouped = _in_own_groups(optimizer, naming, steps, change, ids)
     if grouped is None:
         return None
     kept = {source for step in steps for source in change.origins[step.key].sources}
@@ -421,33 +453,36 @@ def _number(value: object) -> Hashable:
 Grouped = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]
 
 
-def _known_recipe(optimizer: Optimizer, naming: Naming, layout: Layout) -> Recipe | None:
-    """Return the recipe by which names that are certain are grouped, None for the user's own."""
+def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
+    """Return the recipes by which names that are certain are grouped, none for the user's own groups."""
+    if len(optimizer.groups) == 1:
+        return []
     named = set(naming.names.values())
     layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
     want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
-    for recipe in RECIPES if len(want) > 1 else ():
-        if [keys for _, keys in recipe.groups(layout)] == want:
-            return recipe
-    return None
+    return [recipe for recipe in RECIPES if [keys for _, keys in recipe.groups(layout)] == want]
 
 
 def _by_recipe(
-    recipe: Recipe, optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, layout: Layout
+    recipe: Recipe,
+    optimizer: Optimizer,
+    naming: Naming,
+    steps: Sequence[Step],
+    change: Change,
+    layout: Layout,
+    ids: Mapping[str, Any],
 ) -> Grouped | None:
     """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
     old, after = _labels(recipe, optimizer, naming, layout), _layout_after(steps, change)
     of_key = {step.key: step for step in steps}
-    group_of = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
     like: list[int] = []
     for label, members in groups:
-        sources = {group_of[str(step.source)] for step in members if step.source is not None}
-        sources |= {group_of[part.source] for step in members for part in step.parts}
-        if len(sources) == 1 and (label not in old or not recipe.order):
-            found: int | None = next(iter(sources))
+        if label in old and recipe.order:
+            found: int | None = old[label]
         else:
-            found = old[label] if label in old else _alike(members, groups, group_of, optimizer, after.shapes)
+            found = _group_like(members, optimizer, steps, change, ids)
+            found = old.get(label) if found is None else found
         if found is None:
             return None
         like.append(found)
@@ -482,23 +517,31 @@ def _as_in(live: Sequence[Sequence[str]], optimizer: Optimizer, steps: Sequence[
     return tuple(like), groups
 
 
-def _alike(
-    members: Sequence[Step],
-    groups: Sequence[tuple[Hashable, Sequence[Step]]],
-    group_of: Mapping[str, int],
-    optimizer: Optimizer,
-    shapes: Mapping[str, Shape],
+def _group_like(
+    members: Sequence[Step], optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
 ) -> int | None:
-    """Return the old group of parameters of the same kind, if their hyperparameters all agree."""
+    """Return the old group of some parameters, else that of others of their kind, if its hyperparameters are those of
+    all of them. A vector that was a matrix is of the kind that decays no more."""
+    group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
+
+    def places(chosen: Iterable[Step]) -> list[int]:
+        sources = (source for step in chosen for source in change.origins[step.key].sources if source in ids)
+        return [group_of[ids[source]] for source in sources]
 
     def kind(step: Step) -> tuple[str, int]:
-        return step.key.rpartition(".")[2], len(shapes[step.key])
+        return step.key.rpartition(".")[2], len(change.after[step.key].shape)
+
+    def is_flat_as_before(step: Step) -> bool:
+        sources = change.origins[step.key].sources
+        return all((len(change.before[key].shape) < 2) == (kind(step)[1] < 2) for key in sources)
 
     kinds = set(map(kind, members))
-    carried = [step for _, others in groups for step in others if step.source is not None and kind(step) in kinds]
-    places = [group_of[str(step.source)] for step in carried]
-    settings = [_settings(optimizer.groups[place]) for place in places]
-    return places[0] if places and all(one == settings[0] for one in settings) else None
+    others = [step for step in steps if kind(step) in kinds and is_flat_as_before(step)]
+    for found in (places(filter(is_flat_as_before, members)), places(others), places(members)):
+        settings = [_settings(optimizer.groups[place]) for place in found]
+        if found and all(one == settings[0] for one in settings):
+            return found[0]
+    return None
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -524,10 +567,9 @@ def _in_own_order(
 
 
 def _in_own_groups(
-    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any], layout: Layout
+    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
 ) -> Grouped | None:
-    """Leave each parameter in its group. A new one goes where the recipe of the groups puts it, if they have one that
-    is known; else to the parameters of its own module, or of one around it."""
+    """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it."""
     steps = _in_own_order(optimizer, naming, steps, change, ids)
     group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     places: dict[str, int] = {}
@@ -536,12 +578,9 @@ def _in_own_groups(
         if len(found) > 1:
             return None
         places |= dict.fromkeys([step.key], *found) if found else {}
-    recipe, after = _known_recipe(optimizer, naming, layout), _layout_after(steps, change)
-    labels = {} if recipe is None else _labels(recipe, optimizer, naming, layout)
     for step in steps:
         if step.key not in places:
-            place = labels.get(recipe.label(after, step.key)) if recipe is not None else None
-            place = _kin(step.key, places, len(optimizer.groups)) if place is None else place
+            place = _kin(step.key, places, len(optimizer.groups))
             if place is None:
                 return None
             places[step.key] = place

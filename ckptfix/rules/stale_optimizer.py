@@ -149,6 +149,15 @@ def _out_of_step(
     if found and all(way.is_unchanged for way in found):
         yield from _frozen(rule, context, found[0])
         return
+    if not found and not change.touches and not change.is_ordered and change.model_order is not None:
+        if len(optimizer.ids) == len(change.model_order):
+            yield rule.finding(
+                Level.NOTE,
+                f"{optimizer.label} has as many parameters as the model, in an order that is not the model's under any "
+                "known recipe: if its groups are not your own, it is that of another release of the model",
+                evidence={"parameters": len(optimizer.ids)},
+            )
+        return
     if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
     keep = context.settings.keep_optimizer
