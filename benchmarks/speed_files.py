@@ -128,6 +128,7 @@ def warm(path: Path) -> None:
 
 def make_model_and_adapter(folder: Path, nbytes: int, rank: int = 16) -> Path:
     """Save a Llama in bfloat16, and a LoRA adapter of all its linear layers, whose second matrices are not zero."""
+    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -50,9 +50,10 @@ _BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=2)
 
 
 class Copied(NamedTuple):
-    """A range of a file that was copied, and was equal when it was read back from ``start`` of the new file on."""
+    """A range of a file, or of a source that makes its bytes, that was copied, and was equal when it was read back from
+    ``start`` of the new file on."""
 
-    file: OpenFile
+    source: OpenFile | ByteSource
     offset: int
     nbytes: int
     start: int
@@ -61,7 +62,7 @@ class Copied(NamedTuple):
 class Copier:
     """Appends storages to a file, and what is around them, as a context; at its end, the file has all of it.
 
-    Ranges of other files are read back with the window that they are in, and are in ``copied`` if they are equal."""
+    What is copied is read back with the window that it is in, and is in ``copied`` if it is equal."""
 
     def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
         self.copied: list[Copied] = []
@@ -117,6 +118,8 @@ class Copier:
         if place is not None:
             return self._copy_range(place.file, place.offset + start, stop - start, is_summed)
         tell_slower(reason_of(source), stop - start)
+        if self._is_readable:
+            self._ranges.append(Copied(source, start, stop - start, self.tell()))
         crc = 0
         for block in stream(source, start, stop):
             self.write_block(block)

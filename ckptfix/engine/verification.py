@@ -1,7 +1,7 @@
 """Opens a written file again and compares it with what was to be written, down to the last byte.
 
-Most bytes were read back when they were copied. Where the opened file says that a tensor lies in such a range, as far
-from its source as it was copied, they are not read once more; all others are.
+Most bytes were read back when they were copied, or made. Where the opened file says that a tensor lies in such a range,
+as far from its source as it was copied, they are not read once more; all others are.
 
 Ranges of files are read into buffers that are used again and again, since fresh memory for each block would take longer
 than the reading, by two threads. A mapping of the files would be a little faster, but a source that is cut meanwhile
@@ -20,7 +20,7 @@ from ckptfix.bytes.sources import Content, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.positions import optimizers_in
@@ -80,14 +80,19 @@ def verify_tree(temporary: Path, expected: object, output: Path) -> None:
 
 
 def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
-    """The files whose bytes are a checkpoint's tensors as they are."""
-    files = set()
-    for spec in checkpoint.specs.values():
-        for part in spec.strided_parts():
-            place = located(part.storage.source) if part.storage is not None else None
-            if place is not None:
-                files.add(place.file)
-    return files
+    """The files that a checkpoint's tensors are in, or are made of."""
+    found = (
+        located(one.source) for spec in checkpoint.specs.values() for root in spec.storages for one in _made_of(root)
+    )
+    return {place.file for place in found if place is not None}
+
+
+def _made_of(storage: Storage) -> Iterator[Storage]:
+    """Yield the storages whose bytes are those of a file, or a storage itself if it is made of no others."""
+    for part in storage.parts or ():
+        yield from _made_of(part)
+    if not storage.parts:
+        yield storage
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
@@ -124,10 +129,10 @@ def _scheme(spec: TensorSpec) -> tuple[object, ...]:
 
 
 class _Range(NamedTuple):
-    """Bytes of a key that lie in a file on both sides, from ``offset`` of the one and ``start`` of the other on."""
+    """Bytes of a key, from ``offset`` of a file or of what makes them and ``start`` of the written file on."""
 
     key: str
-    source: OpenFile
+    source: OpenFile | ByteSource
     offset: int
     file: OpenFile
     start: int
@@ -149,7 +154,7 @@ class _ReadBack:
         copied = self._copied[pair.file.path][at]
         behind = pair.start - copied.start
         return (
-            copied.file is pair.source
+            copied.source is pair.source
             and copied.offset + behind == pair.offset
             and behind + pair.nbytes <= copied.nbytes
         )
@@ -186,12 +191,12 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
     for key, spec, other_spec in pairs:
         for before, after in zip(spec.strided_parts(), other_spec.strided_parts(), strict=True):
             pair = _range(key, before, after)
-            if pair is None:
-                made.append((key, before, after))
-            elif read_back.has(pair):
+            if pair is not None and read_back.has(pair):
                 known += pair.nbytes
-            else:
+            elif pair is not None and isinstance(pair.source, OpenFile):
                 ranges += _pieces(pair)
+            else:
+                made.append((key, before, after))
     task.advance(known)
     if not ranges and not made:
         return ""
@@ -215,16 +220,17 @@ def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
 
 
 def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
-    """The bytes that a tensor spans, where they are a range of a file on both sides."""
+    """The bytes that a tensor spans, if they are a range of the written file, and in the order of their source."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
     source, file = located(before.storage.source), located(after.storage.source)
-    if source is None or file is None:
-        return None
     (offset, stop), (start, end) = before.extent, after.extent
-    if stop - offset != end - start:
+    if file is None or stop - offset != end - start:
         return None
-    return _Range(key, source.file, source.offset + offset, file.file, file.offset + start, stop - offset)
+    if source is None and not all(located(storage.source) for storage in _made_of(before.storage)):
+        return None  # nothing would show that its file has changed meanwhile
+    whole, first = (before.storage.source, 0) if source is None else (source.file, source.offset)
+    return _Range(key, whole, first + offset, file.file, file.offset + start, stop - offset)
 
 
 def _pieces(pair: _Range) -> Iterator[_Range]:
@@ -239,6 +245,7 @@ def _first_difference(batch: list[_Range]) -> str | None:
     size = min(WINDOW, max(pair.nbytes for pair in batch))
     left, right = bytearray(size), bytearray(size)
     for key, source, offset, file, start, nbytes in batch:
+        assert isinstance(source, OpenFile), "what makes its bytes is compared block by block"
         for done in range(0, nbytes, WINDOW):
             count = min(WINDOW, nbytes - done)
             source.fill(memoryview(left)[:count], offset + done)

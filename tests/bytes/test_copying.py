@@ -144,13 +144,14 @@ def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
         copier.copy(place, 0, len(DATA))
         copier.copy(place, 0, SMALL)
         copier.copy(WindowBytes(place, 100, len(DATA) - 100), 7, SMALL + 8)
-        copier.copy(MemoryBytes(DATA), 0, len(DATA))
-    found = [(copied.file, copied.offset, copied.nbytes, copied.start) for copied in copier.copied]
+        copier.copy(made := MemoryBytes(DATA), 0, len(DATA))
+    found = [(copied.source, copied.offset, copied.nbytes, copied.start) for copied in copier.copied]
     behind = 6 + len(DATA)
     assert found == [
         (place.file, 6, len(DATA), 6),
         (place.file, 6, SMALL, behind),
         (place.file, 6 + 107, SMALL + 1, behind + SMALL),
+        (made, 0, len(DATA), behind + 2 * SMALL + 1),
     ]
 
 
