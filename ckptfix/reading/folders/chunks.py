@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptfix.bytes.torn import TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
@@ -186,14 +187,38 @@ def gone(name: str, spec: TensorSpec, path: str) -> TensorSpec:
     return replace(spec, storage=Storage(name, TornBytes(path, spec.nbytes)), offset=0)
 
 
-def differ(one: TensorSpec, other: TensorSpec) -> bool:
-    """Return whether the checksums of two copies say that they differ; no value is read."""
-    first, second = one.storage, other.storage
-    if first is None or second is None or None in (first.crc32, second.crc32):
+def is_same(one: Any, other: Any, path: str) -> bool:
+    """Return whether two entries are the same tensor, byte for byte."""
+    if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
+        return bool(one == other)
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    return (first.nbytes, one.strides, one.offset) == (second.nbytes, other.strides, other.offset) and (
-        first.crc32 != second.crc32
+    from ckptfix.reading.lazy_tensors import contiguous_blocks
+
+    return all(
+        first == second
+        for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
+        for first, second in zip(contiguous_blocks(before, path), contiguous_blocks(after, path), strict=True)
     )
+
+
+def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> bool:
+    """Return whether copies are the same, as far as they are whole: by their checksums, or byte for byte.
+
+    Without ``reads``, bytes are compared only where checksums differ, which may be due to what is beside a tensor."""
+    first, *others = [copy for copy in copies if copy.storage is not None and not is_torn(copy)] or copies[:1]
+    for other in others:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            return False
+        sums = [
+            (copy.storage.crc32, copy.storage.nbytes, copy.offset, copy.strides)
+            for copy in (first, other)
+            if copy.storage is not None and copy.storage.crc32 is not None
+        ]
+        is_known = sums[0] == sums[1] if len(sums) == 2 else not reads
+        if not is_known and not is_same(first, other, path):
+            return False
+    return True
 
 
 class Flat:

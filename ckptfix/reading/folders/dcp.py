@@ -26,7 +26,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.folders.chunks import Box, check_tiling, differ, gone, merge_parts
+from ckptfix.reading.folders.chunks import Box, agree, check_tiling, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
@@ -293,7 +293,7 @@ class _Reading:
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
                 raise UnreadableError(f"the chunk of {name} at {list(box.offsets)} is not what {METADATA} says")
-        if any(differ(copies[0], other) for other in copies[1:]):
+        if not agree(copies, str(self.folder), reads=False):
             self.clashes.append(name)
         return copies
 

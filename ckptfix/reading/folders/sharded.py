@@ -22,6 +22,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading import safetensors
+from ckptfix.reading.folders.chunks import is_same
 from ckptfix.reading.folders.shard_index import (
     PACKED,
     Folder,
@@ -81,21 +82,6 @@ def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
         levels.append(level)
         value = value[part]
     return levels
-
-
-def is_same(one: Any, other: Any, path: str) -> bool:
-    """Return whether two entries are the same tensor, byte for byte."""
-    if not isinstance(one, TensorSpec) or not isinstance(other, TensorSpec):
-        return bool(one == other)
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    from ckptfix.reading.lazy_tensors import contiguous_blocks
-
-    return all(
-        first == second
-        for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
-        for first, second in zip(contiguous_blocks(before, path), contiguous_blocks(after, path), strict=True)
-    )
 
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"

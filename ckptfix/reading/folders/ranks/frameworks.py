@@ -25,8 +25,8 @@ class Framework:
 
 FRAMEWORKS = (
     Framework(pipeline.NAME, pipeline.read_folder, pipeline.of_file),
-    Framework(zero.NAME, zero.read_folder, zero.of_file),
     Framework(universal.NAME, universal.read_folder, universal.of_file),
+    Framework(zero.NAME, zero.read_folder, zero.of_file),
     Framework(megatron.NAME, megatron.read_folder, megatron.of_file),
     Framework(llama.NAME, llama.read_folder, llama.of_file),
     Framework(fsdp.NAME, fsdp.read_folder, fsdp.of_file),

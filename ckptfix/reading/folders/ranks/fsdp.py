@@ -25,7 +25,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, Flat, differ, gone, merge_parts, of_flat
+from ckptfix.reading.folders.chunks import Box, Flat, agree, gone, merge_parts, of_flat
 from ckptfix.reading.folders.rank_shards import FLAT, is_sharded
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -173,7 +173,7 @@ class _Merge:
                     found.stretches.append(leaf)
                 elif found.plain is None:
                     found.plain = leaf
-                elif leaf.shape != found.plain.shape or differ(found.plain, leaf):
+                elif not agree([found.plain, leaf], self.path, reads=False):
                     found.differs = True
             elif isinstance(leaf, Opaque):
                 try:
@@ -203,7 +203,11 @@ class _Merge:
             specs = [value for value in values.values() if isinstance(value, TensorSpec)]
             if len(specs) not in (0, len(values)):
                 continue
-            odd = [rank for rank, spec in values.items() if differ(specs[0], spec)] if specs else unlike_most(values)
+            odd = (
+                [rank for rank, spec in values.items() if not agree([specs[0], spec], self.path, reads=False)]
+                if specs
+                else unlike_most(values)
+            )
             if odd:
                 names = first_names([self.ranks.files[rank].name for rank in odd])
                 raise UnreadableError(
@@ -248,7 +252,7 @@ class _Merge:
             found.copies.setdefault(Box((0,) * len(found.shape), found.shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
-        if any(differ(same[0], other) for same in found.copies.values() for other in same[1:]):
+        if not all(agree(same, self.path, reads=False) for same in found.copies.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
         if self.files.damage and sum(box.numel for box in found.copies) < spec.numel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies
-from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, rules
+from ckptfix.reading.folders.ranks.partition import Joining, Split, find_rule, rules
 from ckptfix.reading.weights.document import Document
 
 NAME = "llama"
@@ -56,13 +57,9 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     params = _params(folder)
-    joining = Joining(RULES, str(folder), {})
-
-    def split_of(name: str, rule: Rule, parts: Sequence[TensorSpec]) -> Split:
-        return _split(name, rule, parts, params)
-
+    joining = Joining(str(folder))
     with files.merging():
-        weights = OrderedDict(joining.join(list(states.values()), split_of))
+        weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
     note_copies(files.remarks, joining.differing)
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
@@ -88,8 +85,11 @@ def _params(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _split(name: str, rule: Rule, parts: Sequence[TensorSpec], params: Mapping[str, Any]) -> Split:
-    """Return how a tensor is divided, where the name does not say all."""
+def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split | None:
+    """Return how a tensor is divided: by its name, and by its shape if the name does not say all."""
+    rule = find_rule(RULES, name)
+    if rule is None:
+        return None
     rows, ranks = parts[0].shape[0] if parts[0].shape else 0, len(parts)
     dim, vocabulary = params.get("dim"), params.get("vocab_size")
     if name.endswith("tok_embeddings.weight") and len(parts[0].shape) == 2:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, merge_parts
+from ckptfix.reading.folders.chunks import Box, agree, merge_parts
 from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,
@@ -33,7 +33,7 @@ from ckptfix.reading.folders.ranks.files import (
     note_copies,
     unlike_most,
 )
-from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, agree, narrowed, rules
+from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, Splits, find_rule, narrowed, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -120,7 +120,7 @@ class _Reading:
 
     def __init__(self, files: RankFiles) -> None:
         self.files, self.path = files, str(files.folder)
-        self.joining = Joining(RULES, self.path, {})
+        self.joining = Joining(self.path)
 
     def document(self) -> Document:
         """Return the merged document. Raises ``UnreadableError`` if a rank is missing or of another save."""
@@ -154,7 +154,7 @@ class _Reading:
         root: dict[str, Any] = {}
         for key, value in first.items():
             if not isinstance(key, str) or not (_CHUNK.fullmatch(key) or key in _LEFT_OUT):
-                root[key] = _whole_arguments(value) if key == "args" else value
+                root[key] = whole_arguments(value) if key == "args" else value
             elif key in _LEFT_OUT:
                 self.files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None
         root["model"] = _nested(weights)
@@ -292,7 +292,7 @@ def _arguments(root: Any) -> Mapping[str, Any]:
     return args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
 
 
-def _whole_arguments(args: Any) -> Any:
+def whole_arguments(args: Any) -> Any:
     """Return the arguments of the training with those of parallelism as they are for the whole model."""
     known = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
     known["virtual_pipeline_model_parallel_size"] = None  # type: ignore[assignment]  # as Megatron has it
@@ -358,9 +358,15 @@ def _has_experts(root: Any) -> bool:
     return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
 
 
-def splits_of(state: Mapping[str, Any]) -> Callable[[str, Rule, Sequence[TensorSpec]], Split]:
+def splits_of(state: Mapping[str, Any], table: Sequence[Rule] = RULES) -> Splits:
     """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
-    return lambda name, rule, parts: Split(rule.axis, 2 if rule.is_gated and _is_gated(name, state) else 1)
+
+    def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
+        rule = find_rule(table, name)
+        is_gated = rule is not None and rule.is_gated and _is_gated(name, state)
+        return None if rule is None else Split(rule.axis, 2 if is_gated else 1)
+
+    return split_of
 
 
 def _is_gated(name: str, state: Mapping[str, Any]) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, differ, merge_parts
-from ckptfix.reading.folders.sharded import is_same
+from ckptfix.reading.folders.chunks import Box, agree, merge_parts
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ def find_rule(table: Sequence[Rule], name: str) -> Rule | None:
     return next((rule for rule in table if rule.pattern.fullmatch(name)), None)
 
 
+Splits = Callable[[str, Sequence[TensorSpec]], "Split | None"]
+"""Says how a tensor is divided into these parts; None if nothing is known of its name."""
+
+
 def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
     """Return the whole of a tensor from its parts, in the order of the ranks.
 
-    Raises ``UnreadableError`` if their shapes do not go together, or if copies differ."""
+    Raises ``UnreadableError`` if their shapes do not go together."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
-    if split.axis is None:
+    if len(parts) == 1 or split.axis is None:
         return first
     axis = split.axis % max(len(first.shape), 1)
     if any(
@@ -93,34 +96,23 @@ def narrowed(spec: TensorSpec, axis: int, start: int, length: int) -> TensorSpec
     return replace(spec, shape=shape, offset=spec.offset + start * spec.strides[axis])
 
 
-def agree(parts: Sequence[TensorSpec], path: str) -> bool:
-    """Return whether copies are the same: by their checksums, or byte for byte if the files have none."""
-    first = parts[0]
-    for other in parts[1:]:
-        if other.shape != first.shape or other.dtype != first.dtype or differ(first, other):
-            return False
-        if (first.storage is None or first.storage.crc32 is None) and not is_same(first, other, path):
-            return False
-    return True
-
-
 @dataclass
 class Joining:
     """The joining of the state_dicts of ranks: what is said of copies that differ."""
 
-    table: Sequence[Rule]
     path: str
-    differing: dict[str, None]
+    differing: dict[str, None] = field(default_factory=dict)
 
-    def join(
-        self,
-        states: Sequence[Mapping[str, object]],
-        split_of: Callable[[str, Rule, Sequence[TensorSpec]], Split],
-    ) -> Iterator[tuple[str, object]]:
-        """Yield the entries of the whole, in the order of the first rank.
+    def whole(self, states: Sequence[Mapping[str, Any]], split_of: Splits) -> Mapping[str, Any]:
+        """Return the entries of the whole; those of one rank as they are, with what torch keeps beside them."""
+        return states[0] if len(states) == 1 else OrderedDict(self.join(states, split_of))
 
-        Raises ``UnreadableError`` if a rank lacks a key, or holds other values of one that no rule knows."""
+    def join(self, states: Sequence[Mapping[str, object]], split_of: Splits) -> Iterator[tuple[str, Any]]:
+        """Yield the entries of the whole, in the order of the first rank; what is tied in all ranks stays tied.
+
+        Raises ``UnreadableError`` if a rank lacks a key, or holds other values of one of which nothing is known."""
         keys = dict.fromkeys(key for state in states for key in state)
+        made: dict[tuple[object, ...], TensorSpec] = {}
         for key in keys:
             entries = [state.get(key) for state in states]
             parts = [entry for entry in entries if isinstance(entry, TensorSpec)]
@@ -131,15 +123,17 @@ class Joining:
                 raise UnreadableError(
                     f"{self.path}: {len(parts)} of {len(states)} ranks hold {key}; its files are of different saves"
                 )
-            rule = find_rule(self.table, key)
-            if rule is not None and rule.axis is not None:
-                yield key, joined(key, parts, split_of(key, rule, parts), self.path)
+            views = tuple(part.view for part in parts)
+            if views in made:
+                yield key, made[views]
                 continue
-            if not agree(parts, self.path):
-                if rule is None:
+            split = split_of(key, parts)
+            made[views] = joined(key, parts, split or WHOLE, self.path)
+            if (split is None or split.axis is None) and not agree(parts, self.path):
+                if split is None:
                     raise UnreadableError(
                         f"{self.path}: its ranks hold different values of {key}, and no rule says how it is divided;"
                         " merge them with the tool of the framework"
                     )
                 self.differing[key] = None
-            yield key, parts[0]
+            yield key, made[views]

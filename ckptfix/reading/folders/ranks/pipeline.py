@@ -83,12 +83,14 @@ def _document(files: RankFiles) -> Document:
             f" {first_names([f'layer_{layer:02d}-model_{rank:02d}-model_states.pt' for layer, rank in absent])}); fetch"
             " them"
         )
-    stages = _stages(files, tensor)
+    models = {model: files.root(file) for (data, model), file in by_rank(folder, zero.MODEL).items() if data == 0}
+    roots = {model: root for model, root in models.items() if isinstance(root, dict)}
+    stages = [root for model, root in roots.items() if model % tensor == 0]
     root = stages[0] if stages else {}
     _check_layers(path, layers, stages)
     names = {name: shape for states in stages for name, shape in _shapes(states).items()}
     weights: OrderedDict[str, Any] = OrderedDict()
-    joining = Joining(RULES, path, {})
+    joining = Joining(path)
     for layer in layers:
         states = [files.root(found[layer, rank]) for rank in range(tensor)]
         if files.damage or not all(isinstance(state, dict) for state in states):
@@ -98,25 +100,17 @@ def _document(files: RankFiles) -> Document:
     merged = {key: value for key, value in root.items() if key not in zero.PARTITION}
     producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
     optimizer = None
-    if tensor == 1 and by_rank(folder, zero.OPTIM):
-        optimizer, release = _take_masters(files, stages, weights)
+    if by_rank(folder, zero.OPTIM) and len(roots) == len(stages) * tensor:
+        optimizer, release = _take_masters(files, list(roots.values()), tensor, joining, weights)
         producer = f"{release}, pipeline, {counted(len(layers), 'layer')}"
-    elif tensor > 1:
-        producer += f", TP {tensor}"
-        if by_rank(folder, zero.OPTIM) or root.get("optimizer"):
-            files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    elif by_rank(folder, zero.OPTIM) or root.get("optimizer"):
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    producer += f", TP {tensor}" if tensor > 1 else ""
     note_copies(files.remarks, joining.differing)
     merged["module"] = weights
     if optimizer is not None:
         merged["optimizer"] = optimizer
     return files.document(NAME, merged, producer)
-
-
-def _stages(files: RankFiles, tensor: int) -> list[dict[str, Any]]:
-    """Return the model states of each stage of the pipeline; those of its first tensor-parallel rank."""
-    found = by_rank(files.folder, zero.MODEL)
-    roots = [files.root(file) for (data, model), file in found.items() if data == 0 and model % tensor == 0]
-    return [root for root in roots if isinstance(root, dict)]
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -144,7 +138,7 @@ def _joined(joining: Joining, states: Sequence[Mapping[str, Any]]) -> list[tuple
             f"{joining.path}: GPT-NeoX adds up {first_names(parts)} of its {len(states)} ranks, and ckptfix only moves"
             " bytes; convert it with GPT-NeoX's own tools/ckpts/convert_neox_to_hf.py"
         )
-    return list(joining.join(states, megatron.splits_of(states[0])))
+    return list(joining.join(states, megatron.splits_of(states[0], RULES)))
 
 
 def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ...]]) -> str:
@@ -159,15 +153,18 @@ def _name(layer: int, key: str, entry: object, names: Mapping[str, tuple[int, ..
 
 
 def _take_masters(
-    files: RankFiles, stages: Sequence[Mapping[str, Any]], weights: OrderedDict[str, Any]
+    files: RankFiles, roots: Sequence[Any], tensor: int, joining: Joining, weights: OrderedDict[str, Any]
 ) -> tuple[dict[str, Any] | None, str]:
     """Put the fp32 masters of all stages in the place of the layers' halves; return the optimizer's state by name and
     what wrote it. A tied layer has a master in each of its stages; the first is taken."""
     zero.note_masters(files, weights)
     optimizers: list[dict[str, Any] | None] = []
+    taken: dict[str, TensorSpec] = {}
     release = ""
-    for stage, states in enumerate(stages):
-        masters = zero.Merging(files, stage).masters(states)
+    for stage in range(len(roots) // tensor):
+        models = range(stage * tensor, (stage + 1) * tensor)
+        own = roots[models.start : models.stop]
+        masters = zero.joined_masters(files, models, own, joining, zero.splits_of(own[0], RULES, weights))
         if masters.stage == 3:
             raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are of different saves")
         if unknown := masters.tensors.keys() - weights.keys():
@@ -175,10 +172,15 @@ def _take_masters(
                 f"{files.folder}: no layer has the parameters {first_names(sorted(unknown))} of stage {stage}; put the"
                 " files of one save together"
             )
-        seen = {name for optimizer in optimizers if optimizer for name in optimizer["state"]}
-        weights.update({name: spec for name, spec in masters.tensors.items() if name not in seen})
+        taken = {**masters.tensors, **taken}
         optimizers.append(masters.optimizer)
         release = masters.release
+    if odd := [name for name, spec in taken.items() if spec.shape != weights[name].shape]:
+        raise UnreadableError(
+            f"{files.folder}: {first_names(odd)} differ in shape between the layers and the optimizer states; put the"
+            " files of one save together"
+        )
+    weights.update(taken)
     return _one_optimizer(optimizers), release
 
 

@@ -7,8 +7,13 @@ stage 3 each parameter is cut into equal shares, and a rank's shares follow one 
 frozen parameters, which have none, come from the model states. The moments of the optimizer lie as the masters do, and
 are given by name.
 
+Each tensor-parallel rank has such files of its own (``mp_rank_01``), and what comes of them is joined as
+``universal_checkpoint_info`` says, or else by Megatron's names. In a mixture of experts, a group of experts consists of
+several runs, each with experts of its own and over fewer ranks; in the training's dtype, every expert has a file
+(``layer_0_expert_3_mp_rank_00_model_states.pt``).
+
 Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
-``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` (0.9 to 0.19)."""
+``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py``, ``checkpoint/ds_to_universal.py`` (0.9 to 0.19)."""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +34,19 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, gone, of_flat
-from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, ReadContent, Reader, by_rank, tagged, unlike_most
+from ckptfix.reading.folders.ranks import megatron
+from ckptfix.reading.folders.ranks.files import (
+    MALFORMED,
+    MOST_RANKS,
+    RankFiles,
+    ReadContent,
+    Reader,
+    by_rank,
+    note_copies,
+    tagged,
+    unlike_most,
+)
+from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -38,14 +55,21 @@ LATEST = "latest"
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
-"""What the files of optimizer states and of model states are called."""
+EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
+"""What the files of optimizer states, of model states and of experts are called."""
 
 _FRAGMENTS = "frozen_param_fragments"
 _PADDING = 16
 """Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
 
+_EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
+_PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
+_QUANTIFIERS = 3
+"""Patterns of names that are run: in time that no name can make long."""
+
 PARTITION = frozenset(
-    "buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
+    "mp_world_size universal_checkpoint_info num_experts"
+    " buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions".split()
 )
 """What the model states say only for those who merge the ranks."""
@@ -56,44 +80,110 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, if there are others beside it.
 
-    Model states without a data-parallel rank in their name are whole, and stand for themselves."""
-    match = OPTIM.fullmatch(file.name) or MODEL.fullmatch(file.name)
-    if match is None or match[1] is None:
-        return None
-    return (file.parent, read_folder) if len(by_rank(file.parent, OPTIM)) > 1 else None
+    Model states without a data-parallel rank in their name are whole if there are no others, and stand for
+    themselves."""
+    if match := OPTIM.fullmatch(file.name) or MODEL.fullmatch(file.name):
+        is_one = len(by_rank(file.parent, MODEL if match[1] is None else OPTIM)) > 1
+    else:
+        is_one = EXPERT.fullmatch(file.name) is not None
+    return (file.parent, read_folder) if is_one else None
 
 
 def _has_states(folder: Path) -> bool:
-    return any(OPTIM.fullmatch(path.name) for path in folder.iterdir())
+    models = 0
+    for path in folder.iterdir():
+        if OPTIM.fullmatch(path.name) or EXPERT.fullmatch(path.name):
+            return True
+        models += MODEL.fullmatch(path.name) is not None
+    return models > 1
 
 
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder: the container of the first model states, with whole weights in it.
 
-    None if it has no optimizer states of ZeRO."""
+    None if it has no states of several ranks."""
     tag = tagged(folder, LATEST, _has_states)
-    return None if tag is None else _document(RankFiles(tag, salvage, read))
+    if tag is None:
+        return None
+    files = RankFiles(tag, salvage, read)
+    with files.merging():
+        return _document(files)
 
 
 def _document(files: RankFiles) -> Document:
-    optim, models = by_rank(files.folder, OPTIM), by_rank(files.folder, MODEL)
-    if parallel := {rank for _, rank in (*optim, *models)} - {0}:
-        raise UnreadableError(
-            f"{files.folder}: ZeRO beside tensor parallelism (on {len(parallel) + 1} ranks) is not merged; make a"
-            " universal checkpoint with ds_to_universal.py"
-        )
-    merging = Merging(files)
-    with files.merging():
-        roots = model_states(files, {rank: file for (rank, _), file in models.items()})
-        root = roots[0]
-        masters = merging.masters(root)
-        frozen = frozen_parameters(root, roots, masters.world, str(files.folder)) if masters.stage == 3 else {}
-        weights = whole_module(root, masters.tensors, frozen, str(files.folder))
-        merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
-        if masters.optimizer is not None:
-            merged["optimizer"] = masters.optimizer
-        note_masters(files, root["module"])
-        return files.document(NAME, merged, f"{masters.release}, {counted(masters.world, 'rank')}")
+    path, optim, models = str(files.folder), by_rank(files.folder, OPTIM), by_rank(files.folder, MODEL)
+    tensor = sorted({model for _, model in (*optim, *models)})
+    states = [
+        model_states(files, {data: file for (data, model), file in models.items() if model == rank}) for rank in tensor
+    ]
+    roots = [found[0] for found in states]
+    degree = roots[0].get("mp_world_size")
+    if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
+        raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
+    for (_, _, rank), file in by_rank(files.folder, EXPERT).items():
+        roots[rank]["module"].update(files.root(file) or {})
+    joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
+    masters = joined_masters(files, tensor, roots, joining, split_of) if optim else None
+    frozen: Mapping[str, Any] = {}
+    if masters is not None and masters.stage == 3:
+        parts = [frozen_parameters(root, found, masters.world, path) for root, found in zip(roots, states, strict=True)]
+        frozen = joining.whole(parts, split_of)
+    root = {**roots[0], "module": joining.whole([root["module"] for root in roots], split_of)}
+    weights = whole_module(root, masters.tensors if masters else {}, frozen, path)
+    merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
+    if "args" in merged:
+        merged["args"] = megatron.whole_arguments(merged["args"])
+    if masters is not None and masters.optimizer is not None:
+        merged["optimizer"] = masters.optimizer
+    elif root.get("optimizer"):
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    note_masters(files, root["module"])
+    note_copies(files.remarks, joining.differing)
+    made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
+    ranks = f", {counted(masters.world, 'rank')}" if masters else ""
+    return files.document(NAME, merged, made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else ""))
+
+
+def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:
+    """Return how tensor-parallel ranks divide a model: as DeepSpeed's own converter is told, or by the table.
+
+    What the converter is told nothing of is divided by rows. ``state`` is a state_dict of one rank."""
+    info = root.get("universal_checkpoint_info")
+    if not isinstance(info, dict):
+        return _of_parameters(megatron.splits_of(state, table))
+    literal: dict[str, Split] = {}
+    patterns: list[tuple[re.Pattern[str], Split]] = []
+    for key, split in _DIVIDED.items():
+        for text in info.get(key) or ():
+            if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
+                raise ValueError(f"{shown(text)} in the place of a pattern of names")
+            if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
+                literal[name] = split  # as AutoTP writes one for every parameter
+            else:
+                patterns.append((re.compile(text), split))
+    composed = [text for entry in info.get("parameter_with_sub_params") or () for text in entry["patterns"]]
+    trained = {str(name) for group in root["param_shapes"] for name in group}
+
+    def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
+        if name not in trained or composed:
+            return literal.get(name)
+        found = (split for pattern, split in patterns if pattern.match(name))
+        return literal.get(name) or next(found, Split(0))
+
+    return _of_parameters(split_of)
+
+
+_DIVIDED = {
+    "tp_replicated_parameter_patterns": WHOLE,
+    "parameter_to_average_patterns": WHOLE,
+    "parameter_with_2_sub_params_cat_dim_0": Split(0, 2),
+    "parameter_with_row_parallelism_patterns": Split(1),
+}
+
+
+def _of_parameters(split_of: Splits) -> Splits:
+    """Return the same for numbers, such as the step of an optimizer, and for what stage 3 has emptied: copies."""
+    return lambda name, parts: split_of(name, parts) if parts[0].shape and parts[0].numel else WHOLE
 
 
 @dataclass
@@ -102,11 +192,17 @@ class _States:
 
     masters: list[TensorSpec]
     stage: int
-    world: int
+    counts: list[int]
+    """Over how many ranks each group is cut; fewer than there are for a group of experts."""
     paddings: Any
     optimizer: Mapping[str, Any]
     """The state_dict of the inner optimizer: ``state`` by number of the flat group, and ``param_groups``."""
     version: str = ""
+
+    @property
+    def world(self) -> int:
+        """The number of data-parallel ranks."""
+        return max(self.counts)
 
     @property
     def numbers(self) -> list[int]:
@@ -129,6 +225,60 @@ class Masters:
     def release(self) -> str:
         """What wrote them."""
         return f"DeepSpeed {self.version}".strip() + f", ZeRO stage {self.stage or '1 or 2'}"
+
+
+def joined_masters(
+    files: RankFiles, models: Sequence[int], roots: Sequence[Any], joining: Joining, split_of: Splits
+) -> Masters:
+    """Return what the ranks hold that share each of these tensor-parallel ranks, joined."""
+    parts = [Merging(files, model).masters(root) for model, root in zip(models, roots, strict=True)]
+    optimizers = [part.optimizer for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    optimizer, states = optimizers[0], [part["state"] for part in optimizers if part is not None]
+    if optimizer is not None and len(states) == len(parts):
+        fields = dict.fromkeys(field for moments in states[0].values() for field in moments)
+        joined: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
+        for field in fields:
+            held = [{name: moments[field] for name, moments in state.items() if field in moments} for state in states]
+            for name, moment in joining.join(held, split_of):
+                joined[name][field] = moment
+        optimizer = {**optimizer, "state": joined}
+    else:
+        optimizer = None
+    return replace(
+        parts[0], tensors=dict(joining.join([part.tensors for part in parts], split_of)), optimizer=optimizer
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is flat in one group: the ranks that hold a partition of it, and the names and shapes in it, in order."""
+
+    group: int
+    ranks: tuple[int, ...]
+    shapes: _Shapes
+
+
+def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
+    """Yield the runs of all groups: of a group of experts, one for each set of ranks that holds other experts.
+
+    Each rank counts its own experts from 0 on. Raises ``ValueError`` if ranks share out what are no experts."""
+    world = max(counts)
+    for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
+        sets = world // count if count > 0 else 0
+        found = {name: _EXPERT_KEY.fullmatch(name) for name in shapes}
+        if sets * count != world or (sets > 1 and not all(found.values())):
+            raise ValueError(f"group {index} is cut over {count} of {world} ranks")
+        local: dict[str, int] = {}
+        for match in filter(None, found.values()):
+            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
+        for part in range(sets):
+            named = {
+                f"{match[1]}{part * local[match[1]] + int(match[2])}{match[3]}" if match else name: shapes[name]
+                for name, match in found.items()
+            }
+            yield _Run(index, tuple(range(part, world, sets)), named)
 
 
 class Merging:
@@ -164,7 +314,7 @@ class Merging:
 
     def _check_alike(self, states: Mapping[int, _States], files: Mapping[int, Path]) -> None:
         """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
-        told = {rank: (made.stage, made.world, len(made.masters), *_steps(made)) for rank, made in states.items()}
+        told = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in states.items()}
         odd = [files[rank].name for rank in unlike_most(told)]
         if odd:
             raise UnreadableError(
@@ -173,10 +323,19 @@ class Merging:
             )
 
     def _merged(self, first: _States, states: Mapping[int, _States], root: Any) -> Masters:
-        groups: list[_Shapes] = [
+        groups: list[dict[str, tuple[int, ...]]] = [
             {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
         ]
-        place = self._spread(first, states, groups) if first.stage == 3 else self._partitions(first, states, groups)
+        place = self._spread(first, states, groups) if first.stage == 3 else None
+        if place is None:
+            if len(groups) != len(first.masters):
+                raise ValueError(f"{len(first.masters)} groups of weights and names of {len(groups)}")
+            runs = list(_runs(groups, first.counts))
+            place = self._partitions(first, states, runs)
+            groups = [
+                {n: s for run in runs if run.group == index for n, s in run.shapes.items()}
+                for index in range(len(groups))
+            ]
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
@@ -184,26 +343,27 @@ class Merging:
         return Masters(tensors, optimizer, first.stage, first.world, first.version)
 
     def _partitions(
-        self, first: _States, states: Mapping[int, _States], groups: Sequence[_Shapes]
+        self, first: _States, states: Mapping[int, _States], runs: Sequence[_Run]
     ) -> Callable[[_Take], dict[str, TensorSpec] | None]:
-        """Return what gives the tensors of stages 1 and 2: each group is one run, cut into equal partitions."""
-        if len(groups) != len(first.masters):
-            raise ValueError(f"{len(first.masters)} groups of weights and names of {len(groups)}")
+        """Return what gives the tensors of stages 1 and 2: each run is cut into equal partitions."""
 
         def place(take: _Take) -> dict[str, TensorSpec] | None:
             made: dict[str, TensorSpec] = {}
-            for index, shapes in enumerate(groups):
-                taken = {rank: take(state, index) for rank, state in states.items()}
+            for run in runs:
+                taken = {at: take(states[rank], run.group) for at, rank in enumerate(run.ranks) if rank in states}
                 if not all(map(_is_flat, taken.values())):
                     return None
+                if not taken:
+                    made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                    continue
                 length = max(spec.numel for spec in taken.values())
-                flat = Flat([(rank * length, spec) for rank, spec in taken.items()])
-                paddings = first.paddings[index] if first.paddings else [0] * len(shapes)
+                flat = Flat([(at * length, spec) for at, spec in taken.items()])
+                paddings = first.paddings[run.group] if first.paddings else [0] * len(run.shapes)
                 start, dtype = 0, next(iter(taken.values())).dtype
-                for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+                for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
                     made[name] = of_flat(name, shape, flat, start, dtype, self.path)
                     start += made[name].numel + padding
-                self._check_length(index, start, length, first.world)
+                self._check_length(run.group, start, length, len(run.ranks))
             return made
 
         return place
@@ -370,21 +530,21 @@ def _states(root: Any) -> _States:
     spread = "fp32_flat_groups" in held
     masters = held["fp32_flat_groups" if spread else "single_partition_of_fp32_groups"]
     counts = held["partition_count"]
-    counts = counts if isinstance(counts, list) else [counts]
-    if len(set(counts)) != 1 or type(counts[0]) is not int:
-        raise ValueError(f"groups on {first_names(counts)} ranks: experts are not merged, ds_to_universal.py does it")
     inner = held.get("optimizer_state_dict" if spread else "base_optimizer_state")
     if isinstance(inner, list):  # elastic checkpoints: one dict for each group, without the padding
         inner = {"state": dict(enumerate(inner)), "param_groups": [{"params": [at]} for at in range(len(inner))]}
-    if not isinstance(masters, list) or not all(map(_is_flat, masters)):
+    if not isinstance(masters, list) or not masters or not all(map(_is_flat, masters)):
         raise ValueError(f"{shown(masters)} in the place of flat groups")
+    counts = counts if isinstance(counts, list) else [counts] * len(masters)
+    if any(type(count) is not int for count in counts) or (spread and len(set(counts)) > 1):
+        raise ValueError(f"groups on {first_names(counts)} ranks: experts in stage 3 are not merged")
     stage = held.get("zero_stage")  # bf16_optimizer does not say it
     stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
     version = root.get("ds_version") or held.get("ds_version")
     return _States(
         masters,
         3 if spread else stage if type(stage) is int else 0,
-        counts[0],
+        counts,
         held.get("param_alignment_paddings"),
         inner if isinstance(inner, dict) else {},
         version if isinstance(version, str) else "",

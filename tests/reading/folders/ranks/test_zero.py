@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.errors import UnreadableError, UsageError
+from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.report.commands import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
@@ -249,12 +249,82 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["moe_w4_ep2", "tp2_zero2_w4_bf16"])
+def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str) -> None:
+    """The truth has the masters that DeepSpeed holds, and the moments of ``ds_to_universal``."""
+    folder, truth = unpacked(name, tmp_path)
+    report = ckptfix.repair(folder, output=tmp_path / "whole.pth").report
+    assert [finding.code for finding in report.findings if finding.level] == []
+    whole = torch.load(tmp_path / "whole.pth")
+    module, state = whole["module"], whole["optimizer"]["state"]
+    for key, value in truth.items():
+        name, _, field = key.partition("/")
+        assert bytes_of(state[name][field] if field else module[key]) == bytes_of(value), key
+    tied = {"emb.weight", "head.weight", "word_embeddings.weight", "lm_head.weight"} & module.keys()
+    assert len({module[key].data_ptr() for key in tied}) == 1
+    assert state.keys() == {key for key in truth if "/" not in key} - {"head.weight", "lm_head.weight"}
+
+
+def test_experts_without_masters_are_those_of_their_files(tmp_path: Path) -> None:
+    folder, truth = unpacked("moe_w4_ep2", tmp_path)
+    for file in (folder / TAG).glob("*optim_states.pt"):
+        file.unlink()
+    got = ckptfix.open_checkpoint(next((folder / TAG).glob("layer_1_expert_3_*"))).state_dict()
+    assert got.keys() == truth.keys()
+    assert all(bytes_of(got[key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
+
+
+def test_a_missing_rank_of_experts_costs_those_experts(tmp_path: Path) -> None:
+    folder, truth = unpacked("moe_w4_ep2", tmp_path)
+    for rank in (1, 3):  # which hold the experts 2 and 3
+        (folder / TAG / _optim(rank, "bf16_")).unlink()
+    got = ckptfix.open_checkpoint(folder, salvage=True)
+    experts = {f"deepspeed_experts.{number}." for number in (2, 3)}
+    lost = {key for key in truth if any(expert in key for expert in experts)}
+    assert lost <= set(got.lost)
+    assert "moe.deepspeed_moe.experts.deepspeed_experts.1.0.weight" in got.specs
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([2, 1], "not as their framework"),
+        ([0], "claims 0 ranks"),
+        ([1], "partitions hold 2 each"),
+        (["2"], "groups on 2"),
+    ],
+)
+def test_partitions_that_do_not_add_up_are_refused(tmp_path: Path, counts: list[Any], message: str) -> None:
     write_zero(tmp_path, {"a": torch.ones(4)}, world=2)
     for rank in range(2):
-        _change(tmp_path / _optim(rank), lambda states: states["optimizer_state_dict"].update(partition_count=[2, 1]))
-    with pytest.raises(UnreadableError, match="experts are not merged"):
+        _change(tmp_path / _optim(rank), lambda states: states["optimizer_state_dict"].update(partition_count=counts))
+    with pytest.raises((UnreadableError, HostileError), match=message):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:
+    folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
+    for file in (folder / TAG).glob("*mp_rank_01*"):
+        file.unlink()
+    with pytest.raises(UnreadableError, match="files of 1 of 2 tensor-parallel ranks"):
+        ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", ".*.*.*.*x", "a" * 600])
+def test_patterns_that_may_take_for_ever_are_not_run(tmp_path: Path, pattern: str) -> None:
+    folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
+    info = {"tp_replicated_parameter_patterns": [pattern]}
+    _change(folder / TAG / "mp_rank_00_model_states.pt", lambda states: states.update(universal_checkpoint_info=info))
+    with pytest.raises(UnreadableError, match="in the place of a pattern"):
+        ckptfix.open_checkpoint(folder)
+
+
+def test_names_of_megatron_divide_what_no_pattern_names(tmp_path: Path) -> None:
+    folder, truth = unpacked("tp2_zero2_w4_bf16", tmp_path)
+    for file in (folder / TAG).glob("mp_rank*"):
+        _change(file, lambda states: states.pop("universal_checkpoint_info"))
+    got = ckptfix.open_checkpoint(folder).state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth.items() if "/" not in key)
 
 
 @pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero3_w3_bf16_g2"])
