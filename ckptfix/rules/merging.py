@@ -22,7 +22,7 @@ _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
 _TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
 _DROPPED = 3
 """Leading segments of a layer's name that the base may lack."""
@@ -39,6 +39,8 @@ class Merge:
     added: dict[str, Fill] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     """Components of a pipeline that the checkpoint does not hold, with the number of their layers."""
+    resized: dict[str, int] = field(default_factory=dict)
+    """Embeddings and heads that an adapter has whole for another vocabulary, with the entries of that."""
 
 
 def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Iterator[Edit]:
@@ -72,7 +74,7 @@ def find_merge(
                     "multiplied; take the base itself"
                 )
             # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
-            is_copy = delta.form == "whole" and ".base_layer." not in delta.factors[0]
+            is_copy = delta.form == "whole" and _is_copied(adapter, key)
             if is_copy:
                 copies[key] = adapter
             for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
@@ -80,7 +82,30 @@ def find_merge(
                     merge.deltas[name].append(replace(delta, weight=adapter.weight))
     for key, adapter in copies.items():
         _keep_tied(checkpoint, adapter, key, target, merge)
+    _check_vocabulary(checkpoint, merge)
     return merge
+
+
+def _is_copied(adapter: Adapter, key: str) -> bool:
+    """Whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
+    return _is_named((adapter.config or {}).get("modules_to_save") or (), key.rpartition(".")[0])
+
+
+def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
+    """Raise ``AdapterError`` unless all embeddings and heads of a vocabulary get the same one."""
+    sizes = {checkpoint.specs[key].shape[0] for key in merge.resized}
+    for key, spec in checkpoint.specs.items():
+        is_whole = any(delta.form == "whole" for delta in merge.deltas.get(key, ()))
+        if spec.shape[:1] and spec.shape[0] in sizes and _is_of_words(key) and not is_whole:
+            other, number = next(iter(merge.resized.items()))
+            raise AdapterError(
+                f"{merge.deltas[other][0].adapter}: has {other} for a vocabulary of {number}, and {key} of the base has "
+                f"{spec.shape[0]}: save the adapter with both (save_embedding_layers=True in peft)"
+            )
+
+
+def _is_of_words(key: str) -> bool:
+    return key.rpartition(".")[0].rpartition(".")[2] in (*_EMBEDDINGS, *_HEADS)
 
 
 def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
@@ -90,6 +115,11 @@ def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Targe
     spec, groups = checkpoint.specs[key], () if target is None else target.ties
     names = {name for group in groups if key in group for name in group} or _heads(checkpoint, adapter, key)
     for name in sorted(names - checkpoint.specs.keys() - merge.added.keys()):
+        if key in merge.resized:
+            raise AdapterError(
+                f"{adapter.path}: has {key} for a vocabulary of {merge.resized[key]}, and {name}, which the base has "
+                "tied to it, for none: save the adapter with both (save_embedding_layers=True in peft)"
+            )
         if len(merge.deltas[key]) > 1:
             raise AdapterError(
                 f"{adapter.path}: has {key} whole, and another adapter changes it, which the base has as {name} too; "
@@ -141,6 +171,10 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
         first.check_complete()
     for key, stored in adapter.saved.items():
         yield from _whole(checkpoint, adapter, first.renamed(key), stored, merge)
+    wider = {
+        key: replace(view.specs[key], shape=(rows, *view.specs[key].shape[1:])) for key, rows in merge.resized.items()
+    }
+    view = view.with_entries({**view.entries, **wider}, None)
     for component, layers in groups.items():
         keys = [names[component].key_of(layer) for layer in layers]
         turned = _Orientation(adapter, [(layer, view.specs[key]) for layer, key in zip(layers, keys, strict=True)])
@@ -535,19 +569,20 @@ def _whole(
             f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
         )
     if spec is None:
-        modules = (adapter.config or {}).get("modules_to_save")
-        if not isinstance(modules, list) or not any(f".{name}." in f".{key}" for name in modules):
+        if not _is_copied(adapter, key) and not (_is_of_words(key) and value.shape[1:]):
             raise AdapterError(
                 f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
                 "trained on"
             )
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
-    elif spec.shape != value.shape:
+    elif spec.shape != value.shape and not (_is_of_words(key) and spec.shape[1:] == value.shape[1:]):
         raise AdapterError(
             f"{adapter.path}: has {key} as {list(value.shape)} and the base as {list(spec.shape)}: give the base that "
             "it was trained on, resized as it was then"
         )
     else:
+        if spec.shape != value.shape:
+            merge.resized[key] = value.shape[0]
         yield key, Delta(adapter.path, "whole", (stored,))
 
 

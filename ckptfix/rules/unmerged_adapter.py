@@ -44,7 +44,7 @@ from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Pla
 from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError
 from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, open_adapter
-from ckptfix.rules.merging import edits_within, find_merge, merge_edits, plain_name
+from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merging import is_merged, sampled_change
 
@@ -142,14 +142,17 @@ def _merge(rule: Rule, context: Context) -> Finding:
     adapters = [open_adapter(text, checkpoint) for text in settings.adapter]
     if len(adapters) == 1 and not adapters[0].path:
         edits = tuple(edits_within(checkpoint, adapters[0]))
-        left: dict[str, int] = {}
+        merge = Merge()
     else:
         merge = find_merge(checkpoint, adapters, settings.unmerge, context.target)
-        edits, left = tuple(merge_edits(checkpoint, merge, settings.unmerge)), merge.left
+        edits = tuple(merge_edits(checkpoint, merge, settings.unmerge))
     merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
     changed = tuple(edit.key for edit in merges)
     sizes = _changes(context, adapters, merges) if context.statistics is not None else {}
-    elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in left.items())
+    elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in merge.left.items())
+    if merge.resized:
+        key, words = next(iter(merge.resized.items()))
+        elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
     names = " and ".join(f"{_kind(adapter)}{f' ({adapter.label})' * bool(adapter.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
@@ -158,7 +161,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
         Level.WARNING if is_idle else Level.NOTE,
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
-        evidence={**({"change": sizes} if sizes else {}), **({"left": left} if left else {})},
+        evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
         fix=Fix(edits, Applicability.UNSAFE, asked=True),
     )
 

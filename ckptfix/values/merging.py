@@ -33,11 +33,10 @@ Factors = Sequence[TensorSpec]
 def merged_spec(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> TensorSpec:
     """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` are those of each delta."""
     used = (storage for each in factors for factor in each for storage in factor.storages)
-    parts = tuple(dict.fromkeys((*spec.storages, *used)))
-    storage = Storage(
-        edit.key, MergedBytes(spec, edit, factors, path), spec.storage.device if spec.storage else "cpu", parts=parts
-    )
-    return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})
+    parts, source = tuple(dict.fromkeys((*spec.storages, *used))), MergedBytes(spec, edit, factors, path)
+    storage = Storage(edit.key, source, spec.storage.device if spec.storage else "cpu", parts=parts)
+    shape = source.spec.shape
+    return replace(spec, shape=shape, strides=contiguous_strides(shape), storage=storage, offset=0, math_bits={})
 
 
 def is_merged(checkpoint: Checkpoint) -> bool:
@@ -66,11 +65,16 @@ class MergedBytes:
     """The bytes of a tensor in row-major order, with an adapter merged into it or taken off again."""
 
     def __init__(self, spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> None:
-        self.spec, self.edit, self.factors, self.path = spec, edit, factors, path
+        # What an adapter has whole takes the place of the tensor, and of what was merged into it.
+        first = max((at for at, delta in enumerate(edit.deltas) if delta.form == "whole"), default=-1) + 1
+        self.stored = factors[first - 1][0] if first else spec
+        spec = replace(spec, shape=self.stored.shape)
+        self.spec, self.edit, self.path = spec, edit, path
+        self.deltas, self.factors = edit.deltas[first:], factors[first:]
         self.nbytes = spec.nbytes
         # Rows of experts are those of all experts, one after another.
         self.shape = spec.shape if len(spec.shape) > 1 else (*spec.shape, 1)[-2:] if spec.shape else (1, 1)
-        if any(delta.form == "experts" or delta.within for delta in edit.deltas):
+        if any(delta.form == "experts" or delta.within for delta in self.deltas):
             self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         self.row = math.prod(self.shape[1:]) * spec.itemsize
         self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
@@ -100,12 +104,11 @@ class MergedBytes:
 
     def weight(self, first: int, last: int) -> torch.Tensor:
         """Return rows of the tensor as they are in the file."""
-        import torch
-
         from ckptfix.reading.tensors import torch_dtype
 
-        raw = bytearray(RowMajorBytes(self.spec, self.path).read(first * self.row, last * self.row))
-        return torch.frombuffer(raw, dtype=torch_dtype(self.spec.dtype)).view(last - first, *self.shape[1:])
+        row = self.row // self.spec.itemsize * self.stored.itemsize
+        rows = _numbers(self.stored, self.path, first * row, last * row)
+        return rows.view(last - first, *self.shape[1:]).to(torch_dtype(self.spec.dtype))
 
     def merged(self, first: int, last: int) -> torch.Tensor:
         """Return rows of the tensor as they are after the merge."""
@@ -142,7 +145,7 @@ def _layers(source: MergedBytes) -> list[_Layer]:
     """The layers of the adapters with their factors in memory."""
     return [
         _Layer(source, delta, [_factor(factor, source, delta) for factor in factors])
-        for delta, factors in zip(source.edit.deltas, source.factors, strict=True)
+        for delta, factors in zip(source.deltas, source.factors, strict=True)
     ]
 
 
@@ -152,12 +155,18 @@ def _factor(spec: TensorSpec, source: MergedBytes, delta: Delta) -> torch.Tensor
 
     from ckptfix.reading.tensors import torch_dtype
 
-    raw = bytearray(RowMajorBytes(spec, source.path).read(0, spec.nbytes))
-    values = torch.frombuffer(raw, dtype=torch_dtype(spec.dtype)).view(spec.shape)
-    dtype = torch_dtype(source.spec.dtype)
+    values, dtype = _numbers(spec, source.path, 0, spec.nbytes).view(spec.shape), torch_dtype(source.spec.dtype)
     if delta.is_narrow:
         values = values.to(dtype)
     return values.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor:
+    import torch
+
+    from ckptfix.reading.tensors import torch_dtype
+
+    return torch.frombuffer(bytearray(RowMajorBytes(spec, path).read(start, stop)), dtype=torch_dtype(spec.dtype))
 
 
 class _Layer:
@@ -179,8 +188,6 @@ class _Layer:
                 if first <= row < last:
                     weight[row - first] = values.to(dtype)
             return weight
-        if form == "whole":
-            return self.factors[0].view(-1, *weight.shape[1:])[first:last].to(dtype)
         if form == "scale":
             return (weight * self._scales(weight, first, last)).to(dtype)
         if self._has_magnitude:

@@ -244,6 +244,62 @@ def test_a_head_that_only_the_configuration_has_tied_keeps_the_old_values(name, 
     assert_same(dict(sorted(load_file(out).items())), dict(sorted(want.items())))
 
 
+def with_words(number, *, is_tied=True):
+    def make(dtype=torch.float32):
+        model = language()
+        torch.manual_seed(3)
+        embedding = nn.Embedding(number, 8)
+        embedding.weight.data[:20] = model.model.embed_tokens.weight.data[:number]
+        model.model.embed_tokens, model.lm_head = embedding, nn.Linear(8, number, bias=False)
+        model.lm_head.weight.data[:20] = embedding.weight.data[:20]
+        if is_tied:
+            model.lm_head.weight = embedding.weight
+        return model.to(dtype)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("words", [24, 17])
+def test_a_vocabulary_of_another_size_is_taken_whole(words, dtype, tmp_path):
+    """As peft does it with a base whose embedding was resized before; the head is stored, tied, or left out."""
+    make = with_words(words, is_tied=False)
+    names = ["embed_tokens", "lm_head"]
+    adapter = trained(LORA(r=4, target_modules=["q_proj"], modules_to_save=names), tmp_path / "one", dtype, make)
+    want = merged_by_peft([adapter], dtype, make)
+    base = language(dtype).state_dict()
+    repaired, report = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    assert_same(repaired, want)
+    assert f"the vocabulary of 20 becomes one of {words}" in report.findings[0].message
+    del base["lm_head.weight"]
+    assert_same(ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")[0], want)
+    with pytest.raises(AdapterError, match="cannot be given back"):
+        ckptfix.repair_state_dict(base, adapter=adapter, unmerge=True)
+
+    make = with_words(words)  # what peft saves of a model whose embedding was resized, and here has a layer, too
+    adapter = trained(LORA(r=4, target_modules=["q_proj", "embed_tokens"]), tmp_path / "two", dtype, make)
+    file, whole = adapter / "adapter_model.safetensors", make(dtype).lm_head.weight.detach()
+    names = ("model.embed_tokens.base_layer", "lm_head")
+    save_file({**load_file(file), **{f"base_model.model.{name}.weight": whole.clone() for name in names}}, file)
+    base, want = language(dtype).state_dict(), merged_by_peft([adapter], dtype, make)
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    assert_same(repaired, want)
+    assert repaired["lm_head.weight"].data_ptr() == repaired["model.embed_tokens.weight"].data_ptr()
+
+
+def test_a_vocabulary_that_only_one_side_has_is_refused(tmp_path):
+    make = with_words(24, is_tied=False)
+    config = LORA(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    adapter = trained(config, tmp_path / "adapter", make=make)
+    base = with_words(20, is_tied=False)().state_dict()
+    with pytest.raises(AdapterError, match=r"for a vocabulary of 24, and lm_head\.weight of the base has 20: save"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    save_file({key: value for key, value in base.items() if "head" not in key}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(AdapterError, match=r"for a vocabulary of 24, and lm_head\.weight.* tied to it, for none"):
+        ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, output=tmp_path / "out.safetensors")
+
+
 @pytest.mark.parametrize("only", [None, [0]])
 def test_an_adapter_with_fewer_layers_than_its_configuration_names_is_refused(only, tmp_path):
     adapter = trained(
