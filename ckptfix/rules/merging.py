@@ -99,8 +99,8 @@ def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
         if spec.shape[:1] and spec.shape[0] in sizes and _is_of_words(key) and not is_whole:
             other, number = next(iter(merge.resized.items()))
             raise AdapterError(
-                f"{merge.deltas[other][0].adapter}: has {other} for a vocabulary of {number}, and {key} of the base has "
-                f"{spec.shape[0]}: save the adapter with both (save_embedding_layers=True in peft)"
+                f"{merge.deltas[other][0].adapter}: has {other} for a vocabulary of {number}, and {key} of the base "
+                f"has {spec.shape[0]}: save the adapter with both (save_embedding_layers=True in peft)"
             )
 
 
