@@ -279,7 +279,7 @@ def test_a_vocabulary_of_another_size_is_taken_whole(words, dtype, tmp_path):
     make = with_words(words)  # what peft saves of a model whose embedding was resized, and here has a layer, too
     adapter = trained(LORA(r=4, target_modules=["q_proj", "embed_tokens"]), tmp_path / "two", dtype, make)
     file, whole = adapter / "adapter_model.safetensors", make(dtype).lm_head.weight.detach()
-    names = ("model.embed_tokens.base_layer", "lm_head")
+    names = ["model.embed_tokens.base_layer", "lm_head"]
     save_file({**load_file(file), **{f"base_model.model.{name}.weight": whole.clone() for name in names}}, file)
     base, want = language(dtype).state_dict(), merged_by_peft([adapter], dtype, make)
     repaired, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
