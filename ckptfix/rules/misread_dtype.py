@@ -1,4 +1,4 @@
-"""VAL208 misread-dtype: a weight matrix whose bytes were read as another dtype than they were written in.
+"""VAL208 misread-dtype: a weight matrix whose bytes were read as another dtype, or in another order, than was written.
 
 ## What it finds
 Matrices of 256 values or more, named as layers name theirs, with figures that no training gives:
@@ -7,13 +7,16 @@ Matrices of 256 values or more, named as layers name theirs, with figures that n
   read as float16 looks so;
 - values over twenty orders of magnitude, most of them a thousandth of the RMS or less, which make an ordinary matrix
   once their bits are read as float16. float16 that is read as bfloat16 looks so;
+- NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
+  a big-endian machine wrote them;
 - nothing but whole numbers up to 255: the codes of a quantised matrix without their scale.
 
 ## Why it matters
 The shapes fit and the file loads; the layer gives noise.
 
 ## Fix safety
-There is no fix: which tensors were read wrongly, and from what, is only a guess. Convert the original file again.
+There is no fix: which tensors were read wrongly, and from what, is only a guess. Convert the original file again. A
+file of a big-endian machine loads after `torch.serialization.set_default_load_endianness(LoadEndianness.BIG)`.
 
 ## Example
 `layers.0.mlp.weight` in float16: all of 4096 values are between 0.5 and 2, none is near zero.
@@ -27,10 +30,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
 
@@ -51,6 +56,9 @@ DISTINCT = 16
 HOLE, OUTSIDE = 0.25, 0.005
 """The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is."""
 
+LARGE = 100
+"""An RMS that no matrix has, from which on its bytes are looked at in the other order."""
+
 LARGEST_CODE = 255
 """Of unsigned bytes."""
 
@@ -63,7 +71,7 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
     found: dict[str, list[str]] = {}
     for key, figures in context.statistics.items():
         spec = context.checkpoint.specs[key]
-        if spec.numel < SMALLEST or figures.nonfinite or not is_layers_own(key) or spec.quantizer is not None:
+        if spec.numel < SMALLEST or not is_layers_own(key) or spec.quantizer is not None:
             continue
         what = _what(spec, figures) if is_matrix(key, spec, context.target) else ""
         if what and not _starts_so(key, figures, context):
@@ -92,7 +100,9 @@ def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
     """Return what the figures of a matrix are those of; an empty text for an ordinary one."""
-    if not figures.rms:
+    if (figures.nonfinite or figures.rms > LARGE) and _is_reversed(spec):
+        return "bytes in the other order, as a big-endian machine writes them"
+    if not figures.rms or figures.nonfinite:
         return ""
     if figures.rms > 1 and figures.absmax.is_integer() and figures.absmax <= LARGEST_CODE and _are_codes(spec):
         return "whole numbers only, as codes without their scale"
@@ -124,7 +134,24 @@ def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
     if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
         return False
-    numbers = first_units(spec, LOOK).view(np.float16).astype(np.float64)
+    return _is_ordinary(first_units(spec, LOOK).view(np.float16).astype(np.float64))
+
+
+def _is_reversed(spec: TensorSpec) -> bool:
+    """Whether the values make an ordinary matrix once the bytes of each are reversed."""
+    import numpy as np
+
+    stored = encoding(spec.dtype)
+    if stored is None or not DTYPES[spec.dtype].is_float:
+        return False
+    with np.errstate(all="ignore"):
+        return _is_ordinary(stored.decode(first_units(spec, LOOK).byteswap()).astype(np.float64))
+
+
+def _is_ordinary(numbers: Array) -> bool:
+    """Whether numbers have the figures of a trained matrix."""
+    import numpy as np
+
     if not np.isfinite(numbers).all():
         return False
     rms = float(np.sqrt(np.mean(numbers**2)))

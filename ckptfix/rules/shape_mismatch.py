@@ -71,7 +71,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapting import is_adaptable
 
 _TRANSPOSED = advise(
-    "convert the file with the code of the model: it keeps these matrices transposed, as Conv1D of GPT-2 does, "
+    "convert the file with the code of the model: it keeps these tensors transposed, as Conv1D of GPT-2 does, "
     "and those of the same layers that are square fit as they are and may be transposed too"
 )
 
@@ -230,7 +230,7 @@ def _unknown(
     drops = tuple(Drop(key) for key in shapes)
     turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
     # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
-    is_turned = 2 * turned > sum(len(pair["target"] or ()) == 2 for pair in shapes.values())
+    is_turned = 2 * turned > sum(len(pair["target"] or ()) > 1 for pair in shapes.values())
     remedies = (
         _TRANSPOSED
         if is_turned
@@ -272,7 +272,7 @@ def _differ_by_ones(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _is_transposed(file: list[int] | None, target: list[int] | None) -> bool:
-    """Whether one is the shape of the other's transpose, and of a matrix."""
+    """Whether one has the axes of the other in another order. A vector in two dimensions has no order."""
     if file is None or target is None:
         return False
-    return len(file) == 2 and file == target[::-1] and 1 not in file
+    return file != target and sorted(file) == sorted(target) and sum(size > 1 for size in file) > 1

@@ -34,6 +34,9 @@ from ckptfix.values.roles import is_matrix
 MANY = 0.01
 """Share of a weight matrix from which on its subnormal values are worth a warning."""
 
+HUGE = 1e15
+"""A value beside which subnormal ones are no remains of decay: the bytes are others than were written."""
+
 SLOW = ("float32", "float64")
 """The dtypes that processors compute in."""
 
@@ -44,7 +47,11 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.statistics is None:
         return
     specs, found = context.checkpoint.specs, context.statistics
-    slow = [key for key in found if specs[key].dtype in SLOW and found[key].subnormals]
+    slow = [
+        key
+        for key, figures in found.items()
+        if specs[key].dtype in SLOW and figures.subnormals and not (figures.nonfinite or figures.absmax > HUGE)
+    ]
     many = {
         key
         for key in slow

@@ -136,18 +136,20 @@ class Part(NamedTuple):
         """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
-        words, is_faint, at = [], False, self.start * self.walk.spec.itemsize
+        words: list[bytes] = []
+        is_faint, at = False, self.start * self.walk.spec.itemsize
         for block in self.walk.blocks(self.start, self.stop):
             scanner.feed(block)
             crc = crc32(block, crc) if self.proved is not None else 0
             if self.place is not None:
-                words.append(_sampled(block, at + self.place, DISK_BLOCK, "<u8"))
+                # A copy: the walk reads the next block into the same memory.
+                words.append(_sampled(block, at + self.place, DISK_BLOCK, "<u8").tobytes())
             if self.row:
                 is_faint = is_faint or _has_faint(block, at, self.row, self.walk.spec.dtype)
             at += block.nbytes
         if self.proved is not None:
             note_checksum(self.proved, crc)
-        scanner.tally.words, scanner.tally.has_faint_rows = b"".join(map(bytes, words)), is_faint
+        scanner.tally.words, scanner.tally.has_faint_rows = b"".join(words), is_faint
         return scanner.tally
 
 

@@ -89,6 +89,13 @@ def test_a_block_from_another_place(tmp_path: Path, shift: int, dtype, source: i
     assert [sorted(pair) for pair in finding.evidence["bytes_of_file"]] == [places]
 
 
+def test_a_block_of_a_tensor_that_is_read_in_pieces(tmp_path: Path) -> None:
+    raw = _file(tmp_path, {"a.weight": torch.randn(2000, 1501)}, 24)
+    raw[4096 * 2000 : 4096 * 2001] = raw[4096 * 700 : 4096 * 701]
+    (finding,) = _found(tmp_path / "f.safetensors", raw)
+    assert [sorted(pair) for pair in finding.evidence["bytes_of_file"]] == [[4096 * 700, 4096 * 2000]]
+
+
 def test_noop_where_a_checksum_says_more(tmp_path: Path) -> None:
     weight = torch.randn(96, 129)
     weight.view(-1)[4096:5120] = weight.view(-1)[1024:2048]

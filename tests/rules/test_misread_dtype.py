@@ -57,3 +57,18 @@ def test_codes_without_their_scale(dtype):
 
 def test_noop_an_index_table():
     assert propose(misread_dtype, {"relative_coords_table": torch.arange(4096.0).view(64, 64) % 200}) == []
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_other_byte_order(dtype, scale):
+    raw = (scale * torch.randn(128, 128, dtype=torch.float64)).to(dtype).view(torch.uint8).numpy()
+    weight = torch.from_numpy(raw.reshape(-1, dtype.itemsize)[:, ::-1].copy()).view(dtype).view(128, 128)
+    (finding,) = propose(misread_dtype, {KEY: weight})
+    assert "bytes in the other order" in finding.message
+
+
+def test_noop_a_matrix_with_one_nan():
+    weight = 0.1 * torch.randn(64, 64)
+    weight[3, 4] = float("nan")
+    assert propose(misread_dtype, {KEY: weight}) == []

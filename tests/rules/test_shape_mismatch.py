@@ -169,6 +169,19 @@ def test_several_orders_fit_or_none(stored, wanted):
     assert [finding.fix for finding in findings] == [None]
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [((4, 8, 1, 1), (8, 4, 1, 1)), ((4, 4, 3, 3), (3, 3, 4, 4)), ((2, 1, 3), (3, 1, 2))],
+    ids=["1x1", "two orders fit", "a kernel"],
+)
+def test_nothing_is_filled_for_axes_in_another_order(stored, wanted):
+    model = kernels(wanted, (6, 6), (7, 7))
+    state = {**model.state_dict(), "weight0": torch.ones(stored)}
+    (finding,) = propose(shape_mismatch, state, model)
+    assert finding.blocks is Blocks.FILLING
+    assert not any("fill" in dict(remedy.options) for remedy in finding.remedies)
+
+
 def test_nothing_is_filled_where_most_matrices_are_transposed():
     """A head of another size beside them does not make the square ones right, which fit as they are."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))

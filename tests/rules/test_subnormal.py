@@ -26,6 +26,7 @@ def test_healthy_models_are_quiet(name):
         pytest.param(weight(200, torch.float16), id="half-computes-with-them"),
         pytest.param(weight(200, torch.bfloat16), id="bfloat16"),
         pytest.param({"w": torch.zeros(8, 8)}, id="zeros"),
+        pytest.param({"w": weight(200)["fc.weight"].index_fill(0, torch.tensor([15]), 1e30)}, id="other-bytes"),
     ],
 )
 def test_noop(state):
