@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ckptfix.engine.changes import Measure
     from ckptfix.engine.delivery import ForwardTest
     from ckptfix.modules.factory import Arguments
+    from ckptfix.rules.rule import Twin
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def check(
     checkpoint = open_source(source, checked)
     model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
-    diagnosis = diagnose(checkpoint, target, checked, donor_of(target, checked), _measure(model, model_args, checked))
+    donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
+    diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))
     report = report_on(checkpoint, target, diagnosis, checked)
     remarks = ("the values behind a URL are read only with --values, which fetches the whole file",) if unread else ()
     likeness = _likeness(checkpoint, target)
@@ -169,7 +171,7 @@ def repair(
     target = _target(model, like, model_args, checked)
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
     if plan is None:
-        diagnosis = diagnose(checkpoint, target, checked, donor, measure)
+        diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))
     else:
         diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure)
     report = replace(report_on(checkpoint, target, diagnosis, checked), likeness=_likeness(checkpoint, target))
@@ -234,6 +236,15 @@ def _measure(model: nn.Module | str | None, model_args: Arguments, settings: Set
     from ckptfix.smoke.measuring import measure_with
 
     return measure_with(model, model_args, settings.seed)
+
+
+def _twin(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> Twin | None:
+    """Return the model of ``--source-model``, which proves a map by running beside the target."""
+    if settings.source_model is None:
+        return None
+    from ckptfix.smoke.equivalence import twin_of
+
+    return twin_of(settings.source_model, model, model_args, settings)
 
 
 def _forward_test(model: nn.Module | str | None, model_args: Arguments, settings: Settings) -> ForwardTest | None:

@@ -187,6 +187,9 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Also apply the fixes that invent, drop or change a value, or that nothing confirms."),
         _setting("rename_layers", Kind.SWITCH, _REPAIRS,
             help="Rename the layers of another implementation by the inferred map, even if the map is only likely."),
+        _setting("source_model", Kind.TEXT, _REPAIRS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", needs_model=True,
+            help="The model that the file was saved from. It is run beside the one of --model, both on copies with the"
+            " same random weights: a map of layers that gives equal outputs is applied."),
         _setting("rename_map", Kind.FILE, _REPAIRS, metavar="FILE",
             help="Rename, split and fuse tensors as this map says; `ckptfix map A B` infers one."),
         _setting("rename", Kind.INPUTS, _REPAIRS, metavar="OLD=NEW",

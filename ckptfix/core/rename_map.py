@@ -21,8 +21,10 @@ from ckptfix.errors import Opt, UsageError
 MAP_VERSION = 1
 """The version of a map's JSON form."""
 
-LABELS = ("certain", "likely", "ambiguous")
-AMBIGUOUS = LABELS[2]
+LABELS = ("ambiguous", "likely", "certain", "verified")
+"""How far a rule can be trusted, in order."""
+
+AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
@@ -65,6 +65,7 @@ class CheckSettings(TypedDict, total=False):
     ignore: str | Sequence[str]
     unsafe_fixes: bool
     rename_layers: bool
+    source_model: Any
     rename_map: RenameMap | str | os.PathLike[str] | None
     rename: str | Sequence[str]
     fill: str | os.PathLike[str] | None
@@ -125,7 +126,8 @@ class Settings:
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
     complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
     ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
-    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely, ``rename_map`` one of the
+    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely, ``source_model`` is the
+    model of the file, which proves a map (``pkg.mod:factory``, or an ``nn.Module``), ``rename_map`` is a map of the
     user (a ``RenameMap``, or the path of one), and ``rename`` single patterns (``OLD=NEW``). ``fill`` is ``target``,
     ``twin`` (the other set of weights of the file) or the path of a donor file. ``adapt`` holds recipes for tensors of
     another shape, ``{"pos_embed": "timm"}`` or ``pos_embed=timm``. ``allow_untrained`` writes a result of
@@ -155,6 +157,7 @@ class Settings:
     accept: tuple[str, ...] = ()
     unsafe_fixes: bool = False
     rename_layers: bool = False
+    source_model: Any = None
     rename_map: RenameMap | str | None = None
     rename: tuple[str, ...] = ()
     fill: str | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckptfix.core.finding import counted
 
@@ -66,3 +68,42 @@ class SmokeResult:
     seconds: float = 0.0
     checks: tuple[str, ...] = ()
     compared: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What came of running the file's model and the target with the same random weights on the same input.
+
+    ``chosen`` is the number of the map with which the outputs are equal, None if there is none. ``difference`` is the
+    smallest that was seen, as a share of the largest output. ``unobservable`` are the keys of the target whose exchange
+    with a like tensor no output shows; of these, ``open`` follow from no other tensor of their module. ``epsilons`` are
+    those of the norms of both models, if they differ: the outputs were compared with equal ones. ``doubt`` says why
+    nothing is proved, and is empty if something is: that the map is right, or that it is not.
+    """
+
+    chosen: int | None = None
+    tried: int = 0
+    difference: float = math.inf
+    unobservable: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
+    epsilons: tuple[tuple[float, ...], ...] = ()
+    doubt: str = ""
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the outputs are equal, and would show another map."""
+        return self.chosen is not None and not self.doubt
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether the outputs differ with each map that was tried."""
+        return self.chosen is None and not self.doubt
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Equivalence:
+        """Return what ``dataclasses.asdict`` made plain."""
+        return cls(**{name: _frozen(value) for name, value in data.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

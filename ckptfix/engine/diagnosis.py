@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptfix.core.statistics import TensorStatistics
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
+    from ckptfix.rules.rule import Twin
     from ckptfix.values.statistics import Statistics
 
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
@@ -56,17 +57,19 @@ def diagnose(
     donor: Checkpoint | None = None,
     measure: Measure | None = None,
     done: tuple[Checkpoint, Plan] | None = None,
+    twin: Twin | None = None,
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
-    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing.
+    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing. ``twin`` is the
+    model that the file belongs to.
     Raises ``InternalError`` if a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
-    context = Context(view, target, _statistics(view, settings), settings, donor, before, made)
+    context = Context(view, target, _statistics(view, settings), settings, donor, before, made, twin)
     for rule in RULES:
         is_told = settings.selects(rule.code)
         if not is_told and not rule.is_wanted(settings):

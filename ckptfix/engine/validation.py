@@ -109,6 +109,8 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
         )
     if settings.adapt and not has_target:
         raise UsageError(Opt("adapt", settings.adapt), " makes tensors fit a model or a reference; add ", *target)
+    if settings.source_model is not None and model is None:
+        raise UsageError(Opt("source_model"), " runs beside the model that the file has to fit; add ", factory)
     if settings.recalibrate is not None and model is None:
         raise UsageError(Opt("recalibrate"), " runs data through the model; add ", factory)
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():

@@ -374,4 +374,4 @@ def _labelled(rule: MapRule, instances: list[_Instance], moved: Mapping[str, Mat
     matches = [moved[key] for each in instances for key in each.keys]
     label = min(match.label for match in matches)
     others = dict.fromkeys(_hashed(other).replace("#", "{n}") for match in matches for other in match.alternatives)
-    return replace(rule, label=LABELS[2 - label], alternatives=tuple(others))
+    return replace(rule, label=LABELS[label], alternatives=tuple(others))

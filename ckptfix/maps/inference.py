@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import prod
 
 from ckptfix.core.parts import Part, Shape, full, merged, used_in_full
@@ -13,7 +16,7 @@ from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, weights
-from ckptfix.maps.trees import Label, Matcher
+from ckptfix.maps.trees import Choice, Label, Matcher
 
 Specs = Mapping[str, Sequence[int]]
 
@@ -37,12 +40,14 @@ class Match:
 class Inference:
     """The map: a match for each key of the target that has one, and the shapes of both sides.
 
-    ``maps`` are the shipped maps that it comes from."""
+    ``maps`` are the shipped maps that it comes from. ``choices`` are the pairs of subtrees that it rests on, with how
+    much better they are than others."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
     target: dict[str, Shape]
     maps: tuple[RenameMap, ...] = ()
+    choices: Mapping[Choice, float] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[str]:
@@ -54,14 +59,16 @@ class Inference:
         return [key for key in self.source if key not in used]
 
 
-def infer(source: Specs, target: Specs) -> Inference:
-    """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model."""
+def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()) -> Inference:
+    """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model.
+
+    ``without`` are choices of another map between them that were wrong."""
     sources = {key: tuple(shape) for key, shape in source.items()}
     targets = {key: tuple(shape) for key, shape in target.items()}
     ours, weight = _leaves(sources)
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
-    matcher = Matcher(min(weight, other))
+    matcher = Matcher(min(weight, other), without)
     matcher.match(*pairs)
     found: dict[str, list[tuple[Part, Label, tuple[str, ...]]]] = defaultdict(list)
     for decision in matcher.decisions:
@@ -70,10 +77,34 @@ def infer(source: Specs, target: Specs) -> Inference:
             found[into.key].append((_part(one, into), label, alternatives))
     matches = {key: match for key in targets if (match := _match(key, found.get(key, []), sources, targets))}
     whole = used_in_full({key: match.parts for key, match in matches.items()}, sources)
-    inference = Inference({key: match for key, match in matches.items() if key in whole}, sources, targets)
+    kept = {key: match for key, match in matches.items() if key in whole}
+    inference = Inference(kept, sources, targets, choices=matcher.choices)
     _match_leftovers(inference)
     _match_counters(inference)
     return inference
+
+
+def others(first: Inference, until: float) -> Iterator[Inference]:
+    """Yield the other maps between the two sides, the likeliest first: without one choice of the first, and so on.
+
+    ``until`` is when to stop, by ``time.monotonic``."""
+    seen = [_parts(first)]
+    numbers = count()
+    heap = [(margin, next(numbers), frozenset([choice])) for choice, margin in first.choices.items()]
+    heapify(heap)
+    while heap and time.monotonic() < until:
+        worse, _, without = heappop(heap)
+        found = infer(first.source, first.target, without)
+        if _parts(found) not in seen:
+            seen.append(_parts(found))
+            yield found
+        for choice, margin in found.choices.items():
+            if choice not in without:
+                heappush(heap, (worse + max(margin, 0.0), next(numbers), without | {choice}))
+
+
+def _parts(inference: Inference) -> dict[str, tuple[Part, ...]]:
+    return {key: match.parts for key, match in inference.matches.items()}
 
 
 def _leaves(specs: Mapping[str, Shape]) -> tuple[Leaves, float]:

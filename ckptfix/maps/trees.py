@@ -17,6 +17,9 @@ from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import STATISTICS, bag, kind, module, numbers, similarity, template, weights
 
+FORBIDDEN = 99.0
+"""What a pair that must not be chosen is worse by."""
+
 NARROW = 0.05
 """A choice that is better by less than this is none."""
 
@@ -29,6 +32,9 @@ LARGE = 8
 
 Key = tuple[tuple[Path, ...], ...]
 """A template: the paths of its leaves on both sides."""
+
+Choice = tuple[Key, Path, Path]
+"""A pair of subtrees of a template that belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class Label(IntEnum):
     """Names and order say so; shapes would allow another map."""
     CERTAIN = 2
     """Shapes and structure leave one map."""
+    VERIFIED = 3
+    """Both models, run on the same input, give equal outputs."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,14 @@ class _Pool:
 
 @dataclass
 class Matcher:
-    """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool."""
+    """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool.
+
+    ``without`` are pairs that must not be chosen; ``choices`` are those that were chosen though others would have done,
+    with how much better they were."""
 
     order_weight: float
+    without: frozenset[Choice] = frozenset()
+    choices: dict[Choice, float] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     _pools: dict[Key, list[_Pool]] = field(default_factory=dict)
     _heap: list[tuple[int, int, Key]] = field(default_factory=list)
@@ -109,6 +122,7 @@ class Matcher:
         for _ in range(2):
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
             self.decisions.clear()
+            self.choices.clear()
             self._match(source, target)
 
     def _match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
@@ -169,6 +183,9 @@ class Matcher:
             for column, vote in enumerate(votes_of_row):
                 most = max(*votes_of_row, *(each[column] for each in votes))
                 row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
+        for at, one in enumerate(source if self.without else ()):
+            for to, other in enumerate(target):
+                scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
         runs = len(source) == len(target) and _is_run(source) and _is_run(target)
         if runs:
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
@@ -179,6 +196,8 @@ class Matcher:
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
+            if rivals:
+                self.choices[key, one.path, other.path] = min(margin for _, margin in rivals)
             if any(margin < NARROW for _, margin in rivals):
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:

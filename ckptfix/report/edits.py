@@ -33,7 +33,7 @@ from ckptfix.core.edits import (
 )
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import extent
-from ckptfix.core.rename_map import LABELS, RenameMap
+from ckptfix.core.rename_map import CERTAIN, RenameMap
 from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 
@@ -86,7 +86,7 @@ def map_lines(rename_map: RenameMap) -> Iterator[str]:
     """Yield the rules of a map with the label of those that are not certain, and the keys that no rule names."""
     for rule in rename_map.rules:
         others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
-        yield f"{rule}{f'  ({rule.label}{others})' if rule.label in LABELS[1:] else ''}"
+        yield f"{rule}{f'  ({rule.label}{others})' if rule.label not in ('', CERTAIN) else ''}"
     yield from _listed("no source for {} of the target", rename_map.missing, 12)
     yield from _listed("no place for {} of the source", rename_map.unused, 12)
 

@@ -21,6 +21,13 @@ between layers of equal shapes, or a layer is split or fused, and whether its ro
 certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing one. Otherwise it needs
 `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit. Needs a target.
 
+`--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in
+float64 and in eval mode, with the same random weights and statistics and on the same input. If the outputs are equal
+to 1e-9 of the largest, and an exchange of any two tensors of one shape (or a transposed square matrix) would show, the
+keys are `verified`, which is safe. Other possible maps are tried if the first one fails. Tensors whose exchange no
+output shows, such as the key bias of attention, are listed as unobservable; they follow the other tensors of their
+module. If the outputs differ, the map is not applied: the two are not the same architecture.
+
 ## Example
     ckptfix repair vit_timm.pth --like vit_transformers.safetensors --rename-layers
     # blocks.0.attn.qkv.weight → layer.0.attention.{query,key,value}.weight
@@ -31,21 +38,27 @@ written by hand."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import islice
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
+from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, infer
-from ckptfix.maps.library import look_up
+from ckptfix.maps.inference import COUNTER, Inference, Match, infer, others
+from ckptfix.maps.library import each_of, look_up
 from ckptfix.maps.trees import LARGE, Label
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, Twin, rule
+from ckptfix.rules.transient_buffer import is_superfluous
 from ckptfix.rules.wrapper_segment import two_sets
 
 COVERED = 0.75
@@ -53,6 +66,14 @@ COVERED = 0.75
 
 UNPLACED = 0.25
 """The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
+
+MOST_MAPS, MOST_SECONDS = 24, 10.0
+"""How many maps are tried with ``--source-model``, and how long they are searched for."""
+
+OTHER_MODELS = advise(
+    "see whether both are the same architecture (norms before or after a layer, activation, heads); without"
+    " --source-model the map is not proved"
+)
 
 SHOWN = "applies the map; ckptfix map FILE REFERENCE prints it"
 
@@ -63,14 +84,28 @@ Moves = dict[str, Match]
 @rule("KEY106", "renamed-layers")
 def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose the map from the layers of another implementation, if it explains the file."""
-    checkpoint, target = context.checkpoint, context.target
+    checkpoint, target, twin = context.checkpoint, context.target, context.twin
     if target is None or two_sets(checkpoint.entries):
         return
-    source, wanted = _tensors(checkpoint), _slots(target)
+    source, wanted = _tensors(checkpoint, target), _slots(target)
+    if twin is not None:  # its order says more than that of a file, which may be sorted
+        source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
     inference = _inference(source, wanted, target.tie_of)
     if inference is None:
+        is_done = any(step.rule == rule.code for step in context.plan.steps)
+        if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
+            fitting = twin.prove(checkpoint, [()])
+            yield rule.finding(
+                Level.WARNING if fitting.is_refuted else Level.NOTE,
+                f"the file fits under its own names{_said(fitting)}",
+                keys=fitting.open,
+                evidence=asdict(fitting),
+            )
         return
+    proof: Equivalence | None = None
     moves = _moves(inference, checkpoint)
+    if twin is not None:
+        inference, moves, proof = _proved(inference, twin, target.tie_of, checkpoint)
     least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
@@ -80,11 +115,17 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         rules = (inference.maps[0] if inference.maps else fold(inference)).rules
-        is_safe = least is Label.CERTAIN and is_whole and is_much
+        is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or (proof is not None and proof.is_proved))
+        fix = Fix(
+            tuple(_edits(applied, checkpoint)),
+            Applicability.SAFE if is_safe else Applicability.UNSAFE,
+            asked=context.settings.rename_layers,
+        )
+        is_refuted = proof is not None and proof.is_refuted
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
-            f"({counted(len(rules), 'rule')})",
+            f"({counted(len(rules), 'rule')}){_said(proof)}",
             keys=tuple(applied),
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
@@ -92,13 +133,17 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 "labels": dict(labels),
                 "missing": len(missing),
                 "unused": len(inference.unused),
+                **({"proof": asdict(proof)} if proof is not None else {}),
             },
-            fix=Fix(
-                tuple(_edits(applied, checkpoint)),
-                Applicability.SAFE if is_safe else Applicability.UNSAFE,
-                asked=context.settings.rename_layers,
-            ),
-            remedies=() if is_safe else (Remedy((("rename_layers", True),), SHOWN),),
+            fix=None if is_refuted else fix,
+            remedies=OTHER_MODELS if is_refuted else () if is_safe else (Remedy((("rename_layers", True),), SHOWN),),
+        )
+    if proof is not None and proof.is_proved and proof.unobservable:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(proof.unobservable), 'key')} of the map unobservable: no output shows an exchange with a"
+            " tensor of the same shape",
+            keys=proof.unobservable,
         )
     if ambiguous:
         yield rule.finding(
@@ -114,12 +159,68 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Return the shapes of what can be moved: floats with values, and counters of batches."""
+def _said(proof: Equivalence | None) -> str:
+    """Return what the proof adds to the message of a finding."""
+    if proof is None:
+        return ""
+    if proof.doubt:
+        return f"; not proved: {proof.doubt}"
+    far = f"{proof.difference:.1g} of the largest"
+    if proof.chosen is None:
+        each = f", with each of {proof.tried} maps" if proof.tried > 1 else ""
+        return f", but the outputs of the two models differ by {far}{each}: they do not compute the same"
+    epsilons = " and ".join(", ".join(f"{each:g}" for each in some) for some in proof.epsilons)
+    unlike = f", if the epsilons of their norms, {epsilons}, are made equal" if epsilons else ""
+    if proof.open:
+        return f"; the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
+    return f"; verified: the outputs of both models are equal (to {far}{unlike})"
+
+
+def _proved(
+    inference: Inference, twin: Twin, tied: Collection[str], checkpoint: Checkpoint
+) -> tuple[Inference, Moves, Equivalence]:
+    """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
+    for some in _rounds(inference, tied):
+        possible = [(each, _moves(_decided(each), checkpoint)) for each in some]
+        proof = twin.prove(checkpoint, [tuple(_edits(moves, checkpoint)) for _, moves in possible])
+        if proof.chosen is not None:
+            chosen, moves = possible[proof.chosen]
+            shown = moves.keys() - set(proof.open) if proof.is_proved else ()
+            return (
+                chosen,
+                {
+                    key: replace(move, label=Label.VERIFIED if key in shown else chosen.matches[key].label)
+                    for key, move in moves.items()
+                },
+                proof,
+            )
+        if proof.doubt:
+            break
+    return inference, _moves(inference, checkpoint), proof
+
+
+def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Inference]]:
+    """Yield the map, and then the others that are possible, if shapes and structure leave any; the likeliest first."""
+    yield [*each_of(inference, tied), inference]
+    if any(match.label < Label.CERTAIN for match in inference.matches.values()):
+        first = _inferred(tuple(inference.source.items()), tuple(inference.target.items()))
+        yield [first, *islice(others(first, time.monotonic() + MOST_SECONDS), MOST_MAPS)]
+
+
+def _decided(inference: Inference) -> Inference:
+    """Return the map with the keys that are ambiguous, as a proof decides about them."""
+    matches = {key: replace(each, label=max(each.label, Label.LIKELY)) for key, each in inference.matches.items()}
+    return replace(inference, matches=matches)
+
+
+def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
+    """Return the shapes of what can be moved: floats with values that the target does not compute itself, and counters
+    of batches."""
     return {
         key: spec.shape
         for key, spec in checkpoint.specs.items()
         if spec.storage is not None and not spec.quantizer and _takes_part(key, spec.dtype)
+        if not is_superfluous(key, checkpoint, target)
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,20 @@ from ckptfix.core.plan import Plan
 
 if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
+    from ckptfix.core.edits import Edit
     from ckptfix.core.settings import Settings
+    from ckptfix.core.smoke_result import Equivalence
     from ckptfix.core.target import Target
     from ckptfix.values.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
+    runs it beside the target. ``prove`` takes the checkpoint, and the edits of each map that is possible."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    prove: Callable[[Checkpoint, Sequence[Sequence[Edit]]], Equivalence]
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Context:
     donor: Checkpoint | None = None
     before: Checkpoint | None = None
     plan: Plan = field(default_factory=Plan)
+    twin: Twin | None = None
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(stale),
             fix=Fix(tuple(Drop(key) for key in stale), Applicability.SAFE),
         )
-    extra = [key for key in checkpoint.specs if _is_extra(key, checkpoint, target)]
+    extra = [key for key in checkpoint.specs if is_superfluous(key, checkpoint, target)]
     if different := _different(extra, context, target):
         extra = [key for key in extra if key not in different]
         yield rule.finding(
@@ -120,7 +120,7 @@ def _leaves(keys: list[str]) -> list[str]:
     return sorted({split_key(key)[1] for key in keys})
 
 
-def _is_extra(key: str, checkpoint: Checkpoint, target: Target) -> bool:
+def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
     """Whether the target does not want a stored buffer and can do without its values."""
     if key in target.slots or key in target.entries:
         return False

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +35,11 @@ def main() -> None:
         import torch  # noqa: F401  before the user's folder can be imported from: a file random.py there is none of torch's business
 
         _enter_folder(order["cwd"])
+        if "twins" in order["job"]:
+            from ckptfix.smoke.equivalence import compare_twins
+
+            _tell(answer, {"said": asdict(compare_twins(order["job"]))})
+            return
         from ckptfix.smoke.exam import Job, examine
 
         job = Job.from_json(order["job"])

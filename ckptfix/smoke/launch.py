@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +30,7 @@ class Ending:
     """How the child ended. Not ``answered`` means that it crashed, was killed, or ran out of time.
 
     ``stage`` is the last one that it named, ``stack`` the Python stack of a crash, ``printed`` the tail of what the
-    model printed.
+    model printed. ``said`` is the answer to a job that is no forward test.
     """
 
     returncode: int
@@ -40,6 +40,7 @@ class Ending:
     answered: bool
     stack: str
     printed: str
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None) -> Ending:
@@ -58,8 +59,8 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
         except TypeError as error:
             raise UsageError(Opt("model_args"), f": {error}; the forward test takes plain JSON only") from error
         returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
-        stage, outcome, answered = _read_answer(answer)
-        return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed)
+        stage, outcome, answered, said = _read_answer(answer)
+        return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed, said)
 
 
 def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str]) -> tuple[int, bool, str]:
@@ -122,16 +123,19 @@ def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
         del kept[:-TAIL]
 
 
-def _read_answer(path: Path) -> tuple[str, Outcome, bool]:
-    """The last stage, the outcome up to there, and whether it is the answer. A line cut off by a crash is nothing."""
+def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
+    """The last stage, the outcome up to there, whether it is the answer, and that of another job. A line cut off by a
+    crash is nothing."""
     stage, outcome, answered = "start", Outcome(), False
     for line in _text(path).splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         said = json.loads(line)
+        if "said" in said:
+            return stage, outcome, True, said["said"]
         stage, answered = said.get("stage", stage), "outcome" in said
         outcome = Outcome.from_json(said["outcome" if answered else "so_far"])
-    return stage, outcome, answered
+    return stage, outcome, answered, {}
 
 
 def _text(path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,6 +61,16 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
     elif len(found) < 2:
         return None
+    return _said(found, source, target)
+
+
+def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
+    """Yield what each of several shipped maps says by itself."""
+    for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
+        yield _said([found], inference.source, inference.target)
+
+
+def _said(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
     matches = {}
     for key, shape in target.items():
         moves = [moves[key] for _, moves in found if key in moves]

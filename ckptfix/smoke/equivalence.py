@@ -1,0 +1,384 @@
+"""The proof of a map of names: the model of the file and the target, with the same random weights, on the same input.
+
+Both models are copies in float64 and in eval mode. Weights and running statistics are random, so that no two layers are
+alike; they are given to the file's model under the names of the file, and to the target by the edits of the map. The
+map is right if the outputs are equal, and if they would show another one: ``exchanges`` tries that.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Assemble, Edit, Rename
+from ckptfix.core.parts import full
+from ckptfix.core.plan import Plan, Step
+from ckptfix.core.settings import Settings
+from ckptfix.core.smoke_result import Equivalence
+from ckptfix.core.target import target_from_module
+from ckptfix.engine.applying import Supplies, apply_plan
+from ckptfix.errors import CkptfixError
+from ckptfix.modules.factory import Arguments as ModelArguments
+from ckptfix.modules.factory import build_module, target_of
+from ckptfix.rules import FOR_LOADING
+from ckptfix.rules.rule import Twin
+from ckptfix.smoke.derive import derive_inputs
+from ckptfix.smoke.exchanges import Unit, random_values, unobservable
+from ckptfix.smoke.inputs import Arguments, Input, RandomInput, make_arguments, parse_inputs
+from ckptfix.smoke.launch import death, launch
+from ckptfix.smoke.outputs import tensors_in
+from ckptfix.smoke.proof import NotLoadedError, load_strictly
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TOLERANCE = 1e-9
+"""The share of the largest output by which equal models may differ: in float64, rounding explains some 1e-13, and the
+smallest difference that an exchanged layer was seen to make is 1e-6."""
+
+_INPUTS = 3
+"""How many of the inputs that both models take are tried."""
+
+_STATISTICS = ("running_mean", "running_var")
+_EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+Outputs = Sequence[tuple[str, "torch.Tensor"]]
+Alignment = tuple[tuple[int, int, int, int, int], ...]
+"""Outputs to compare: their numbers, and the side (0, 1; -1 for none) of which only an index of an axis counts."""
+
+
+def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> Twin:
+    """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
+    models that are given as such. Raises ``TargetError`` if the model cannot be built."""
+    slots = target_of(source, None, (), settings.seed).slots
+
+    known: dict[object, Equivalence] = {}
+
+    def prove(checkpoint: Checkpoint, maps: Sequence[Sequence[Edit]]) -> Equivalence:
+        asked = (tuple(checkpoint.specs), tuple(map(tuple, maps)))
+        if asked not in known:  # the engine looks twice
+            known[asked] = run(checkpoint, maps)
+        return known[asked]
+
+    def run(checkpoint: Checkpoint, maps: Sequence[Sequence[Edit]]) -> Equivalence:
+        shapes = {
+            key: ("float64" if DTYPES[spec.dtype].is_float else spec.dtype, spec.shape)
+            for key, spec in checkpoint.specs.items()
+        }
+        plans = [Plan((Step("KEY106", tuple(map(_in_float64, edits))),)) for edits in maps]
+        job: dict[str, Any] = {
+            "twins": [[source, ()], [model, arguments]],
+            "shapes": shapes,
+            "plans": [p.to_json() for p in plans],
+        }
+        job |= {"inputs": settings.input, "seed": settings.seed, "seconds": 0.7 * settings.timeout}
+        if not (isinstance(source, str) and isinstance(model, str)):
+            return compare_twins(job)
+        ending = launch(job, settings.timeout)
+        if not ending.answered:
+            return Equivalence(doubt=death(ending, settings.timeout).error)
+        return Equivalence.from_json(ending.said)
+
+    return Twin({key: slot.shape for key, slot in slots.items() if slot.shape is not None}, prove)
+
+
+def _in_float64(edit: Edit) -> Edit:
+    is_float = isinstance(edit, Assemble) and DTYPES[edit.dtype].is_float
+    return replace(edit, dtype="float64") if isinstance(edit, Assemble) and is_float else edit
+
+
+def compare_twins(job: Mapping[str, Any]) -> Equivalence:
+    """Return what a job of ``twin_of`` comes to; an error of the models' own code is a doubt."""
+    import torch
+
+    until = time.monotonic() + job["seconds"]
+    before = torch.get_default_dtype()
+    try:
+        models = [
+            build_module(model, arguments, job["seed"]) if isinstance(model, str) else copy.deepcopy(model)
+            for model, arguments in job["twins"]
+        ]
+        torch.set_default_dtype(torch.float64)
+        plans = [Plan.from_json(plan) for plan in job["plans"]]
+        shapes = {key: (dtype, tuple(shape)) for key, (dtype, shape) in job["shapes"].items()}
+        pair = _Pair(models[0].double().eval(), models[1].double().eval(), shapes, job["seed"])
+        with torch.no_grad():
+            return pair.examine(plans, parse_inputs(job["inputs"]), until)
+    except _DoubtError as doubt:
+        return Equivalence(doubt=str(doubt))
+    except NotLoadedError as error:
+        among = f", {error.keys[0]} among them" if error.keys else ""
+        return Equivalence(doubt=f"the file does not fit the source model: {error}{among}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the models' code may raise anything
+        return Equivalence(doubt=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _DoubtError(CkptfixError):
+    """Why the two models cannot be compared."""
+
+
+class _Pair:
+    """Both models in float64, and the random values under the names of the file."""
+
+    def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, seed: int) -> None:
+        self.source, self.target, self.seed = source, target, seed
+        self.epsilons = _equalised(source, target)
+        self.values = _values(shapes, source, seed)
+        self.stored = _opened(self.values)
+        settings = Settings(select=FOR_LOADING, values=False)
+        from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
+
+        load_strictly(source, diagnose(self.stored, target_from_module(source), settings).result.state_dict())
+
+    def examine(self, plans: Sequence[Plan], inputs: tuple[Input, ...], until: float) -> Equivalence:
+        """Return the first map with equal outputs on one of the inputs that both models take; the same numbers may be
+        a sequence for one and a batch for the other."""
+        smallest, tried, missing, doubt = float("inf"), 0, list[str](), ""
+        for arguments in self._arguments(inputs):
+            if isinstance(arguments, str):
+                doubt = doubt or arguments
+                continue
+            ours = self._run(self.source, arguments[0])
+            if any(not bool(tensor.isfinite().all()) for _, tensor in ours):
+                raise _DoubtError("with random weights, the source model gives values that are not finite")
+            if not ours or _difference(ours, self._run(self.source, arguments[0], 1), _alignments(ours, ours)[0]):
+                raise _DoubtError("the source model draws random numbers, or gives no floats")
+            for number, plan in enumerate(plans):
+                if tried and time.monotonic() > until:
+                    break
+                missing, theirs = self._load(plan), self._run(self.target, arguments[1])
+                if not (alignments := _alignments(ours, theirs)):
+                    shapes = " and ".join(str([*some[0][1].shape]) if some else "none" for some in (ours, theirs))
+                    doubt = f"the outputs have no shape in common ({shapes})"
+                    break
+                tried = max(tried, number + 1)
+                best, how = min((_difference(ours, theirs, each), each) for each in alignments)
+                smallest = min(smallest, best)
+                if best <= TOLERANCE:
+                    return self._chosen(number, plan, best, ours, arguments[1], how)
+        if tried:
+            doubt = f"{missing[0]} of the target has no source, and the outputs differ" if missing else ""
+        else:
+            doubt = doubt or "no input could be derived from the models' layers"
+        return Equivalence(None, tried, smallest, epsilons=self.epsilons, doubt=doubt)
+
+    def _chosen(
+        self,
+        number: int,
+        plan: Plan,
+        difference: float,
+        ours: Outputs,
+        arguments: Arguments,
+        how: Alignment,
+    ) -> Equivalence:
+        """Return what the exchanges say of the map with equal outputs."""
+        units = _units(plan, self.stored, self.target)
+
+        def compared() -> list[torch.Tensor]:
+            theirs = self._run(self.target, arguments)
+            return [_picked(ours, theirs, *each)[1] for each in how]
+
+        hidden = unobservable(self.target, units, compared, self.seed)
+        return Equivalence(
+            number,
+            number + 1,
+            difference,
+            tuple(dict.fromkeys(unit.key for unit in hidden)),
+            tuple(dict.fromkeys(unit.key for unit in hidden if not unit.follows(units, hidden))),
+            self.epsilons,
+        )
+
+    def _load(self, plan: Plan) -> list[str]:
+        """Give the target the values of the file by the edits of a map; return its floats that get none."""
+        moved = apply_plan(plan, self.stored, Supplies(None, None, None)).state_dict()
+        state = self.target.state_dict(keep_vars=True)
+        taken = {key: value for key, value in moved.items() if key in state}
+        self.target.load_state_dict(taken, strict=False)
+        loaded = {id(state[key]) for key in taken}
+        return [key for key, value in state.items() if _is_float(value) and id(value) not in loaded]
+
+    def _run(self, model: nn.Module, arguments: Arguments, again: int = 0) -> Outputs:
+        import torch
+
+        torch.manual_seed(self.seed + again)
+        model.train()
+        model.eval()  # some keep what they computed from their weights as long as they are not trained
+        found = tensors_in(model(*arguments.args, **arguments.keywords))
+        return [(name, tensor) for name, tensor in found if tensor.is_floating_point() and tensor.numel()]
+
+    def _arguments(self, inputs: tuple[Input, ...]) -> Iterator[tuple[Arguments, Arguments] | str]:
+        """Yield the same input as the source model and as the target take it, or why they do not."""
+        import torch
+
+        models = (self.source, self.target)
+        own = [derive_inputs(model) for model in models]
+        runs = 0
+        for guess in [inputs] if inputs else dict.fromkeys((*own[1], *own[0])):
+            given = make_arguments(guess, torch.float64, torch.device("cpu"), self.seed)
+            found, error = [], ""
+            for model, guesses in zip(models, own, strict=True):
+                for form in _forms(given, guesses):
+                    try:
+                        self._run(model, form)
+                    except (Exception, SystemExit) as raised:  # noqa: BLE001  the models' code may raise anything
+                        error = (str(raised).splitlines() or [type(raised).__name__])[0]
+                    else:
+                        found.append(form)
+                        break
+            yield (found[0], found[1]) if len(found) == len(models) else f"no input suits both models ({error})"
+            runs += len(found) == len(models)
+            if runs == _INPUTS:
+                return
+
+
+def _forms(given: Arguments, guesses: Iterable[tuple[Input, ...]]) -> Iterator[Arguments]:
+    """Yield how a model may want an input: under these names, under those of its own guesses, by position."""
+    tensors = (*given.args, *given.kwargs.values())
+    yield given
+    for guess in guesses:
+        own = [each for each in guess if isinstance(each, RandomInput)]
+        if [(each.shape, each.bounds is None) for each in own] == [
+            (tuple(tensor.shape), tensor.is_floating_point()) for tensor in tensors
+        ]:
+            pairs = list(zip(own, tensors, strict=True))
+            yield Arguments(
+                tuple(tensor for each, tensor in pairs if each.name is None),
+                {each.name: tensor for each, tensor in pairs if each.name is not None},
+            )
+    if given.kwargs:
+        yield Arguments(tensors)
+
+
+def _is_float(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _values(shapes: Shapes, source: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Return values for the keys of the file: random weights and statistics; constants and counts are the model's."""
+    import torch
+
+    own = source.state_dict()
+    constants = {name for name, _ in source.named_buffers() if not name.endswith(_STATISTICS)}
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for key, (dtype, shape) in shapes.items():
+        is_float = dtype == "float64"
+        if key in own and tuple(own[key].shape) == shape and (key in constants or not is_float):
+            values[key] = own[key].clone()
+        elif is_float:
+            values[key] = random_values(shape, generator)
+        else:
+            values[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
+    return values
+
+
+def _opened(values: Mapping[str, torch.Tensor]) -> Checkpoint:
+    from ckptfix.reading.memory import open_state_dict
+
+    return open_state_dict(values)
+
+
+def _equalised(*models: nn.Module) -> tuple[tuple[float, ...], ...]:
+    """Give all norms one epsilon if those of the models differ, and return what they were."""
+    places = [
+        [
+            (module, name)
+            for module in model.modules()
+            for name in _EPSILONS
+            if isinstance(value := vars(module).get(name), float) and 0 < value <= 0.01
+        ]
+        for model in models
+    ]
+    found = tuple(tuple(sorted({vars(module)[name] for module, name in each})) for each in places)
+    if len(set(found)) == 1 or not all(found):
+        return ()
+    for module, name in (place for each in places for place in each):
+        setattr(module, name, 1e-6)
+    return found
+
+
+def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
+    """Return which outputs are compared: those of equal shape, by name or else in order. If there are none, an output
+    with one that has an axis more: the first or the last along it, as the state of the class token is."""
+    pairs = []
+    for shape in dict.fromkeys(tensor.shape for _, tensor in ours):
+        here, there = ([at for at, (_, t) in enumerate(side) if t.shape == shape] for side in (ours, theirs))
+        named = {theirs[at][0]: at for at in there}
+        same = [(at, named[ours[at][0]]) for at in here if ours[at][0] in named]
+        rest = [
+            [at for at in side if at not in taken] for side, taken in zip((here, there), _columns(same), strict=True)
+        ]
+        pairs += [(at, to, -1, 0, 0) for at, to in [*same, *zip(*rest, strict=False)]]
+    if pairs:
+        return [tuple(pairs)]
+    return [
+        ((at, to, side, axis, index),)
+        for at, (_, one) in enumerate(ours)
+        for to, (_, other) in enumerate(theirs)
+        for side, (large, small) in enumerate(((one, other), (other, one)))
+        for axis in range(large.ndim)
+        for index in (0, -1)
+        if large.select(axis, index).numel() == small.numel()
+        and [*large.select(axis, index).shape] == [size for size in small.shape if size != 1 or small.ndim < large.ndim]
+    ]
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[set[int], set[int]]:
+    return {at for at, _ in pairs}, {to for _, to in pairs}
+
+
+def _picked(
+    ours: Outputs, theirs: Outputs, at: int, to: int, side: int, axis: int, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pair = [ours[at][1], theirs[to][1]]
+    if side >= 0:
+        pair[side] = pair[side].select(axis, index)
+        pair[1 - side] = pair[1 - side].reshape(pair[side].shape)
+    return pair[0], pair[1]
+
+
+def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:
+    """Return the largest difference of the outputs as a share of the largest value of each."""
+    largest, is_known = 0.0, False
+    for each in alignment:
+        here, there = _picked(ours, theirs, *each)
+        if scale := float(there.detach().abs().max()):
+            is_known = True
+            difference = float((here - there).detach().abs().max()) / scale
+            largest = max(largest, difference if difference == difference else float("inf"))
+    return largest if is_known else float("inf")
+
+
+def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
+    """Return the tensors of the target, and parts of them, that the map gives their values; a tied one once."""
+    state = {key: value for key, value in target.state_dict(keep_vars=True).items() if _is_float(value)}
+    constants = {name for name, _ in target.named_buffers() if not name.endswith(_STATISTICS)}
+    used: set[str] = set()
+    found: list[tuple[str, str, Any, Any]] = []
+    for edit in plan.edits:
+        if isinstance(edit, Rename):
+            box = full(stored.specs[edit.key].shape)
+            found.append((edit.key, edit.to, box, box))
+            used.add(edit.key)
+        elif isinstance(edit, Assemble):
+            found += [(part.source, edit.key, part.box, part.place) for part in edit.parts]
+            used |= {part.source for part in edit.parts}
+    found += [(key, key, full(spec.shape), full(spec.shape)) for key, spec in stored.specs.items() if key not in used]
+    units: dict[tuple[Any, ...], Unit] = {}
+    for source, key, box, place in found:
+        if key in state and key not in constants:
+            tensor = state[key]
+            unit = Unit(source, stored.specs[source].shape, box, key, place, tensor)
+            units.setdefault((id(tensor), place), unit)
+    return list(units.values())
