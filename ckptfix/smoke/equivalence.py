@@ -21,7 +21,8 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import target_from_module
-from ckptfix.engine.applying import Supplies, apply_plan
+from ckptfix.engine.applying import apply_plan
+from ckptfix.engine.changes import Supplies
 from ckptfix.errors import CkptfixError
 from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
