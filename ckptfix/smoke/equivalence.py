@@ -22,7 +22,6 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import apply_plan
-from ckptfix.engine.changes import Supplies
 from ckptfix.errors import CkptfixError
 from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
@@ -73,7 +72,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
             key: ("float64" if DTYPES[spec.dtype].is_float else spec.dtype, spec.shape)
             for key, spec in checkpoint.specs.items()
         }
-        plans = [Plan((Step("KEY106", tuple(map(_in_float64, edits))),)) for edits in maps]
+        plans = [Plan((Step("map", tuple(map(_in_float64, edits))),)) for edits in maps]
         job: dict[str, Any] = {
             "twins": [[source, ()], [model, arguments]],
             "shapes": shapes,
@@ -200,7 +199,7 @@ class _Pair:
 
     def _load(self, plan: Plan) -> list[str]:
         """Give the target the values of the file by the edits of a map; return its floats that get none."""
-        moved = apply_plan(plan, self.stored, Supplies(None, None, None)).state_dict()
+        moved = apply_plan(plan, self.stored).state_dict()
         state = self.target.state_dict(keep_vars=True)
         taken = {key: value for key, value in moved.items() if key in state}
         self.target.load_state_dict(taken, strict=False)
