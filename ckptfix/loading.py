@@ -13,7 +13,7 @@ from ckptfix.core.target import target_from_module
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import HostileError, Opt, TargetError, UsageError
 from ckptfix.reading.opening import Source
-from ckptfix.repairing import repair
+from ckptfix.repairing import Repair, repair
 from ckptfix.report.commands import remedies_text
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
-
 
 SHOWN = 3
 """How many names a remark gives."""
@@ -57,19 +56,17 @@ def load(
     ``settings`` are those of ``repair``, but for those that write a file."""
     checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
-    state: dict[str, Any] | None = None
-    if optimizer is not None:
-        if assign:
-            raise UsageError(
-                "assign=True gives the model new parameters, which the optimizer does not have; leave it out"
-            )
-        state = repair_optimizer_state(source, model, optimizer, **settings)
-        settings["keep_optimizer"] = True
-    repaired = repair(source, model, **settings)
-    refuse_misfit(repaired.report)
-    remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
+    if optimizer is None:
+        repaired = repair(source, model, **settings)
+        refuse_misfit(repaired.report)
+        remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
+        return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
+    if assign:
+        raise UsageError("assign=True gives the model new parameters, which the optimizer does not have; leave it out")
+    repaired, state, own = _with_state(source, model, optimizer, settings)
+    load_strictly(model, repaired.checkpoint, map_location)
+    optimizer.load_state_dict(state)
+    remarks = (f"the optimizer has other groups than the saved one: {', '.join(own)} stay as they were",) if own else ()
     return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
 
 
@@ -80,31 +77,48 @@ def repair_optimizer_state(
 
     Each parameter gets the state that was saved of it, whatever its name, its place and its group were; one that is
     new, or whose values are not those of the file, gets none. A group has the hyperparameters of that which most of its
-    parameters were in. ``settings`` are those of ``repair``; names that only follow from the order of the parameters
-    take ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or
-    nothing tells which of its positions is which parameter."""
+    parameters were in; in other groups than the saved ones, those that tell groups apart are the script's.
+
+    ``settings`` are those of ``repair``; names that only follow from the order of the parameters take
+    ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or nothing
+    tells which of its positions is which parameter."""
+    checked_settings(settings, model, function="load")
+    return _with_state(source, model, optimizer, settings)[1]
+
+
+def _with_state(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings
+) -> tuple[Repair, dict[str, Any], list[str]]:
+    """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
     from ckptfix.engine.optimizers import with_optimizers
     from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
     from ckptfix.reading.tensors import revive_tree
     from ckptfix.rules.following import Change, ways
+    from ckptfix.rules.stale_optimizer import stale_optimizer, with_owners
 
     checked = checked_settings(settings, model, function="load")
     settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
+    findings = tuple(each for each in repaired.report.findings if each.code != stale_optimizer.code)
+    repaired = replace(repaired, report=replace(repaired.report, findings=findings))
     before, after = open_source(source, checked), repaired.checkpoint
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     live = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(all(group) for group in live):
         raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
     change = replace(Change.of(before, after, repaired.plan, target_from_module(model)), live=live)
-    found = [(one, way) for one in optimizers_of(after) for way in ways(one, change)]
+    own = (one for one, _ in with_owners(after, optimizers_of(after)))
+    found = [(one, way) for one in own for way in ways(one, change)]
     found = [(one, way) for one, way in found if any(step.source is not None for group in way.groups for step in group)]
     if len(found) != 1:
-        what = (
-            "no optimizer whose parameters are the model's" if not found else f"{len(found)} ways to name its optimizer"
-        )
+        places = dict.fromkeys(one.name for one, _ in found)
+        what = f"{len(found)} ways to name the parameters of {', '.join(places)}, which fit and differ"
+        if not found:
+            what = "no optimizer whose parameters are the model's"
+        elif len(places) > 1:
+            what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
         raise TargetError(f"{before.path}: has {what}; leave the optimizer out, and training starts with new moments")
     saved, way = found[0]
     if not (way.is_unchanged or way.naming.is_certain or checked.unsafe_fixes):
@@ -121,10 +135,17 @@ def repair_optimizer_state(
             "load the optimizer from what is written"
         )
     state = revive_tree({"state": dict(made.state), "param_groups": list(made.groups)}, edited)
-    for group, own, steps in zip(state["param_groups"], optimizer.param_groups, way.groups, strict=True):
-        if all(step.source is None and not step.parts for step in steps):
-            group.update({name: value for name, value in own.items() if name not in ("params", "param_names")})
-    return dict(state)
+    given = optimizer.param_groups
+    known = [n for n, steps in enumerate(way.groups) if any(step.source is not None or step.parts for step in steps)]
+    is_regrouped = [way.like[n] for n in known] != list(range(len(saved.groups)))
+    options = dict.fromkeys(name for group in given for name in group if not name.startswith("param"))
+    # What tells the groups of the script apart, or the saved ones that are put together, is the script's.
+    both = ([given[n] for n in known], saved.groups) if is_regrouped else ()
+    differ = [name for name in options if any(group.get(name) != one[0].get(name) for one in both for group in one)]
+    for number, group in enumerate(state["param_groups"]):
+        chosen = differ if number in known else options
+        group.update({name: given[number][name] for name in chosen if name in given[number]})
+    return repaired, dict(state), differ
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:

@@ -361,7 +361,48 @@ def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) ->
     report = ckptfix.load(new, tmp_path / "run.pth", optimizer=own, unsafe_fixes=not names)
     assert report.exit_code == 0
     assert moments_of(new, own) == moments_of(model, optimizer)
-    assert [group["lr"] for group in own.param_groups] == [0.25, 0.25]
+    assert [group["lr"] for group in own.param_groups] == [0.001, 0.5], (
+        "what tells the script's groups apart is its own"
+    )
+    assert report.remarks[-1] == "the optimizer has other groups than the saved one: lr stay as they were"
+
+
+def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> None:
+    """No recipe has a head before its backbone; the same script makes both optimizers."""
+
+    def own_groups(model: nn.Module) -> torch.optim.AdamW:
+        parts = [[p for n, p in model.named_parameters() if (n[0] in "bd") is inside] for inside in (True, False)]
+        return torch.optim.AdamW([{"params": part, "lr": 0.5 / (1 + n)} for n, part in enumerate(parts)])
+
+    model, new = Layers("a", "b", "c", "d"), Layers("a", "b", "c", "d")
+    optimizer = own_groups(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    own = own_groups(new)
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    other = own_groups(Layers("a", "b", "c", "d"))
+    other.param_groups.reverse()
+    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=other)
+    own.param_groups.reverse()
+    with pytest.raises(TargetError, match="has no optimizer whose"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
+
+
+def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
+    both = Layers("a", "b"), Layers("a", "b")
+    made = [adamw(model) for model in both]
+    for model, optimizer in zip(both, made, strict=True):
+        trained_file(tmp_path / "one.pth", model, optimizer)
+    saved = {"G": both[0].state_dict(), "D": both[1].state_dict()}
+    torch.save({**saved, "optG": made[0].state_dict(), "optD": made[1].state_dict()}, tmp_path / "gan.pth")
+    new = Layers("a", "b")
+    own = adamw(new)
+    ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
+    assert moments_of(new, own) == moments_of(both[1], made[1])
+    torch.save({**saved, "first": made[0].state_dict(), "second": made[1].state_dict()}, tmp_path / "gan.pth")
+    with pytest.raises(TargetError, match="2 optimizers that fit, first, second"):
+        ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
 
 
 def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ def follow_at_random(folder: Path, seed: int) -> str:
     names = [draw.choice(("ln", "fc", "layers.", "norm", "head")) + str(n) for n in range(draw.randint(2, 6))]
     old: dict[str, Shapes] = {}
     for name in names:
-        shape = draw.choice(SIZES)
+        shape = draw.choice(SIZES[3:] if name[:2] in ("ln", "no") else SIZES)
         old[name] = {"weight": shape, **({"bias": shape[:1]} if draw.random() < 0.6 else {})}
     way = draw.choice(list(SAVED))
     order, made, asked = random_edits(draw, old, "safetensors" in way)

@@ -102,7 +102,7 @@ class Finding:
 
     ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it
     rests on, plain JSON data; ``remedies`` are the ways to deal with it if no fix was applied, the recommended one
-    first; ``blocks`` is what it forbids as long as it remains.
+    first; ``blocks`` is what it forbids as long as it remains. ``is_accepted``: the settings ask to leave it so.
     """
 
     code: str
@@ -114,6 +114,7 @@ class Finding:
     fix: Fix | None = None
     remedies: tuple[Remedy, ...] = ()
     blocks: Blocks = Blocks.NOTHING
+    is_accepted: bool = False
 
     @property
     def is_fixable(self) -> bool:

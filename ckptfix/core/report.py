@@ -88,7 +88,8 @@ class Report(Displayed):
 
     def is_accepted(self, finding: Finding) -> bool:
         """Return whether the user accepts a finding. What forbids to write a file cannot be accepted."""
-        return finding.code.startswith(self.accepted or ("-",)) and Blocks.WRITING not in finding.blocks
+        is_accepted = finding.is_accepted or finding.code.startswith(self.accepted)
+        return is_accepted and finding.level > Level.NOTE and Blocks.WRITING not in finding.blocks
 
     @property
     def is_withheld(self) -> bool:

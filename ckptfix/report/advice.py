@@ -26,7 +26,9 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     """Yield what the user can do about each finding that remains, and one command for all that a command can do."""
     remaining = _remaining(report)
     if not remaining:
-        if report.exit_code == 0 and telling.mode is not Mode.CHECK:
+        if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
+            yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
+        elif report.exit_code == 0 and telling.mode is not Mode.CHECK:
             yield (Span("nothing left to do", "good"),)
         elif not report.is_open and report.coverage is not None and report.exit_code:
             share = percent(report.coverage.untrained, report.coverage.parameters)

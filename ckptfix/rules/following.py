@@ -5,9 +5,11 @@ here: what cannot be carried exactly starts anew, as it does for a parameter tha
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -26,6 +28,7 @@ from ckptfix.maps.positions import (
     Optimizer,
     Recipe,
     bare,
+    fits,
     logical_shape,
     named_by_itself,
     namings,
@@ -34,6 +37,8 @@ from ckptfix.maps.positions import (
 )
 
 Shape = tuple[int, ...]
+
+_NUMBERS = re.compile(r"[0-9]+")
 
 STEP = "step"
 """The count of steps in a row, which is a tensor of one element since torch 1.12."""
@@ -145,15 +150,21 @@ class Change:
 
     @property
     def modules(self) -> dict[str, str] | None:
-        """The classes of the file's modules, as the model has them under whatever name; None without a model."""
+        """The classes of the file's modules, as the model has them under whatever name; None without a model. A module
+        that it does not have is of the class of those with other numbers: ``h.11.ln_1`` of ``h.0.ln_1``."""
         if self.model is None or self.model.modules is None:
             return None
-        return {
+        found = {
             source.rpartition(".")[0]: self.model.modules.get(key.rpartition(".")[0], "")
             for key, origin in self.origins.items()
             for source in origin.sources
             if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
         }
+        alike = {_NUMBERS.sub("0", module): name for module, name in found.items()}
+        for module in {key.rpartition(".")[0] for key in self.before} - found.keys():
+            if (name := alike.get(_NUMBERS.sub("0", module))) is not None:
+                found[module] = name
+        return found
 
     @property
     def model_order(self) -> list[str] | None:
@@ -344,7 +355,22 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
             if made is None:
                 return []
             found.setdefault(made.outcome, made)
+    if not found and (own := _as_live(optimizer, change)) is not None:
+        made = follow(optimizer, own, change, Scope(Layout({}), lambda key: True))
+        return [made] if made is not None else []
     return list(found.values())
+
+
+def _as_live(optimizer: Optimizer, change: Change) -> Naming | None:
+    """Name the parameters as those of the optimizer that is to load the state, whose script has made both."""
+    groups = [[change.origins[key].sources for key in group if key in change.origins] for group in change.live or ()]
+    if tuple(map(len, groups)) != optimizer.sizes or any(len(sources) != 1 for group in groups for sources in group):
+        return None
+    names = {number: key for number, (key,) in zip(optimizer.ids, chain.from_iterable(groups), strict=True)}
+    rows = {number: optimizer.row(number) for number in names}
+    if not all(fits(row, change.before[names[number]].shape) for number, row in rows.items()):
+        return None
+    return Naming(names, "the groups of the given optimizer", moments=sum(map(bool, rows.values())))
 
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:

@@ -41,14 +41,14 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
         bad = _non_finite(optimizer, context)
         if not bad:
             continue
-        keep = context.settings.keep_optimizer
         yield rule.finding(
-            Level.NOTE if keep else Level.ERROR,
+            Level.ERROR,
             f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
             "weights become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
-            fix=None if keep else _without(optimizer, bad),
-            remedies=() if keep else (Remedy((UNSAFE_FIXES,), "starts these anew"), DROP, KEEP),
+            fix=_without(optimizer, bad),
+            remedies=(Remedy((UNSAFE_FIXES,), "starts these anew"), DROP, KEEP),
+            is_accepted=context.settings.keep_optimizer,
         )
 
 

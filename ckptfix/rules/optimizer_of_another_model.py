@@ -55,11 +55,11 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
                 largest = max(kept.values(), key=len)
                 strange.append(list(largest))
         if 2 * len(strange) > matrices:
-            keep = context.settings.keep_optimizer
             yield rule.finding(
-                Level.NOTE if keep else Level.WARNING,
+                Level.WARNING,
                 f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices "
                 "whose shape no weight has: it is that of another model",
                 evidence={"shapes without a weight": strange[:8]},
-                remedies=() if keep else (DROP, KEEP),
+                remedies=(DROP, KEEP),
+                is_accepted=context.settings.keep_optimizer,
             )

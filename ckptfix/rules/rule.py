@@ -64,9 +64,12 @@ class Rule:
         fix: Fix | None = None,
         remedies: tuple[Remedy, ...] = (),
         blocks: Blocks = Blocks.NOTHING,
+        is_accepted: bool = False,
     ) -> Finding:
-        """Return a finding of this rule."""
-        return Finding(self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks)
+        """Return a finding of this rule; one that is accepted has neither a fix nor remedies."""
+        if is_accepted:
+            fix, remedies = None, ()
+        return Finding(self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks, is_accepted)
 
 
 def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:

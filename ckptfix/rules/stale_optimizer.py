@@ -80,8 +80,14 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     change = Change.of(before, context.checkpoint, plan, context.target)
     if not plan.edits and change.model is None:
         return
-    sets = _other_sets(context.checkpoint)
-    own = path_name(context.checkpoint.container)
+    for optimizer, doubtful in with_owners(context.checkpoint, optimizers):
+        yield from _out_of_step(rule, context, optimizer, change, plan, doubtful)
+
+
+def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
+    """Yield the optimizers but for those of other state_dicts in the file, each with the sets that it fits alike."""
+    sets = _other_sets(checkpoint)
+    own = path_name(checkpoint.container)
     owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
     has_own = [own] in owners.values()
     for optimizer in optimizers:
@@ -90,7 +96,7 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
         is_doubtful = bool(fitting) and named != [own]
         if is_doubtful and (has_own or (named and own not in named)):
             continue  # that of another set
-        yield from _out_of_step(rule, context, optimizer, change, plan, [own, *fitting] if is_doubtful else [])
+        yield optimizer, [own, *fitting] if is_doubtful else []
 
 
 def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
@@ -161,13 +167,14 @@ def _out_of_step(
     if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
     keep = context.settings.keep_optimizer
-    if sets and not context.settings.keep_optimizer and found:
+    if sets and found:
         yield rule.finding(
             Level.ERROR,
             f"{optimizer.label} fits {' and '.join(sets)} alike, and its name tells neither: it stays as it is, though "
             f"{sets[0]} changes",
             evidence={"parameters": len(optimizer.ids), "sets": sets},
             remedies=(DROP, KEEP),
+            is_accepted=keep,
         )
         return
     if len(found) != 1:
@@ -179,22 +186,24 @@ def _out_of_step(
         sources = [f"{way.naming.source} in {way.order}" if way.order else way.naming.source for way in found]
         why = "which other edits change" if plan.edits else "which the model has in another order"
         yield rule.finding(
-            Level.NOTE if keep else Level.ERROR,
+            Level.ERROR,
             f"{optimizer.label} no longer belongs to the weights, {why}, and {reason}: it stays "
             "as it is, and fails to load or gives moments to the wrong weights",
             evidence={"parameters": len(optimizer.ids), **({"recipes": sources} if sources else {})},
-            remedies=() if keep else (DROP, *_with_model(context, found), KEEP),
+            remedies=(DROP, *_with_model(context, found), KEEP),
+            is_accepted=keep,
         )
         return
     way = found[0]
     is_certain = way.naming.is_certain
     yield rule.finding(
-        Level.NOTE if keep else Level.ERROR,
+        Level.ERROR,
         f"{optimizer.label} is out of step with the weights: {_what(way)}",
         keys=(*way.anew, *way.added),
         evidence=_evidence(way),
-        fix=None if keep else Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
-        remedies=() if keep else (Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
+        fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
+        remedies=(Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
+        is_accepted=keep,
     )
 
 

@@ -46,19 +46,17 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"torch.load reads them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
         if others and context.settings.format != "safetensors":
-            keep = context.settings.keep_optimizer
             yield rule.finding(
-                Level.NOTE if keep else Level.ERROR,
+                Level.ERROR,
                 f"{optimizer.label} has state of {', '.join(others)} "
                 f"({counted(len(optimizer.ids), 'parameter')}), which a file for weights_only=True holds as plain data "
                 "only: it does not load into an optimizer",
                 evidence={"classes": others},
-                remedies=()
-                if keep
-                else (
+                remedies=(
                     Remedy((("drop_optimizer", True),), "leaves it out: training continues with new moments"),
                     Remedy((("keep_optimizer", True),), "keeps it as plain data"),
                 ),
+                is_accepted=context.settings.keep_optimizer,
             )
 
 

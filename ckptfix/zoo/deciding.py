@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptfix.core.finding import Blocks, Finding, Level, Placeholder, Remedy
+from ckptfix.core.finding import Finding, Level, Placeholder, Remedy
 from ckptfix.core.options import Scope, option_words, scope_of
 from ckptfix.core.report import Report
 from ckptfix.core.shell import no_option, typed
@@ -21,11 +21,8 @@ KEEP = "keeps it as it is, and the findings in the manifest"
 
 
 def accepted(job: Job, report: Report) -> list[Finding]:
-    """Return the findings that the user accepts: they stay in the report, and stop nothing. What forbids to write a
-    file cannot be accepted."""
-    codes = parsed_settings(job.treatment.settings).accept
-    left = (finding for finding in report.remaining if finding.level > Level.NOTE)
-    return [finding for finding in left if finding.code.startswith(codes) and Blocks.WRITING not in finding.blocks]
+    """Return the findings that the user accepts: they stay in the report, and stop nothing."""
+    return list(filter(report.is_accepted, report.remaining))
 
 
 def is_smoke_refused(job: Job, report: Report) -> bool:

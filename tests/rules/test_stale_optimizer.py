@@ -16,6 +16,7 @@ from ckptfix.core.edits import Assemble, Drop, Edit
 from ckptfix.core.finding import Level
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
+from ckptfix.report.display import report_lines
 
 Edited = Callable[[nn.Module], nn.Module]
 Groups = Callable[[nn.Module], Any]
@@ -272,7 +273,11 @@ def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
     report = ckptfix.repair(tmp_path / "run.pth", target, **asked).report
     assert [finding.code for finding in report.remaining] == ["OPT101"]
     assert report.exit_code == 1
-    assert ckptfix.repair(tmp_path / "run.pth", target, keep_optimizer=True, **asked).report.exit_code == 0
+    report = ckptfix.repair(tmp_path / "run.pth", target, keep_optimizer=True, **asked).report
+    assert report.exit_code == 0
+    lines = [str(line) for line in report_lines(report)]
+    assert "left as you asked: OPT101" in lines
+    assert "nothing left to do" not in lines
     report = ckptfix.repair(tmp_path / "run.pth", target, drop_optimizer=True, **asked).report
     assert report.exit_code == 0
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["model"]
