@@ -83,7 +83,7 @@ judgement: $(JUDGED_INSTALLED)
 	$(BENCH_BIN)/python -m benchmarks.judgement page
 
 # The libraries whose models ckptfix knows without them.
-KNOWN ?= timm torchvision transformers diffusers open_clip smp segment_anything
+KNOWN ?= timm torchvision transformers diffusers open_clip smp segment_anything torchaudio dinov2
 
 structures: $(JUDGED_INSTALLED)
 	PYTHONPATH=tests/peers $(BENCH_BIN)/python -m benchmarks.structures $(KNOWN)
@@ -91,7 +91,8 @@ structures: $(JUDGED_INSTALLED)
 # Built without their weights; the versions decide which models there are.
 $(JUDGED_INSTALLED): $(BENCH_INSTALLED)
 	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt transformers==5.23.0 peft==0.21.2 \
-	diffusers==0.42.1 open_clip_torch==3.3.0 segmentation-models-pytorch==0.6.0 segment-anything==1.0
+	diffusers==0.42.1 open_clip_torch==3.3.0 segmentation-models-pytorch==0.6.0 segment-anything==1.0 torchaudio==2.11.0
+	$(BENCH_BIN)/python -m pip install --quiet --no-deps git+https://github.com/facebookresearch/dinov2@b8931f7bf91576930313be2c6d6af376033b35f0
 	@touch $@
 
 lint: $(INSTALLED)

@@ -1,8 +1,8 @@
 """Writes the table of known structures, ``ckptfix/known/structures.bin``.
 
-``python -m benchmarks.structures timm torchvision …`` builds every model of these libraries on the meta device, writes
-what it found to ``build/structures``, and packs all that lies there; without an argument it only packs. Libraries that
-do not go together in one environment are gathered one after the other.
+``python -m benchmarks.structures timm torchvision …`` builds every model of these libraries on the meta device, and
+puts them in the place of those that the table has of these libraries; the others stay. So libraries that do not go
+together in one environment are gathered one after the other.
 
 A model is built with its defaults, then with a number of classes, of input channels and of words that no layer has (a
 prime): sizes that are a multiple of one are not numbers in the table but ``c``, ``4c``, ``i`` or ``v``. It is built
@@ -10,10 +10,8 @@ once more for larger images, which shows the tables of positions."""
 
 from __future__ import annotations
 
-import gzip
 import importlib.metadata
 import inspect
-import json
 import re
 import signal
 import sys
@@ -24,15 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptfix.core.target import BUFFER, Target, target_from_module
-from ckptfix.known.table import PATH, SKETCH, expanded, fixed, hash_of
+from ckptfix.known.table import PATH, SKETCH, Table, expanded, fixed, hash_of
 
-RAW = Path("build/structures")
 CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
 MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
 SECONDS, KEYS = 60, 20_000
@@ -65,17 +61,19 @@ def timm_models() -> Models:
 def torchvision_models() -> Models:
     from torchvision import models
 
-    def build(name: str, image: int = 0, **given: int) -> torch.nn.Module:
-        arguments: dict[str, Any] = {"weights": None}
+    def build(name: str, image: int = 0, quantize: bool = False, **given: int) -> torch.nn.Module:
+        arguments: dict[str, Any] = {"weights": None, **({"quantize": True} if quantize else {})}
         if image:
             arguments["image_size"] = image
         if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
             arguments["weights_backbone"] = None
         return models.get_model(name, **arguments, **_renamed(given, classes="num_classes"))
 
-    # torchvision builds a quantised model as a float one before it is converted, under the names of that one.
-    # Only ViT takes a size of images.
-    return ((name, partial(build, name), 224) for name in models.list_models() if not name.startswith("quantized_"))
+    # A quantised model is a float one, under the names of that one, until it is converted. Only ViT takes a size of
+    # images.
+    for name in models.list_models():
+        is_quantised = name.startswith("quantized_")
+        yield name, partial(build, name, quantize=True) if is_quantised else partial(build, name), 224
 
 
 def transformers_models() -> Models:
@@ -145,12 +143,9 @@ def smp_models() -> Models:
 
     decoders = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus PAN UPerNet Segformer DPT".split()
     encoders = (
-        *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
-        *(f"efficientnet-b{number}" for number in range(8)),
-        *(f"timm-efficientnet-b{number}" for number in range(5)),
-        *(f"mit_b{number}" for number in range(6)),
-        *"resnext50_32x4d se_resnet50 se_resnext50_32x4d densenet121 vgg16_bn mobilenet_v2 tu-convnext_tiny".split(),
-        *"tu-vit_base_patch16_224 tu-vit_base_patch16_224.augreg_in21k tu-mobilenetv3_large_100".split(),
+        *smp.encoders.get_encoder_names(),
+        *"tu-convnext_tiny tu-vit_base_patch16_224 tu-vit_base_patch16_224.augreg_in21k".split(),
+        *"tu-mobilenetv3_large_100".split(),
     )
     return (
         (f"{decoder}-{encoder}", partial(build, decoder, encoder), 0) for decoder in decoders for encoder in encoders
@@ -160,9 +155,8 @@ def smp_models() -> Models:
 def torchaudio_models() -> Models:
     from torchaudio import models
 
-    makers = [name for name in dir(models) if name.startswith(("wav2vec2_", "hubert_", "wavlm_", "conv_tasnet_"))]
-    for name in (*makers, "hdemucs_low", "hdemucs_medium", "hdemucs_high"):
-        if callable(maker := getattr(models, name, None)):
+    for name in dir(models):
+        if name[0].islower() and inspect.isfunction(maker := getattr(models, name)):
             yield name, maker, 0
 
 
@@ -170,6 +164,14 @@ def segment_anything_models() -> Models:
     from segment_anything import sam_model_registry
 
     return ((name, build, 0) for name, build in sam_model_registry.items() if name != "default")
+
+
+def dinov2_models() -> Models:
+    from dinov2.hub import backbones
+
+    for name in dir(backbones):
+        if name.startswith("dinov2_"):
+            yield name, partial(getattr(backbones, name), pretrained=False), 0
 
 
 LIBRARIES: dict[str, tuple[str, Callable[[], Models]]] = {
@@ -181,6 +183,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Models]]] = {
     "smp": ("segmentation_models_pytorch", smp_models),
     "torchaudio": ("torchaudio", torchaudio_models),
     "segment_anything": ("segment-anything", segment_anything_models),
+    "dinov2": ("dinov2", dinov2_models),
 }
 
 
@@ -197,8 +200,21 @@ Entry = tuple[str, tuple[Dim, ...], str, bool]
 """Key, shape, dtype, and whether it is a buffer."""
 
 
-def gather(name: str, build: Build, image: int) -> dict[str, Any]:
-    """Return a model as plain data."""
+class Structure(NamedTuple):
+    """What models of one structure have in common; ``tokens`` are as in the table."""
+
+    tokens: tuple[tuple[str, str], ...]
+    transient: tuple[str, ...]
+    others: tuple[str, ...]
+    ties: tuple[tuple[str, ...], ...]
+
+
+Structures = dict[Structure, list[tuple[str, Mapping[str, int]]]]
+"""The models of each structure with their usual sizes."""
+
+
+def gather(build: Build, image: int) -> tuple[Structure, dict[str, int]]:
+    """Return the structure of a model and its usual sizes."""
     base = _target(build)
     plain = _entries(base)
     marked, sizes = plain, dict[str, int]()
@@ -229,14 +245,8 @@ def gather(name: str, build: Build, image: int) -> dict[str, Any]:
                 for key, shape, dtype, buffer in marked
             ]
             sizes["s"] = image
-    return {
-        "name": name,
-        "sizes": sizes,
-        "entries": marked,
-        "ties": base.ties,
-        "transient": sorted(base.transient),
-        "others": sorted(base.entries),
-    }
+    tokens = tuple((key, _token(shape, dtype, buffer)) for key, shape, dtype, buffer in marked)
+    return Structure(tokens, tuple(sorted(base.transient)), tuple(sorted(base.entries)), base.ties), sizes
 
 
 def _target(build: Callable[[], torch.nn.Module]) -> Target:
@@ -328,25 +338,25 @@ def _stop(*_: object) -> None:
     raise _TooLong(f"more than {SECONDS} s")
 
 
-def gather_library(library: str) -> None:
-    """Write what the models of a library are to a file in ``build/structures``."""
+def gather_library(library: str, structures: Structures, versions: dict[str, str]) -> None:
+    """Put the models of a library in the place of those that are there of it."""
     package, models = LIBRARIES[library]
-    version = importlib.metadata.version(package)
-    RAW.mkdir(parents=True, exist_ok=True)
-    file = RAW / f"{library}.jsonl.gz"
+    for structure, known in [*structures.items()]:
+        structures[structure] = [model for model in known if _library(model) != library]
     count = 0
-    with gzip.open(file.with_suffix(".part"), "wt", compresslevel=3) as out:
-        out.write(json.dumps({"library": library, "version": version}) + "\n")
-        for name, build, image in models():
-            try:
-                found = gather(f"{library}/{name}", build, image)
-            except Exception as error:  # noqa: BLE001 - whatever a model wants that is not there: it is left out, and told
-                print(f"{library}/{name}: {type(error).__name__} {str(error)[:100]!r}", file=sys.stderr, flush=True)
-                continue
-            count += 1
-            out.write(json.dumps(found, separators=(",", ":")) + "\n")
-    file.with_suffix(".part").replace(file)
-    print(f"{library} {version}: {count} models")
+    for name, build, image in models():
+        try:
+            structure, sizes = gather(build, image)
+        except Exception as error:  # noqa: BLE001 - whatever a model wants that is not there: it is left out, and told
+            print(f"{library}/{name}: {type(error).__name__} {str(error)[:100]!r}", file=sys.stderr, flush=True)
+            continue
+        if not structure.tokens or any(_SIGNS & set(key) for key, _ in structure.tokens):
+            print(f"{library}/{name}: left out", file=sys.stderr)
+            continue
+        count += 1
+        structures.setdefault(structure, []).append((f"{library}/{name}", sizes))
+    versions[library] = importlib.metadata.version(package).partition("+")[0]
+    print(f"{library} {versions[library]}: {count} models", flush=True)
 
 
 # ---- the table
@@ -398,30 +408,24 @@ def _token(shape: Sequence[Dim], dtype: str, buffer: bool) -> str:
     return f"{'=' if buffer else ':'}{text}{'' if dtype == 'float32' else f'/{dtype}'}"
 
 
-def _content(model: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two models have to have in common to be of one structure."""
-    tokens = tuple((key, _token(shape, dtype, buffer)) for key, shape, dtype, buffer in model["entries"])
-    return tokens, tuple(model["transient"]), tuple(model["others"]), tuple(map(tuple, model["ties"]))
-
-
 def _natural(name: str) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def pack() -> None:
-    """Write the table of all that was gathered."""
-    versions, structures = {}, dict[tuple[Any, ...], list[tuple[str, dict[str, int]]]]()
-    for file in sorted(RAW.glob("*.jsonl.gz")):
-        with gzip.open(file, "rt") as lines:
-            head = json.loads(next(lines))
-            versions[head["library"]] = head["version"]
-            for model in map(json.loads, lines):
-                content = _content(model)
-                if content[0] and not any(_SIGNS & set(key) for key, _ in content[0]):
-                    structures.setdefault(content, []).append((model["name"], model["sizes"]))
-                else:
-                    print(f"{model['name']}: left out", file=sys.stderr)
-    ordered = sorted(structures.items(), key=lambda item: _natural(item[1][0][0]))
+def unpacked(table: Table) -> tuple[Structures, dict[str, str]]:
+    """Return what a table has, and the versions of its libraries."""
+    structures: Structures = {}
+    for number in range(len(table)):
+        found = table.structure(number)
+        parts = tuple(sorted(found.transient)), tuple(sorted(found.others)), found.ties
+        structures[Structure(tuple(found.tokens.items()), *parts)] = [(each.name, each.sizes) for each in found.models]
+    return structures, dict(table.versions)
+
+
+def packed(structures: Structures, versions: Mapping[str, str]) -> bytes:
+    """Return the file of the table."""
+    named = {structure: sorted(models, key=_library) for structure, models in structures.items() if models}
+    ordered = sorted(named.items(), key=lambda item: _natural(item[1][0][0]))
     index, blocks, sketches = list[str](), list[bytes](), list[tuple[int, int]]()
     for start in range(0, len(ordered), BLOCK):
         nodes = Nodes()
@@ -448,7 +452,9 @@ def pack() -> None:
             index.append(f"{len(blocks)} {place} {len(content[0])} {' '.join(words)}")
         blocks.append(zlib.compress("\n".join(nodes.lines).encode(), 9))
     ends = list(accumulate(map(len, blocks)))
-    head = f"{' '.join(f'{name}={version}' for name, version in versions.items())}\n{' '.join(map(str, ends))}\n"
+    head = (
+        f"{' '.join(f'{name}={version}' for name, version in sorted(versions.items()))}\n{' '.join(map(str, ends))}\n"
+    )
     text = zlib.compress((head + "\n".join(index)).encode(), 9)
     sketches.sort()
     hashes, owners = array("I", [value for value, _ in sketches]), array("H", [owner for _, owner in sketches])
@@ -456,18 +462,22 @@ def pack() -> None:
         hashes.byteswap()
         owners.byteswap()
     first = f"ckptfix-structures {len(text)} {len(sketches)}\n".encode()
-    PATH.write_bytes(b"".join((first, text, hashes.tobytes(), owners.tobytes(), *blocks)))
-    sizes = f"index {len(text)}, sketches {6 * len(sketches)}, blocks {ends[-1]}"
-    print(f"{len(index)} structures of {sum(map(len, structures.values()))} models; bytes: {sizes}")
+    return b"".join((first, text, hashes.tobytes(), owners.tobytes(), *blocks))
+
+
+def _library(model: tuple[str, Mapping[str, int]]) -> str:
+    return model[0].partition("/")[0]
 
 
 def main() -> None:
-    """Gather the libraries that are named, and pack the table."""
+    """Gather the libraries that are named, one after the other."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _stop)
+    structures, versions = unpacked(Table())
     for library in sys.argv[1:]:
-        gather_library(library)
-    pack()
+        gather_library(library, structures, versions)
+        PATH.write_bytes(packed(structures, versions))
+    print(f"{sum(map(bool, structures.values()))} structures, {PATH.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

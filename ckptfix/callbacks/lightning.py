@@ -27,7 +27,8 @@ else:  # the package has two names, and its trainer takes the callbacks of its o
 class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not typed here
     """Checks every checkpoint that the trainer saves, beside the training, and logs a warning for each defect.
 
-    ``stop`` ends the training when one has been found. ``watch.defects`` has them; ``settings`` are those of
+    ``stop`` ends the training when one has been found; several processes agree on that as often as they log.
+    ``watch.defects`` of the main process has them; ``settings`` are those of
     ``ckptfix.check``."""
 
     def __init__(self, stop: bool = False, **settings: Unpack[CheckSettings]) -> None:
@@ -45,9 +46,11 @@ class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not type
 
         trainer.save_checkpoint = save_checkpoint
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, number: int) -> None:
         """End the training if that was asked for."""
-        if self.stop and trainer.strategy.reduce_boolean_decision(bool(self.watch.defects), all=False):
+        if not self.stop or (trainer.world_size > 1 and number % trainer.log_every_n_steps):
+            return
+        if trainer.strategy.reduce_boolean_decision(bool(self.watch.defects), all=False):
             trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

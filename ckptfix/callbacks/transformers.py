@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ckptfix.callbacks.watch import Watch
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class CheckCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
     """Checks every checkpoint that the trainer saves, beside the training, and logs a warning for each defect.
 
-    ``stop`` ends a training in one process when one has been found. ``watch.defects`` has them; ``settings`` are those
-    of ``ckptfix.check``."""
+    ``stop`` ends the training when one has been found; with several processes, at the next step that logs or saves.
+    ``watch.defects`` of the main process has them; ``settings`` are those of ``ckptfix.check``."""
 
     def __init__(self, stop: bool = False, **settings: Unpack[CheckSettings]) -> None:
         self.stop, self.watch = stop, Watch(**settings)
@@ -34,8 +35,11 @@ class CheckCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the training if that was asked for."""
-        if self.stop and self.watch.defects and args.world_size == 1:
-            control.should_training_stop = True
+        found = [bool(self.watch.defects)]
+        if not self.stop or (args.world_size > 1 and not (control.should_log or control.should_save)):
+            return
+        broadcast_object_list(found)  # all processes have to stop at the same step; alone, it does nothing
+        control.should_training_stop |= found[0]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last check."""

@@ -60,6 +60,7 @@ _LIBRARIES = (
     "smp",
     "torchaudio",
     "segment_anything",
+    "dinov2",
 )
 """Whose name a structure gets first that several libraries build."""
 

@@ -43,6 +43,9 @@ WIDE = 3 * SKETCH
 NAMES = {"c": "num_classes", "i": "in_chans", "v": "vocab_size", "s": "img_size"}
 """What the sizes are called where the user writes them."""
 
+_OF_CLIP = {"input_resolution", "context_length", "vocab_size"}
+"""Scalars beside the weights in the files that OpenAI gave out."""
+
 _SIZE = re.compile(r"(\d*)([civ])(\+1)?|(\d+)s(\d+)")
 _ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
 
@@ -185,7 +188,7 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
 
 def is_passing(key: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor says nothing of the architecture: it counts batches, or comes and goes between releases."""
-    return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape)
+    return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape) or key in _OF_CLIP
 
 
 def fixed(tokens: Mapping[str, str]) -> dict[str, str]:

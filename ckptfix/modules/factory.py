@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
-from ckptfix.modules.lightning import PREFIX, build_class
+from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
 from ckptfix.reading.opening import open_file
 
@@ -77,9 +77,9 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
             raise
         reason = str(error.__cause__).partition("\n")[0]
     else:
-        return replace(target_from_module(model, spec), initial=initial)
+        return replace(target_from_module(model, spec), initial=initial, remarks=remarks_on(arguments))
     remark = f"{spec} cannot be built on the meta device ({reason}), so it was built with real weights"
-    return replace(target_from_module(build(), spec), remarks=(remark,))
+    return replace(target_from_module(build(), spec), remarks=(remark, *remarks_on(arguments)))
 
 
 def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.objects import Opaque
-from ckptfix.errors import Opt, UsageError
+from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import Opt, TargetError, UsageError
 from ckptfix.writing.plain import known_form, plain_root
 
 PREFIX = "lightning:"
@@ -32,13 +33,21 @@ def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, An
     raw: Mapping[Any, Any] = checkpoint.root if isinstance(checkpoint.root, Mapping) else {}
     plain = plain_root(checkpoint)[0] if raw else {}
     saved: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     for place in _PLACES:
         before, after = _fields(raw.get(place)), plain.get(place)
         if isinstance(after, Mapping):
             saved |= {str(key): after[key] for key, value in before.items() if key in after and _is_data(value)}
+            left_out |= {
+                str(key): _kind(value) for key, value in before.items() if key not in after or not _is_data(value)
+            }
     name = raw.get("hparams_name")
     # The child gets them as JSON: a tuple is a list there, so it is one here.
-    kept = {"values": json.loads(json.dumps(saved)), "name": name if isinstance(name, str) else None}
+    kept = {
+        "values": json.loads(json.dumps(saved)),
+        "left out": left_out,
+        "name": name if isinstance(name, str) else None,
+    }
     return {**dict(arguments), _SAVED: kept}
 
 
@@ -46,6 +55,23 @@ def _fields(value: Any) -> Mapping[Any, Any]:
     """The members of a dict or a Namespace."""
     fields = value.attributes if isinstance(value, Opaque) else value
     return fields if isinstance(fields, Mapping) else {}
+
+
+def _kind(value: Any) -> str:
+    """What an argument is that is left out: its class, or the name that it stands for."""
+    if isinstance(value, Opaque | Global):
+        return str(value.cls if isinstance(value, Opaque) else value)
+    return "a tensor" if isinstance(value, TensorSpec) else f"a {type(value).__name__} with objects in it"
+
+
+def remarks_on(arguments: Any) -> tuple[str, ...]:
+    """Return the remark that the class made its own choice for arguments that the file has as objects."""
+    kept = arguments.get(_SAVED) if isinstance(arguments, Mapping) else None
+    lost = {key: kind for key, kind in kept["left out"].items() if key not in arguments} if kept else {}
+    if not lost:
+        return ()
+    named = ", ".join(f"{key} ({kind})" for key, kind in lost.items())
+    return (f"arguments that the file has as objects are left to the defaults of the class: {named}",)
 
 
 def _is_data(value: Any) -> bool:
@@ -66,12 +92,22 @@ def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
     """Build a LightningModule. Of the saved arguments the class gets those that it takes, or all of them as one
     argument; those that the user gives replace them.
     """
-    saved = more.pop(_SAVED, {"values": {}, "name": None})
+    saved = more.pop(_SAVED, {"values": {}, "left out": {}, "name": None})
     accepted = inspect.signature(made).parameters
     values = {saved["name"]: saved["values"]} if saved["name"] in accepted else saved["values"]
     if not any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         values = {key: value for key, value in values.items() if key in accepted}
-    model = made(**{**values, **given, **more})
+    values = {**values, **given, **more}
+    for key, kind in saved["left out"].items():
+        if key in accepted and key not in values and accepted[key].default is inspect.Parameter.empty:
+            spec = f"{PREFIX}{made.__module__}:{made.__qualname__}"
+            raise TargetError(
+                Opt("model", spec),
+                f" needs {key}, which the file has as an object ({kind}), and objects of a file are not made; "
+                f"write a function that builds the model, and name it: ",
+                Opt("model", f"{made.__module__}:FUNCTION"),
+            )
+    model = made(**values)
     if hasattr(model, "configure_model"):
         model.configure_model()  # large models make their layers there
     return model

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 pytest.importorskip("lightning", reason="pip install lightning")
 pytest.importorskip("transformers", reason="pip install transformers")
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Pairs(Dataset):
@@ -44,6 +51,12 @@ class Net(nn.Module):
         decay = 1.0 if self.spoil == "decay" else 0.0
         dead: dict[str, Any] = {"params": list(self.dead.parameters()), "lr": 0.6, "weight_decay": decay}
         return torch.optim.SGD([{"params": list(self.layers.parameters())}, dead], lr=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    """Give the checks the usual priority: with the lowest one they would wait for all other tests."""
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
 
 
 class Clock:
@@ -82,8 +95,8 @@ def with_lightning(folder, net, callback, steps=30):
 
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps // 3, save_top_k=-1)
     trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=[saving, callback], enable_progress_bar=False,
-        enable_model_summary=False,
+        max_steps=steps, accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), logger=False,
+        callbacks=[saving, callback], enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(Pairs(), batch_size=4))
     return trainer.global_step
@@ -150,3 +163,40 @@ def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
 
     callback.watch.check = check_and_wait
     assert train(tmp_path, net, callback) in (10, 11)
+
+
+TOGETHER = """
+import os, sys
+from pathlib import Path
+from tests.callbacks.test_trainers import Net, checking, with_transformers
+
+os.setpriority = lambda *_: None
+callback = checking(with_transformers, stop=True)
+check = callback.watch.check
+
+
+def check_and_wait(path):
+    check(path)
+    callback.watch.wait()
+
+
+callback.watch.check = check_and_wait
+step = with_transformers(Path(sys.argv[1]), Net("nan", at=5), callback, steps=60)
+Path(sys.argv[1], f"stopped-{os.environ['RANK']}").write_text(str(step))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together(tmp_path):
+    """Only the first process checks; the other one would wait for it forever if it did not stop as well."""
+    (tmp_path / "together.py").write_text(TOGETHER)
+    words = "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone".split()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *words, tmp_path / "together.py", tmp_path],
+        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    stopped = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
+    assert len(stopped) == 1
+    assert stopped < set(range(20, 59))

@@ -29,6 +29,11 @@ class Net(lightning.LightningModule):
     def forward(self, x):
         return self.net(x)
 
+class WithLoss(Net):
+    def __init__(self, width, loss, act=nn.ReLU):
+        super().__init__(width)
+        self.save_hyperparameters()
+
 class OfOne(lightning.LightningModule):
     def __init__(self, hparams):
         super().__init__()
@@ -155,6 +160,15 @@ def test_layers_that_a_class_makes_late(module, tmp_path):
     model.configure_model()
     arguments = with_saved_arguments((), ckptfix.open_checkpoint(saved(model, tmp_path / "a.ckpt")))
     assert "late.weight" in build_module("lightning:nets_of_a_user:Late", arguments).state_dict()
+
+
+def test_objects_of_the_file_are_named_and_never_made(module, tmp_path):
+    source = saved(module.WithLoss(4, torch.nn.L1Loss(), torch.nn.GELU), tmp_path / "a.ckpt")
+    report = ckptfix.check(source, "lightning:nets_of_a_user:WithLoss", model_args={"loss": 1}, values=False)
+    assert report.remarks[-1].endswith("defaults of the class: act (torch.nn.modules.activation.GELU)")
+    said = r"needs loss, .* an object \(torch.nn.modules.loss.L1Loss\).*: model=.nets_of_a_user:FUNCTION"
+    with pytest.raises(TargetError, match=said):
+        ckptfix.check(source, "lightning:nets_of_a_user:WithLoss")
 
 
 def test_what_the_class_lacks_is_said(module, tmp_path):
