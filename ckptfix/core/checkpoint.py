@@ -70,7 +70,8 @@ class Checkpoint(Displayed):
     and ``lost`` has the keys whose bytes are gone: with their specs, or None where
     a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
     the state_dict, with their names without it; None where the whole state_dict is meant. ``beside`` has what a trainer
-    saved in files of their own next to it, its optimizer and scheduler, by the name of the file.
+    saved in files of their own next to it, its optimizer and scheduler, by the name of the file. ``copies`` are
+    those that a training made of its fp32 masters in the dtype that it used, by the key of the master.
     """
 
     path: str
@@ -88,6 +89,7 @@ class Checkpoint(Displayed):
     member: str = ""
     picked: Mapping[str, str] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
+    copies: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     reader: TensorReader | None = field(default=None, repr=False, compare=False)
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was worked out from this very view and takes a walk over all of it, by who worked it out."""

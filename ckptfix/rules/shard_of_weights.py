@@ -8,7 +8,8 @@ empty ranges of quantisation observers, are left alone.
 
 A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
-choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out.
+choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
+warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype.
 
 ## Why it matters
 The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
@@ -34,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptfix.bytes.torn import is_torn
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
@@ -59,6 +61,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=advise(shard.remedy),
             blocks=Blocks.FILLING,
         )
+    yield from _strange_masters(rule, context)
     yield from _merged(rule, checkpoint)
     name = Path(checkpoint.member or checkpoint.path).name
     if "-of-" not in name:
@@ -88,6 +91,26 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=flat,
             remedies=(Remedy((("model", MODEL),), "takes them from the model"),),
             blocks=Blocks.FILLING,
+        )
+
+
+def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the fp32 masters that, rounded, are not the weights that the training used."""
+    specs, copies = context.checkpoint.specs, context.checkpoint.copies
+    if context.statistics is None or not copies:
+        return
+    from ckptfix.values.casting import is_cast_of
+
+    pairs = {key: (specs[key], copy) for key, copy in copies.items() if key in specs}
+    whole = {key: pair for key, pair in pairs.items() if not any(map(is_torn, pair))}
+    if odd := tuple(key for key, pair in whole.items() if not is_cast_of(*pair, context.checkpoint.path)):
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(odd), 'fp32 master')} of {len(whole)} differ from the weights that the training used, by"
+            " more than rounding: its files are of different saves, or the weights were changed beside the optimizer",
+            keys=odd,
+            evidence={"compared": len(whole), "differ": len(odd)},
+            remedies=advise("compare the dates of the files; a run that resumes goes on from the masters"),
         )
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 
+_BLOCK = 1 << 20
+"""Numbers that are compared at a time."""
+
+
 class CastBytes:
     """The bytes of a tensor in another dtype, converted block by block when they are read."""
 
@@ -84,6 +88,37 @@ FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
 
 SQUARE = 128
 """Rows and columns that share a scale, if there is one for each square."""
+
+
+def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
+    """Return whether a copy in float16 or bfloat16 is its fp32 master rounded to it, bit for bit; in fp32, the same.
+
+    True for pairs of other dtypes, of which nothing is known. All NaN are one."""
+    import numpy as np
+
+    from ckptfix.reading.folders.chunks import RowMajorBytes
+
+    if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):
+        return True
+    wide, narrow = RowMajorBytes(master, path), RowMajorBytes(copy, path)
+    for start in range(0, master.numel, _BLOCK):
+        stop = min(start + _BLOCK, master.numel)
+        values = np.frombuffer(wide.read(start * 4, stop * 4), "<f4")
+        size = copy.itemsize
+        held = np.frombuffer(narrow.read(start * size, stop * size), f"<u{size}")
+        if copy.dtype == "bfloat16":
+            bits = values.view("<u4")
+            made = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
+        else:
+            with np.errstate(over="ignore"):
+                made = values.astype(f"<f{size}").view(held.dtype)
+        stored = encoding(copy.dtype)
+        assert stored is not None
+        if not np.array_equal(made, held) and not np.array_equal(
+            np.where(np.isnan(values), 0, made), np.where(np.isnan(stored.decode(held.view(stored.unit))), 0, held)
+        ):
+            return False
+    return True
 
 
 def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ckptfix.errors import WriteError
 from ckptfix.reading.live import spec_of_tensor
 from ckptfix.reading.tensors import build_tensor
-from ckptfix.values.casting import NON_FINITE, SUBNORMAL, can_be_zeroed, cast_spec, zeroed_spec
+from ckptfix.values.casting import NON_FINITE, SUBNORMAL, can_be_zeroed, cast_spec, is_cast_of, zeroed_spec
 from tests.checks import bytes_of
 
 
@@ -90,3 +90,17 @@ def test_a_piece_can_be_read():
 )
 def test_what_can_be_zeroed(tensor, can):
     assert can_be_zeroed(spec_of_tensor(tensor)) is can
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_copy_is_the_cast_of_torch_and_of_nothing_else(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x33000000, 0x33000001, 0x477FF000])
+    master = torch.cat([bits, ties]).to(torch.int32).view(torch.float32)
+    copy = master.to(dtype)
+    assert is_cast_of(spec_of_tensor(master), spec_of_tensor(copy), "")
+    assert is_cast_of(spec_of_tensor(master.view(-1, 1)[::2]), spec_of_tensor(copy[::2].view(-1, 1)), "")
+    for place in (0, len(copy) - 1):
+        changed = copy.clone()
+        changed[place] = 7.0
+        assert not is_cast_of(spec_of_tensor(master), spec_of_tensor(changed), "")

@@ -110,6 +110,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         ),
         damage=(*document.damage, *(Fact(Kind.EXTRAS_LOST, path_name(name)) for name in left_out)),
         lost=lost,
+        copies=document.copies,
         reader=LazyTensors(),
     )
     return checkpoint if prefix is None else with_pick(checkpoint, prefix)

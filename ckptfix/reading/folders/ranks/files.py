@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.shard_index import file_inside
@@ -129,8 +130,8 @@ class RankFiles:
             first = tuple(next(names) for _ in range(min(absent, _LISTED)))
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
-    def document(self, form: str, root: Any, producer: str) -> Document:
-        """Return the merged document. Raises ``UnreadableError`` where it holds nothing that is whole."""
+    def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
+        """Return the merged document."""
         return Document(
             str(self.folder),
             form,
@@ -139,4 +140,5 @@ class RankFiles:
             remarks=list(self.remarks),
             damage=self.damage,
             producer=producer,
+            copies=copies or {},
         )

@@ -99,7 +99,7 @@ def _document(files: RankFiles) -> Document:
             weights[_name(layer, key, entry, names)] = entry
     merged = {key: value for key, value in root.items() if key not in zero.PARTITION}
     producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
-    optimizer = None
+    optimizer, halves = None, OrderedDict(weights)
     if by_rank(folder, zero.OPTIM) and len(roots) == len(stages) * tensor:
         optimizer, release = _take_masters(files, list(roots.values()), tensor, joining, weights)
         producer = f"{release}, pipeline, {counted(len(layers), 'layer')}"
@@ -110,7 +110,8 @@ def _document(files: RankFiles) -> Document:
     merged["module"] = weights
     if optimizer is not None:
         merged["optimizer"] = optimizer
-    return files.document(NAME, merged, producer)
+    copies = {name: half for name, half in halves.items() if weights[name] is not half}
+    return files.document(NAME, merged, producer, copies)
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

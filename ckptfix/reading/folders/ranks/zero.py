@@ -141,7 +141,18 @@ def _document(files: RankFiles) -> Document:
     note_copies(files.remarks, joining.differing)
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
-    return files.document(NAME, merged, made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else ""))
+    producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
+    return files.document(NAME, merged, producer, copies_of(masters, root["module"]) if masters else {})
+
+
+def copies_of(masters: Masters, module: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Return the copies that the model states have of the masters; in stage 3, there are none."""
+    found = {name: module.get(name) for name in masters.tensors}
+    return {
+        name: copy
+        for name, copy in found.items()
+        if isinstance(copy, TensorSpec) and copy.shape == masters.tensors[name].shape
+    }
 
 
 def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:

@@ -352,6 +352,21 @@ def test_the_report_says_which_weights_were_taken(tmp_path: Path) -> None:
     assert all(bytes_of(written[key]) == bytes_of(half) for key, half in halves.items() if half.ndim and key != "scale")
 
 
+@pytest.mark.parametrize("name", ["zero2_w2_bf16_g2", "zero2_w3_fp32_g1", "moe_w4_ep2", "tp2_zero2_w4_bf16"])
+def test_masters_that_are_not_those_of_the_weights_are_named(tmp_path: Path, name: str) -> None:
+    folder, _ = unpacked(name, tmp_path)
+    key = {"moe_w4_ep2": "ln.bias", "tp2_zero2_w4_bf16": "dense_4h_to_h.weight"}.get(name, "l1.weight")
+    assert [finding for finding in ckptfix.check(folder).findings if finding.level] == []
+
+    def change(states: Any) -> None:
+        states["module"][key].view(-1)[3] += 1
+
+    _change(folder / TAG / "mp_rank_00_model_states.pt", change)
+    (finding,) = [finding for finding in ckptfix.check(folder).findings if finding.level]
+    assert (finding.code, finding.keys, finding.evidence["differ"]) == ("FIL105", (key,), 1)
+    assert not [finding for finding in ckptfix.check(folder, values=False).findings if finding.level]
+
+
 @pytest.mark.parametrize("given", ["folder", "file"])
 def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
     folder, _ = saved(tmp_path)
