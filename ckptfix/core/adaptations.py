@@ -18,7 +18,7 @@ VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
 
 RECIPES: Mapping[str, tuple[str, ...]] = {
     POS_EMBED: ("timm", "plain", "torchvision", "linear", "cut"),
-    WINDOW_BIAS: ("swin", "beit"),
+    WINDOW_BIAS: ("swin", "beit", "levit"),
     PATCH_EMBED: ("timm",),
     IN_CHANS: ("timm", "mean"),
     VOCAB: ("cut", "pad:mean", "pad:zeros", "pad:target"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptfix.core.buffers import is_buffer_name
 from ckptfix.core.dtypes import DTYPES
@@ -61,7 +61,7 @@ class Target:
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
     library: str = ""
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
@@ -103,15 +103,16 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         library=type(module).__module__.partition(".")[0],
         grids=_sizes(module, _grid_of),
-        windows=_sizes(module, lambda child: _pair(getattr(child, "window_size", None))),
+        windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
         loads=_Trial(module) if _has_hooks(module) else None,
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )
 
 
-def _sizes(
-    module: torch.nn.Module, size_of: Callable[[torch.nn.Module], tuple[int, int] | None]
-) -> dict[str, tuple[int, int]]:
+Size = TypeVar("Size", bound=tuple[int, ...])
+
+
+def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], Size | None]) -> dict[str, Size]:
     sizes = {path: size_of(child) for path, child in module.named_modules(remove_duplicate=False)}
     return {path: size for path, size in sizes.items() if size is not None}
 
@@ -126,6 +127,12 @@ def _grid_of(module: torch.nn.Module) -> tuple[int, int] | None:
     if patch is None or image is None or min(patch) < 1:
         return None
     return image[0] // patch[0], image[1] // patch[1]
+
+
+def _window(value: object) -> tuple[int, ...] | None:
+    """Return the sides of a window, of which one over images and time has three."""
+    is_of_time = isinstance(value, list | tuple) and [type(side) for side in value] == [int] * 3
+    return tuple(value) if is_of_time and isinstance(value, list | tuple) else _pair(value)
 
 
 def _pair(value: object) -> tuple[int, int] | None:

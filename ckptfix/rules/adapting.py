@@ -29,6 +29,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
+from ckptfix.values.adapting import patch
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[Shape, Shape]]
@@ -41,7 +42,10 @@ POSITIONS = re.compile(
 """Segments of keys that hold position embeddings."""
 
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
-_PATCHES = re.compile(r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|visual\.conv1\.weight$", re.IGNORECASE)
+_HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
+_PATCHES = re.compile(
+    r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$", re.IGNORECASE
+)
 _WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)(?:[._]|$)", re.IGNORECASE)
 _NO_WORDS = re.compile(r"token_type|segment|patch|time|label|class|y_emb", re.IGNORECASE)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
@@ -118,11 +122,13 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         return ""
     if named == WINDOW_BIAS or _BIAS_TABLES.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [0] else ""
+    if _HEADS_FIRST.search(key):
+        return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
     if named == POS_EMBED or POSITIONS.search(key):
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
         return POS_EMBED if is_table or _is_map(old, new) else ""
-    if len(old) >= 4 and old[:2] == new[:2] and (named == PATCH_EMBED or _PATCHES.search(key)):
-        return PATCH_EMBED if len(old) == 4 else ""
+    if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
+        return PATCH_EMBED if patch(old) and patch(new) else ""
     if (
         len(old) >= 3
         and differing == [1]
@@ -188,7 +194,10 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
     """Yield a case for the tensors of each pair of sizes."""
     groups: dict[tuple[object, ...], dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
-        place = {VOCAB: slice(1), HEAD: slice(1), IN_CHANS: slice(1, 2), INFLATE: slice(2, 3)}.get(name, slice(2, None))
+        if name == PATCH_EMBED:
+            groups.setdefault((patch(old), patch(new)), {})[key] = (old, new)
+            continue
+        place = {VOCAB: slice(1), HEAD: slice(1), IN_CHANS: slice(1, 2), INFLATE: slice(2, 3)}[name]
         groups.setdefault((old[place] if name != INFLATE else (), new[place]), {})[key] = (old, new)
     for group in groups.values():
         (old, new), *_ = group.values()
@@ -203,7 +212,10 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
                 ("timm", "mean"),
             )
         elif name == PATCH_EMBED:
-            words, recipes = f"patches of {size(old[2:])} in the file and of {size(new[2:])} in the model", ("timm",)
+            words, recipes = (
+                f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model",
+                ("timm",),
+            )
         else:
             words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
             recipes = ("mean", "centre")
@@ -237,6 +249,8 @@ def _tables(
 
 
 def _table_words(name: str, old: Grid, new: Grid, shape: Shape) -> str:
+    if name == WINDOW_BIAS and len(old) == len(new) == 2 and shape[-1] == math.prod(old):
+        return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
     if name == WINDOW_BIAS:
         return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model"
     if len(old) == 1:
@@ -256,6 +270,8 @@ def _recipes(
 ) -> tuple[tuple[str, ...], str]:
     """Return the recipes for a table, that of the model's own library first, and the name of the library."""
     library = target.library
+    if name == WINDOW_BIAS and _HEADS_FIRST.search(key):
+        return ("levit",), ""
     if name == WINDOW_BIAS:
         has_tokens = not _is_square(pair[0][0])
         own = "beit" if library == "timm" or has_tokens else "swin"
@@ -319,7 +335,8 @@ def _grids(
     if len(pair[0]) == 4:
         first = 1 if pair[0][3] == pair[1][3] else 2  # the channels are last, or before the grid
         return pair[0][first : first + 2], pair[1][first : first + 2]
-    rows, wanted = (math.prod(shape[:-1]) for shape in pair)
+    is_last = bool(_HEADS_FIRST.search(key))
+    rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in pair)
     if not is_image:
         line, goal = (given.old, given.new) if given else (None, None)
         old, new = line or (rows,), goal or (wanted,)
@@ -328,8 +345,10 @@ def _grids(
         return old, new
     hand: Grid | None = given.old if given else None
     goal = given.new if given else None
-    if name == WINDOW_BIAS:
-        own: Grid | None = next((target.windows[path] for path in _around(key) if path in target.windows), None)
+    if is_last:
+        own: Grid | None = None
+    elif name == WINDOW_BIAS:
+        own = next((target.windows[path] for path in _around(key) if path in target.windows), None)
         hand, goal, own = (tuple(2 * side - 1 for side in grid) if grid else None for grid in (hand, goal, own))
     else:
         own = _grid_of_model(key, pair[1], target)
@@ -342,7 +361,9 @@ def _grids(
             return f"{wanted} positions in the model are not those of a grid of {size(_shown(name, goal))}"
         return _with_tokens(name, rows, tokens, goal, hand)
     beside = _tokens_of(key, tensors)
-    counts = [0, 3] if name == WINDOW_BIAS else [0, *_sums(beside.values())] if tensors else [0, 1, 2, 5]
+    counts = (
+        [0] if is_last else [0, 3] if name == WINDOW_BIAS else [0, *_sums(beside.values())] if tensors else [0, 1, 2, 5]
+    )
     fits = [tokens for tokens in counts if _is_square(wanted - tokens) and (hand or _is_square(rows - tokens))]
     if len(fits) != 1:
         return f"the file's {rows} positions and the model's {wanted} are not those of square grids and the same tokens"
@@ -355,12 +376,23 @@ def _with_tokens(name: str, rows: int, tokens: int, goal: Grid, hand: Grid | Non
     points = rows - tokens
     beside = f" and {counted(tokens, 'token')}" if tokens else ""
     square = (math.isqrt(points),) * 2 if _is_square(points) else None
+    alike = _grid_like(goal, points) if name == POS_EMBED else None
+    if hand is None and square and alike and square != alike:
+        return f"the file's {rows} positions may be those of a grid of {size(square)} or of {size(alike)}{beside}"
     if hand is not None and math.prod(hand) != points:
         instead = f", but of one of {size(_shown(name, square))}" if square else ""
         return f"the file's {rows} positions are not those of a grid of {size(_shown(name, hand))}{beside}{instead}"
     if (old := hand or square) is None:
-        return f"the file's {rows} positions are not those of a square grid{beside}"
+        perhaps = f", but perhaps of one of {size(alike)}" if alike else ""
+        return f"the file's {rows} positions are not those of a square grid{beside}{perhaps}"
     return old, goal
+
+
+def _grid_like(goal: Grid, points: int) -> Grid | None:
+    """Return the grid of so many points whose sides are to each other as those of another grid."""
+    unit = [side // math.gcd(*goal) for side in goal]
+    factor = math.isqrt(points // math.prod(unit))
+    return tuple(side * factor for side in unit) if len(goal) == 2 and factor**2 * math.prod(unit) == points else None
 
 
 def _shown(name: str, grid: Grid) -> Grid:
@@ -480,6 +512,7 @@ _RECIPES = {
     "pos_embed=linear": "stretches the positions",
     "pos_embed=cut": "keeps the first positions",
     "window_bias=swin": "resamples them (bicubic), as Swin's own code",
+    "window_bias=levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
     "window_bias=beit": "resamples them on a geometric grid, as BEiT and timm",
     "patch_embed=timm": "resamples them, so that a resized patch gives what the patch did",
     "in_chans=timm": "repeats or sums the channels, scaled to the same sum",

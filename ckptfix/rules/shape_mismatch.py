@@ -24,8 +24,9 @@ that of the model's own library first.
   number of tokens beside it come from the model, or else from the tokens that the file has. The file's grid has to be
   square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
 - `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
-- `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's.
-- `patch_embed=timm` is for patches of another size, `in_chans=timm` or `mean` for images with other channels.
+- `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
+  windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
+- `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers, `in_chans=timm` or `mean` for images with other channels.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
 - `inflate=mean` or `centre` makes convolutions over images and time of those over images.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -62,6 +63,28 @@ def open_clip(img_size: int, length: int = 77) -> Any:
     return CLIP(32, vision, {"context_length": length, "vocab_size": 99, "width": 32, "heads": 2, "layers": 1})
 
 
+def tiny_vit(size: int) -> Any:
+    import timm
+
+    windows = (7 * size // 224,) * 4
+    sizes = {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2), "num_classes": 5}
+    return timm.create_model("tiny_vit_5m_224", window_sizes=windows, **sizes)
+
+
+def qwen_vision(patch: int) -> Any:
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    sizes = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    return Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**sizes, patch_size=patch))
+
+
+def siglip2(patch: int) -> Any:
+    from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+    return Siglip2VisionModel(Siglip2VisionConfig(**NARROW, patch_size=patch, num_patches=16))
+
+
 def gpt2(vocab: int, positions: int = 64) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -116,6 +139,21 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
         lambda: (vit(), vit(448, patch_size=32)),
         "patch_embed=timm",
         "patches of 16x16 in the file and of 32x32 in the model",
+    ),
+    "patches of videos": (
+        lambda: (qwen_vision(14), qwen_vision(16)),
+        "patch_embed=timm",
+        "patches of 14x14 in the file and of 16x16 in the model",
+    ),
+    "patches as a linear layer": (
+        lambda: (siglip2(16), siglip2(14)),
+        "patch_embed=timm",
+        "patches of 16x16 in the file and of 14x14 in the model",
+    ),
+    "TinyViT": (
+        lambda: (tiny_vit(224), tiny_vit(384)),
+        "window_bias=levit",
+        "distances in a window of 7x7 in the file and of 12x12 in the model",
     ),
     "channels": (lambda: (vit(), vit(in_chans=1)), "in_chans=timm", "3 input channels in the file and 1 in the model"),
     "more words": (lambda: (gpt2(100), gpt2(104)), "vocab=pad:mean", "a vocabulary of 100 in the file and of 104"),
@@ -238,6 +276,28 @@ def test_a_grid_that_is_not_square_is_given_by_hand():
 
     expected = resample_abs_pos_embed(file.state_dict()["pos_embed"], [24, 24], [12, 24])
     assert torch.equal(after["pos_embed"], expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (8 * 32, "the file's 257 positions may be those of a grid of 16x16 or of 8x32 and 1 token"),
+        (4 * 16, "the file's 65 positions may be those of a grid of 8x8 or of 4x16 and 1 token"),
+        (16 * 16 * 3, "the file's 769 positions are not those of a square grid and 1 token$"),
+    ],
+)
+def test_a_square_that_may_be_a_strip_is_not_assumed(rows, said):
+    model = vit((64, 256))  # a grid of 4x16
+    state = {**model.state_dict(), "pos_embed": torch.randn(1, 1 + rows, 24)}
+    if rows == 4 * 16:
+        assert propose(shape_mismatch, state, model) == []
+        model = vit((32, 128))
+    (finding,) = propose(shape_mismatch, state, model)
+    assert not finding.remedies[0].is_complete
+    assert re.search(said, finding.message)
+    if rows == 4 * 16:
+        (finding,) = propose(shape_mismatch, state, model, adapt=("pos_embed=timm:4x16",))
+        assert "a grid of 4x16 in the file (and 1 token), of 2x8 in the model" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -424,6 +484,24 @@ def test_index_tables_are_those_of_the_model():
     assert torch.equal(state[index], model.state_dict()[index])
     model.load_state_dict(state, strict=True)
     assert model(torch.randn(1, 3, 48, 48)).isfinite().all()
+
+
+def test_a_swin_over_images_becomes_one_over_time():
+    """As the authors of Video Swin begin theirs: the first convolution and the tables are repeated."""
+    from torchvision.models.video import SwinTransformer3d
+
+    file = torchvision_swin(4)
+    model = SwinTransformer3d([2, 4, 4], 24, [2], [2], [8, 4, 4], num_classes=5)
+    tables = [f"features.{place}.attn.relative_position_bias_table" for place in ("1.0", "1.1", "0.0", "0.1")]
+    images = file.state_dict()
+    state = {**model.state_dict(), "patch_embed.proj.weight": images["features.0.0.weight"]}
+    state |= {new: images[old] for old, new in zip(tables[:2], tables[2:], strict=True)}
+    given = ("window_bias=swin", "inflate=mean")
+    words = [finding.message for finding in propose(shape_mismatch, state, model)]
+    assert any("windows of 4x4 in the file and of 8x4x4 in the model" in said for said in words)
+    after = repaired(shape_mismatch, state, model, adapt=given)
+    assert all(torch.equal(after[table], state[table].repeat(15, 1)) for table in tables[2:])
+    assert torch.equal(after["patch_embed.proj.weight"].sum(2), state["patch_embed.proj.weight"])
 
 
 def test_load_takes_recipes(tmp_path):

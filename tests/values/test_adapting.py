@@ -165,6 +165,37 @@ def test_patch_embeddings_as_timm(dtype, old, new):
     )
 
 
+def test_patch_embeddings_over_time_and_as_linear_layers():
+    from timm.layers.patch_embed import PatchEmbedInterpolator, resample_patch_embed
+
+    weight = torch.randn(8, 3, 2, 14, 14)
+    each = [resample_patch_embed(one, [16, 16]) for one in weight.unbind(2)]
+    torch.testing.assert_close(adapted(weight, "patch_embed=timm", (8, 3, 2, 16, 16)), torch.stack(each, 2))
+    linear = torch.randn(8, 16 * 16 * 3)
+    want = PatchEmbedInterpolator((16, 16), in_chans=3, embed_dim=8).resample_linear_weight(linear, (14, 14))
+    torch.testing.assert_close(adapted(linear, "patch_embed=timm", tuple(want.shape)), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("side", [12, 4])
+def test_biases_of_distances_as_timm(dtype, side):
+    from timm.layers import resize_rel_pos_bias_table_levit
+
+    table = torch.randn(3, 49).to(dtype)
+    expected = resize_rel_pos_bias_table_levit(table.T, (side * side, 3)).T
+    assert_same(adapted(table, "window_bias=levit", (3, side * side), (7, 7, side, side)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("side", [13, 9])
+def test_window_biases_over_time_as_video_swin(dtype, side):
+    """Its ``inflate_weights`` resizes the table of images and repeats it for each distance in time."""
+    table = torch.randn(169, 3).to(dtype)
+    image = table if side == 13 else swins_own(table, side)
+    found = adapted(table, "window_bias=swin", (15 * side * side, 3), (13, 13, 15, side, side))
+    assert_same(found, image.repeat(15, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize(("old", "new"), [(3, 1), (3, 2), (3, 4), (3, 5), (3, 13), (12, 4)])
 def test_input_channels_as_timm(dtype, old, new):
