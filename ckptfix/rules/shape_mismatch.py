@@ -26,7 +26,8 @@ that of the model's own library first.
 - `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
 - `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
   windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
-- `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers, `in_chans=timm` or `mean` for images with other channels.
+- `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers.
+- `in_chans=timm` or `mean` is for images with other channels.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
 - `inflate=mean` or `centre` makes convolutions over images and time of those over images.
 
