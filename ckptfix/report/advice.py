@@ -55,11 +55,13 @@ def next_command(report: Report, telling: Telling) -> str:
 def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     """Yield the commands that cure what remains word by word: the recommended one, then those with another choice."""
     remedies = recommended(report)
-    # The same command again would do the same again, except that a check has not done it yet. It would write nothing
-    # if a strict load fails on its result too.
+    # The same command again would do the same again, except that a check has not done it yet. It would be of no use
+    # if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
-    is_fixable = any(finding.is_fixable for finding in _remaining(report)) and not report.obstacles
-    if is_new or (telling.mode is Mode.CHECK and is_fixable):
+    remaining = _remaining(report)
+    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
+    is_of_use = any(finding.is_fixable for finding in remaining) and not (is_blocked or report.obstacles)
+    if is_new or (telling.mode is Mode.CHECK and is_of_use):
         yield command_for(_here(report.source), telling.choices, remedies)
         yield from _with_other_choices(report, telling, remedies)
 

@@ -182,6 +182,7 @@ CLASSES = [
         layers(8, 8, 6, 9),
         id="transposed matrices",
     ),
+    pytest.param({"weight": torch.ones(4, 8, 1, 1)}, nn.Conv2d(4, 8, 1, bias=False), id="a kernel of 1x1 transposed"),
 ]
 
 
@@ -193,6 +194,12 @@ def test_no_command_makes_untrained_what_the_file_has_in_another_form(file, mode
     if "--unsafe-fixes" in words:
         repaired = ckptfix.repair(file, model, unsafe_fixes=True).report
         assert repaired.obstacles or (repaired.coverage and repaired.coverage.share == 1.0)
+
+
+@pytest.mark.parametrize("model", [None, layers(8, 8)])
+def test_no_command_for_one_rank_of_a_model(model):
+    file = {"_fsdp_wrapped_module._flat_param": torch.ones(9)}
+    assert next_command(ckptfix.check(file, model), Telling()) == ""
 
 
 @pytest.mark.parametrize(("file", "model"), CLASSES)

@@ -28,8 +28,8 @@ _SEARCH_DEPTH = 3
 
 RANKS_REMEDY = "put the files of all ranks into one folder, as the training left them, and name that folder"
 FLAT_REMEDY = (
-    "save the whole from the training run: get_model_state_dict with StateDictOptions(full_state_dict=True), or"
-    " torch.distributed.checkpoint, whose folders ckptfix reads"
+    f"{RANKS_REMEDY}, with the model that was trained; or save the whole from the training run:"
+    " get_model_state_dict with StateDictOptions(full_state_dict=True), or torch.distributed.checkpoint"
 )
 
 
