@@ -27,6 +27,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, Flat, agree, gone, merge_parts, of_flat
 from ckptfix.reading.folders.rank_shards import FLAT, is_sharded
+from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     MOST_RANKS,
@@ -42,7 +43,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "fsdp"
 
 FILE = re.compile(
-    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?rank[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
+    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
 """What the files of ranks are called; other files are numbered by rank too."""
 
@@ -64,7 +65,7 @@ class RankSet:
     def pattern(self) -> str:
         """The name of a file, with a place for the rank."""
         first, path = next(iter(self.files.items()))
-        return re.sub(rf"(rank[._-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
+        return re.sub(rf"((?:rank|shard)[._-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
 def rank_sets(folder: Path) -> list[RankSet]:
@@ -143,6 +144,8 @@ class _Merge:
         for rank, file in self.ranks.files.items():
             if (root := self.files.root(file)) is None:
                 continue
+            if first is None and fairscale.has_metadata(root):
+                return self._of_fairscale(rank, root)
             known = len(self.found) if first is not None else None
             self._collect(rank, file, root)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
@@ -162,6 +165,11 @@ class _Merge:
                 del self.files.remarks[mark]  # what is merged is a plain tensor
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
+
+    def _of_fairscale(self, rank: int, root: Any) -> Document:
+        later = {other: self.files.root(file) for other, file in self.ranks.files.items() if other > rank}
+        roots = {rank: root, **{other: held for other, held in later.items() if fairscale.has_metadata(held)}}
+        return fairscale.document(self.files, roots, self.ranks.files, self.ranks.pattern)
 
     def _collect(self, rank: int, file: Path, root: Any) -> None:
         leaves = list(_leaves(root, (), set()))

@@ -1,0 +1,82 @@
+"""fairscale's FSDP (fairseq, metaseq, OPT): ``local_state_dict()`` of every rank beside ``local_metadata_dict()``.
+
+``shard_metadata`` says for every wrapped module the names and shapes that are flat in each of its parameters. A flat
+parameter is cut into equal parts, the last of which are padded. Source: ``fully_sharded_data_parallel.py``,
+``consolidate_shard_weights`` (0.4)."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import Flat, agree, of_flat
+from ckptfix.reading.folders.ranks.files import RankFiles, note_copies
+from ckptfix.reading.foreign.weightless import is_optimizer
+from ckptfix.reading.pickles.claims import sizes
+from ckptfix.reading.weights.document import Document
+
+NAME = "fairscale"
+_METADATA = "shard_metadata"
+
+
+def has_metadata(root: Any) -> bool:
+    """Return whether a file says how fairscale has flattened its parameters."""
+    return isinstance(root, dict) and isinstance(held := root.get(_METADATA), dict) and "param_metadata" in held
+
+
+def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, Path], pattern: str) -> Document:
+    """Return the merged document of ranks; a parameter that lacks a rank is torn."""
+    first, path = roots[min(roots)], str(files.folder)
+    units = first[_METADATA]["param_metadata"]
+    backing = {
+        _joined(unit["fsdp_path"], name): (unit, held) for unit in units for name, held in unit["params"].items()
+    }
+    place = next(key for key, value in first.items() if isinstance(value, dict) and backing.keys() <= value.keys())
+    if any(unit["no_broadcast_optim_state"] for unit in units):
+        raise UnreadableError(f"{path}: each of its ranks has experts of its own, which are not merged")
+    states = {rank: root[place] for rank, root in roots.items()}
+    flats: dict[str, Flat] = {}
+    world = 1
+    for key, (_, held) in backing.items():
+        length, total = states[min(states)][key].numel, sum(held["numels"])
+        parts = [(rank * length, state[key]) for rank, state in states.items()]
+        if any(part.shape != (length,) or not part.is_contiguous for _, part in parts) or (total and not length):
+            raise ValueError(f"the ranks hold {key} in parts of different lengths")
+        flats[key], world = Flat(parts), max(world, -(-total // max(length, 1)))
+    files.note_missing(world, {rank: file for rank, file in present.items() if rank in roots and rank < world}, pattern)
+    weights: OrderedDict[str, Any] = OrderedDict()
+    for key, (unit, held) in backing.items():
+        start, dtype = 0, states[min(states)][key].dtype
+        for name, size, numel in zip(held["names"], held["shapes"], held["numels"], strict=True):
+            shape = sizes(size)
+            if math.prod(shape) != numel:
+                raise ValueError(f"{name} has the shape {list(shape)} and {numel} elements")
+            whole = _joined(unit["fsdp_path"], str(name))
+            weights[whole] = of_flat(whole, shape, flats[key], start, dtype, path)
+            start += numel
+    for unit in units:
+        weights.update({str(copy): weights[str(source)] for source, copy in unit["shared_param_info"]})
+    for key, entry in states[min(states)].items():
+        if key in backing:
+            continue
+        weights[key] = entry
+        copies = [copy for state in states.values() if isinstance(copy := state.get(key), TensorSpec)]
+        if copies and not agree(copies, path, reads=False):
+            note_copies(files.remarks, (key,))
+    merged = {**first, place: weights}
+    for key in [key for key, value in first.items() if key == _METADATA or is_optimizer(value)]:
+        del merged[key]
+        if key != _METADATA:
+            files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None
+    return files.document(NAME, merged, f"FSDP of fairscale, {counted(len(roots), 'rank')}")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

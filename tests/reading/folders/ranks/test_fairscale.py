@@ -1,0 +1,84 @@
+"""Ranks of fairscale's FSDP, made by its own rule for the parts of a flat parameter (``_get_shard``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from tests.checks import bytes_of
+
+UNITS = {
+    "decoder": {"embed.weight": torch.randn(7, 3)},
+    "decoder.layers.0": {"fc.weight": torch.randn(5, 3), "fc.bias": torch.randn(5), "norm.weight": torch.randn(1)},
+}
+WHOLE = {f"{path}.{name}": value for path, unit in UNITS.items() for name, value in unit.items()}
+
+
+def write_fairscale(folder: Path, world: int, **metadata: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank in range(world):
+        state: dict[str, Any] = {"decoder.version": torch.tensor([3.0])}
+        found = []
+        for path, unit in UNITS.items():
+            flat = torch.cat([value.reshape(-1) for value in unit.values()])
+            chunks = [*flat.chunk(world), *[flat[:0]] * world][:world]
+            padding = chunks[0].numel() - chunks[rank].numel()
+            state[f"{path}.flat_param_0"] = functional.pad(chunks[rank], [0, padding]).clone()
+            numels, shapes = [value.numel() for value in unit.values()], [value.shape for value in unit.values()]
+            held = {"names": list(unit), "shapes": shapes, "numels": numels, "padding": padding}
+            shared = [("decoder.embed.weight", "decoder.output.weight")] if path == "decoder.layers.0" else []
+            extra = {"no_broadcast_optim_state": False, "shared_param_info": shared}
+            found.append({"fsdp_path": path, "params": {"flat_param_0": held}, **extra, **metadata})
+        saved = {"param_metadata": found, "buffer_names": ["decoder.version"]}
+        optimizer = {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}
+        root = {"model": state, "shard_metadata": saved, "last_optimizer_state": optimizer, "extra": {"epoch": 2}}
+        torch.save(root, folder / f"checkpoint_last-shard{rank}.pt")
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 11])
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_the_parts_are_the_whole(tmp_path: Path, world: int, given: str) -> None:
+    write_fairscale(tmp_path / "ranks", world)
+    source = tmp_path / "ranks" if given == "folder" else tmp_path / "ranks" / "checkpoint_last-shard1.pt"
+    assert ckptfix.repair(source, output=tmp_path / "whole.pth").report.exit_code == 0
+    got = torch.load(tmp_path / "whole.pth")
+    assert got.keys() == {"model", "extra"}
+    weights = got["model"]
+    assert weights.keys() == WHOLE.keys() | {"decoder.output.weight", "decoder.version"}
+    assert all(
+        bytes_of(weights[key]) == bytes_of(value) and weights[key].shape == value.shape for key, value in WHOLE.items()
+    )
+    assert weights["decoder.output.weight"].data_ptr() == weights["decoder.embed.weight"].data_ptr()
+
+
+def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
+    write_fairscale(tmp_path, 8)  # of which the last holds only padding
+    (tmp_path / "checkpoint_last-shard6.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"checkpoint_last-shard6\.pt"):
+        ckptfix.open_checkpoint(tmp_path)
+    checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert torch.equal(checkpoint.read("decoder.layers.0.fc.weight"), WHOLE["decoder.layers.0.fc.weight"])
+    assert "decoder.embed.weight" in checkpoint.lost
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"no_broadcast_optim_state": True}, "experts of its own"),
+        (
+            {"params": {"flat_param_0": {"names": ["w"], "shapes": [(2, 2)], "numels": [1 << 40]}}},
+            r"claims \d+ ranks",
+        ),
+        ({"params": {"flat_param_0": {"names": ["w"], "shapes": [(-1,)], "numels": [-1]}}}, "not as their framework"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    write_fairscale(tmp_path, 2, **metadata)
+    with pytest.raises(ckptfix.errors.CkptfixError, match=message):
+        ckptfix.open_checkpoint(tmp_path)
