@@ -14,7 +14,7 @@ from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import HostileError, Opt, TargetError, UsageError
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import Repair, repair
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -51,9 +51,9 @@ class ReportWriter:
         if self._document is not None:
             self._document.add(report, telling)
         elif self.form == "github":
-            from ckptfix.report.github import github_lines
+            from ckptfix.report.ci import github_lines
 
-            self.console.write_plain(github_lines(report))
+            self.console.write_plain(github_lines(report, telling))
         elif not (self.console.quiet and report.exit_code == 0):
             from ckptfix.report.terminal import concise_lines, full_lines
 
@@ -92,7 +92,7 @@ class ReportWriter:
         if self._document is not None:
             self._document.add_error(source, message)
         elif self.form == "github":
-            from ckptfix.report.github import github_error
+            from ckptfix.report.ci import github_error
 
             self.console.write_plain([github_error(source, message)])
 
@@ -119,11 +119,11 @@ def _document(form: str) -> _Document | None:
         return _JsonDocument()
     if form == "sarif":
         from ckptfix import __version__
-        from ckptfix.report.sarif import SarifLog
+        from ckptfix.report.ci import SarifLog
 
         return SarifLog(__version__)
     if form == "junit":
-        from ckptfix.report.junit import JUnitDocument
+        from ckptfix.report.ci import JUnitDocument
 
         return JUnitDocument()
     return None

@@ -14,7 +14,9 @@ import difflib
 import importlib
 import inspect
 import json
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -294,15 +296,21 @@ def _built(spec: str, build: Builder, given: Mapping[str, Any], *positional: Any
 
 @contextlib.contextmanager
 def _failing_as(spec: str, words: str) -> Iterator[None]:
-    """Run code of a library, offline. What it raises becomes one line: its traceback would be of no use."""
+    """Run code of a library, offline and without its warnings, which are about weights that nobody asked for and about
+    other libraries. What it raises becomes one line: its traceback would be of no use."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
-        with _offline():
+        with _offline(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     except CkptfixError:
         raise
     except Exception as error:  # the library may raise anything
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise TargetError(Opt("model", spec), f"{words}{said}") from error
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

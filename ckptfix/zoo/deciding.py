@@ -12,8 +12,7 @@ from ckptfix.core.shell import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError
-from ckptfix.report.advice import recommended, remedies_of
-from ckptfix.report.commands import with_remedies
+from ckptfix.report.advice import recommended, remedies_of, with_remedies
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.zoo.job import Job
 

@@ -83,6 +83,14 @@ def test_what_was_not_written_is_not_called_fixed(reason, form, folder):
     assert ("[would be fixed]" in done.stdout) == (form in ("full", "concise"))
 
 
+@pytest.mark.parametrize("form", ["full", "concise", "github", "junit", "sarif"])
+def test_a_dry_run_fixes_nothing(form, folder):
+    done = run_here("repair", "wrapped.pth", "--dry-run", "--output-format", form, cwd=folder)
+    assert "KEY102" in done.stdout
+    assert "[fixed]" not in done.stdout
+    assert ("<failure" in done.stdout) == (form == "junit")
+
+
 def test_a_saved_plan_is_applied(folder):
     run_here("repair", "wrapped.pth", "-n", "--plan", "plan.json", cwd=folder)
     done = run_here("repair", "wrapped.pth", "--apply", "plan.json", "-o", "new.pth", cwd=folder)

@@ -96,6 +96,17 @@ def test_heads_of_two_sizes_are_another_head_at_most():
 # ---- what is
 
 
+def test_originals_are_known():
+    dino = under("teacher.backbone.", shapes("dinov2/dinov2_vits14_reg"))
+    found = recognise(dino)
+    assert found is not None
+    assert (found.names[0], found.fit, found.prefix) == ("dinov2/dinov2_vits14_reg", Fit.EXACT, "teacher.backbone.")
+    scalars = {"input_resolution": (), "context_length": (), "vocab_size": ()}  # as OpenAI's files have them
+    clip = recognise(shapes("open_clip/ViT-B-32-quickgelu") | scalars)
+    assert clip is not None
+    assert ("open_clip/ViT-B-32-quickgelu" in clip.names, clip.fit) == (True, Fit.EXACT)
+
+
 @pytest.mark.parametrize(
     ("own", "expected"),
     [

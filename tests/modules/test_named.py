@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
 import types
+import warnings
 from importlib.metadata import EntryPoint, EntryPoints
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,6 +165,19 @@ def test_a_scheme_of_another_package(monkeypatch):
     assert target_from_factory("mylib:tiny[width=5]").slots["weight"].shape == (5, 5)
     with pytest.raises(TargetError, match="there is no huge; there is tiny"):
         resolve("mylib:huge", 0)
+
+
+def test_what_a_library_warns_of_is_not_passed_on(monkeypatch, caplog, recwarn):
+    def noisy(name):
+        logging.getLogger("torchao").warning("Failed to load a library")
+        warnings.warn("no pretrained weights", stacklevel=1)
+        return find_tiny(name)
+
+    monkeypatch.setitem(named.SCHEMES, "noisy", (noisy, "noisy"))
+    target_from_factory("noisy:tiny")
+    assert (caplog.messages, list(recwarn)) == ([], [])
+    logging.getLogger("torchao").warning("of the user")
+    assert caplog.messages == ["of the user"]
 
 
 def test_a_large_language_model_costs_no_memory():

@@ -1,16 +1,17 @@
 import pytest
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.report.github import github_error, github_lines
+from ckptfix.report.ci import github_error, github_lines
+from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 
 
 def test_a_clean_file_says_nothing():
-    assert list(github_lines(report())) == []
+    assert list(github_lines(report(), Telling())) == []
 
 
 def test_levels_become_commands():
-    assert list(github_lines(report(PREFIX, COUNTER, NOTE, fixed=(PREFIX,)))) == [
+    assert list(github_lines(report(PREFIX, COUNTER, NOTE, fixed=(PREFIX,)), Telling(Mode.REPAIR))) == [
         "::notice file=resnet.pth,title=KEY102 wrapper-prefix::6 keys begin with `module.` [fixed]",
         "::warning file=resnet.pth,title=BUF101 missing-num-batches-tracked::BatchNorm has no counter (3 keys)",
         "::notice file=resnet.pth,title=FIL103 foreign-class::an object of a class is inside",
@@ -18,7 +19,7 @@ def test_levels_become_commands():
 
 
 def test_a_remedy_is_a_line_of_its_own():
-    (line,) = github_lines(report(MISSING))
+    (line,) = github_lines(report(MISSING), Telling())
     assert line.endswith("(2 keys)%0A--fill target takes the initial values")
 
 
@@ -32,7 +33,7 @@ def test_a_remedy_is_a_line_of_its_own():
     ],
 )
 def test_escapes(text, in_message, in_file):
-    (line,) = github_lines(report(Finding("X1", "x", Level.ERROR, text), source=text))
+    (line,) = github_lines(report(Finding("X1", "x", Level.ERROR, text), source=text), Telling())
     assert line == f"::error file={in_file},title=X1 x::{in_message}"
 
 

@@ -4,7 +4,7 @@ from xml.etree.ElementTree import fromstring
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
-from ckptfix.report.junit import JUnitDocument
+from ckptfix.report.ci import JUnitDocument
 from ckptfix.report.telling import Telling
 from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 

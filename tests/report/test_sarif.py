@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from sarif_pydantic import Sarif
 
 from ckptfix.core.finding import Blocks, Finding, Level
-from ckptfix.report.sarif import SarifLog
+from ckptfix.report.ci import SarifLog
 from ckptfix.report.telling import Telling
 from ckptfix.rules import RULES
 from tests.report.samples import COUNTER, EXTRA, MISSING, PREFIX, report

@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.foreign_prefix import MOST, foreign_prefix
 from tests.checks import check_noop, check_repaired
 from tests.rules.proposals import propose, repaired

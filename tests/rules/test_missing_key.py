@@ -12,7 +12,7 @@ from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint, target_from_module
 from ckptfix.reading.memory import open_state_dict
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.missing_key import missing_key, other_layout
 from tests.rules.proposals import propose, repaired
 

@@ -11,7 +11,7 @@ from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Level
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.reading.opening import open_file
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.non_finite import non_finite
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build

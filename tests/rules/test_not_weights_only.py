@@ -18,7 +18,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.edits import Plain
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 
 
 def saved(folder: Path, content: Any, **how: Any) -> Path:

@@ -10,7 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.finding import Level, Placeholder, advise
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.several_state_dicts import MOST, choice, choice_of_copies
 from tests.checks import assert_same, check_noop
 

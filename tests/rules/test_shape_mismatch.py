@@ -8,7 +8,7 @@ from torch import nn
 
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Blocks, Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.missing_key import NAME_THE_MODEL
 from ckptfix.rules.shape_mismatch import shape_mismatch
 from tests.rules.proposals import propose, repaired

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptfix
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from tests.checks import check_noop
 
 CODE = "FIL105"

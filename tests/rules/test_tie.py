@@ -10,7 +10,7 @@ import ckptfix
 from ckptfix.bytes.sources import BLOCK
 from ckptfix.core.edits import Tie
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.tie import tie
 from tests.rules.proposals import propose, repaired
 

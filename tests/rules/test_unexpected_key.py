@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.unexpected_key import unexpected_key
 from tests.rules.proposals import propose, repaired
 

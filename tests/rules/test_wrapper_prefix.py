@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.rules.wrapper_prefix import wrapper_prefix
 from tests.checks import assert_same, check_noop, check_repaired
 from tests.rules.proposals import propose, repaired

@@ -8,7 +8,7 @@ import pytest
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import Comparison
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 

@@ -10,7 +10,7 @@ from ckptfix.core.finding import Finding, Level
 from ckptfix.core.settings import SmokeSettings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from ckptfix.smoke.launch import Ending
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Outcome
 from ckptfix.smoke.reference import Reference

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.report.commands import command_for
+from ckptfix.report.advice import command_for
 from ckptfix.zoo.table import Table, Treatment, plain_table, read_table
 
 

@@ -14,8 +14,7 @@ from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import next_command
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import next_command, remedies_text
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.figures import cut, evidence_items
 from ckptfix.report.folding import folded_lines

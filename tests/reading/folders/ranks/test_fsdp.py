@@ -12,7 +12,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import tensors_of, unpacked
 

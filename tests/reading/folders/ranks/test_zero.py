@@ -12,7 +12,7 @@ import torch
 
 import ckptfix
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.report.commands import remedies_text
+from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
 

@@ -1,0 +1,205 @@
+"""Findings in the forms of CI servers.
+
+SARIF 2.1.0, which code scanning shows as alerts: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html.
+What GitHub makes of it:
+https://docs.github.com/code-security/code-scanning/integrating-with-code-scanning/sarif-support-for-code-scanning
+JUnit XML, a suite for each file and a failed test for each defect: https://github.com/testmoapp/junitxml
+Workflow commands, which GitHub Actions shows beside the file:
+https://docs.github.com/actions/reference/workflow-commands-for-github-actions. Escapes: ``escapeData`` and
+``escapeProperty`` in https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from ckptfix.core.finding import Blocks, Finding, Level
+from ckptfix.core.report import Report
+from ckptfix.report.advice import remedies_text
+from ckptfix.report.folding import fold_keys
+from ckptfix.report.style import Paper, printable
+from ckptfix.report.telling import Mode, Telling, message_with_count
+from ckptfix.report.terminal import headline
+from ckptfix.rules import RULES
+
+_MANUALS = {rule.code: rule for rule in RULES}
+
+_MOST_KEYS = 100
+"""Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number."""
+
+
+def _is_fixed(finding: Finding, report: Report, telling: Telling) -> bool:
+    """Whether the defect is gone from what was written; after a dry run none is."""
+    return finding in report.applied and telling.mode is not Mode.DRY_RUN
+
+
+@dataclass
+class SarifLog:
+    """One run of ckptfix over any number of files. ``version`` is that of ckptfix."""
+
+    version: str
+    _results: list[dict[str, Any]] = field(default_factory=list)
+    _unreadable: list[dict[str, Any]] = field(default_factory=list)
+    _rules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _levels: dict[str, Level] = field(default_factory=dict)
+
+    def add(self, report: Report, telling: Telling) -> None:
+        """Add the findings of one file."""
+        for finding in report.findings:
+            self._rules.setdefault(finding.code, _rule(finding))
+            self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
+            self._results.append(_result(report.source, finding, _is_fixed(finding, report, telling)))
+
+    def add_error(self, source: str, message: str) -> None:
+        """Add a file that could not be checked."""
+        self._unreadable.append({"level": "error", "message": {"text": message}, "locations": [_location(source)]})
+
+    def text(self) -> str:
+        """Return the log as JSON."""
+        for code, level in self._levels.items():  # the worst that the rule found in this run
+            self._rules[code]["defaultConfiguration"] = {"level": level.name.lower()}
+        run = {
+            "tool": {"driver": {"name": "ckptfix", "version": self.version, "rules": list(self._rules.values())}},
+            "invocations": [
+                {"executionSuccessful": not self._unreadable, "toolExecutionNotifications": self._unreadable}
+            ],
+            "results": self._results,
+        }
+        log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
+        return json.dumps(log, indent=2, allow_nan=False) + "\n"
+
+
+def _rule(finding: Finding) -> dict[str, Any]:
+    """The description of the rule that made a finding, from its manual."""
+    headline, _, manual = _MANUALS[finding.code].manual.partition("\n")
+    summary = headline.partition(": ")[2]
+    source = re.search(r"https://[^\s,)]+", manual.partition("## Sources")[2])
+    described = {
+        "id": finding.code,
+        "name": finding.name,
+        "shortDescription": {"text": summary},
+        "help": {"text": manual.strip(), "markdown": manual.strip()},
+    }
+    if source is not None:
+        described["helpUri"] = source[0].rstrip(".")
+    if Blocks.LOADING in finding.blocks:  # GitHub then shows it as a vulnerability; 9 and above is critical
+        described["properties"] = {"tags": ["security"], "security-severity": "9.8"}
+    return described
+
+
+def _result(source: str, finding: Finding, fixed: bool) -> dict[str, Any]:
+    keys = [{"fullyQualifiedName": key, "kind": "member"} for key in finding.keys[:_MOST_KEYS]]
+    identity = "\0".join((source, finding.code, *finding.keys)).encode("utf-8", "surrogatepass")
+    return {
+        "ruleId": finding.code,
+        "level": "note" if fixed else finding.level.name.lower(),
+        "message": {"text": _message(finding, fixed)},
+        "locations": [{**_location(source), **({"logicalLocations": keys} if keys else {})}],
+        # GitHub makes it from the lines of a text file otherwise; a checkpoint has none.
+        "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16]},
+    }
+
+
+def _location(source: str) -> dict[str, Any]:
+    # GitHub shows no result without a line, whatever the file is.
+    return {"physicalLocation": {"artifactLocation": {"uri": _uri(source)}, "region": {"startLine": 1}}}
+
+
+def _uri(source: str) -> str:
+    """A path as a URI: one below the working directory stays relative, which GitHub maps to the repository."""
+    if "://" in source:
+        return source
+    path = Path(os.path.normpath(source))
+    if path.is_absolute():
+        try:
+            path = path.relative_to(Path.cwd())
+        except ValueError:
+            return path.as_uri()
+    return quote(os.fsencode(path.as_posix()))
+
+
+_COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}
+
+
+def github_lines(report: Report, telling: Telling) -> Iterator[str]:
+    """One workflow command for each finding; what was fixed is a notice. A failed forward test has its own finding."""
+    for finding in report.findings:
+        fixed = _is_fixed(finding, report, telling)
+        command = "notice" if fixed else _COMMANDS[finding.level]
+        yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
+
+
+def github_error(source: str, message: str) -> str:
+    """The workflow command for a file that could not be checked."""
+    return _command("error", source, "ckptfix", message)
+
+
+def _message(finding: Finding, fixed: bool) -> str:
+    remedy = f"\n{remedies_text(finding.remedies)}" if finding.remedies and not fixed else ""
+    return f"{message_with_count(finding)}{' [fixed]' if fixed else ''}{remedy}"
+
+
+def _command(command: str, file: str, title: str, message: str) -> str:
+    return f"::{command} file={_property(file)},title={_property(title)}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+class JUnitDocument:
+    """One run of ckptfix over any number of files."""
+
+    def __init__(self) -> None:
+        self._root = Element("testsuites", name="ckptfix")
+
+    def add(self, report: Report, telling: Telling) -> None:
+        """Add the suite of one file: a test for each finding, and one for the file as a whole."""
+        suite = self._suite(report.source)
+        for finding in report.findings:
+            test = _test(suite, f"{finding.code} {finding.name}")
+            if finding.level > Level.NOTE and not _is_fixed(finding, report, telling):
+                remedy = [remedies_text(finding.remedies)] if finding.remedies else []
+                details = [*map(str, fold_keys(finding.keys)), *remedy]
+                _fail(test, "failure", finding.code, message_with_count(finding), details)
+        whole = _test(suite, "ckptfix")
+        if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
+            _fail(whole, "failure", "ckptfix", Paper().write([headline(report, telling)]).rstrip("\n"))
+
+    def add_error(self, source: str, message: str) -> None:
+        """Add a file that could not be checked."""
+        _fail(_test(self._suite(source), "ckptfix"), "error", "ckptfix", message)
+
+    def text(self) -> str:
+        """Return the document."""
+        for element in (self._root, *self._root):
+            for count, path in (("tests", ".//testcase"), ("failures", ".//failure"), ("errors", ".//error")):
+                element.set(count, str(len(element.findall(path))))
+        indent(self._root)
+        return f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(self._root, encoding="unicode")}\n'
+
+    def _suite(self, source: str) -> Element:
+        return SubElement(self._root, "testsuite", name=printable(source))
+
+
+def _test(suite: Element, name: str) -> Element:
+    return SubElement(suite, "testcase", classname=str(suite.get("name")), name=name)
+
+
+def _fail(test: Element, kind: str, code: str, message: str, details: list[str] | tuple[str, ...] = ()) -> None:
+    # XML has no form for control characters, not even an escaped one.
+    failure = SubElement(test, kind, type=code, message=printable(message))
+    failure.text = "\n".join(map(printable, details))
