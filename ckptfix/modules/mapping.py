@@ -20,6 +20,7 @@ from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, infer
 from ckptfix.maps.library import look_up
 from ckptfix.modules.factory import target_of
+from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.rules import FOR_NAMES
 
@@ -65,7 +66,7 @@ def _shapes(side: Source | nn.Module, weights: str | None) -> Mapping[str, Shape
 
 
 def _is_factory(side: str) -> bool:
-    return ":" in side and "/" not in side and not Path(side).exists()
+    return ":" in side and ("/" not in side or side.partition(":")[0] in SCHEMES) and not Path(side).exists()
 
 
 def _name(side: object) -> str:

@@ -99,7 +99,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 Level.WARNING if fitting.is_refuted else Level.NOTE,
                 f"the file fits under its own names{_said(fitting)}",
                 keys=fitting.open,
-                evidence=asdict(fitting),
+                evidence=_figures(fitting),
             )
         return
     proof: Equivalence | None = None
@@ -133,7 +133,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 "labels": dict(labels),
                 "missing": len(missing),
                 "unused": len(inference.unused),
-                **({"proof": asdict(proof)} if proof is not None else {}),
+                **({"proof": _figures(proof)} if proof is not None else {}),
             },
             fix=None if is_refuted else fix,
             remedies=OTHER_MODELS if is_refuted else () if is_safe else (Remedy((("rename_layers", True),), SHOWN),),
@@ -174,6 +174,10 @@ def _said(proof: Equivalence | None) -> str:
     if proof.open:
         return f"; the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
     return f"; verified: the outputs of both models are equal (to {far}{unlike})"
+
+
+def _figures(proof: Equivalence) -> dict[str, object]:
+    return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1)}
 
 
 def _proved(

@@ -27,7 +27,7 @@ from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
 from ckptfix.rules import FOR_LOADING
 from ckptfix.rules.rule import Twin
-from ckptfix.smoke.derive import derive_inputs
+from ckptfix.smoke.derive import derive_inputs, is_transformers_model
 from ckptfix.smoke.exchanges import Unit, random_values, unobservable
 from ckptfix.smoke.inputs import Arguments, Input, RandomInput, make_arguments, parse_inputs
 from ckptfix.smoke.launch import death, launch
@@ -130,14 +130,29 @@ class _Pair:
     """Both models in float64, and the random values under the names of the file."""
 
     def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, seed: int) -> None:
-        self.source, self.target, self.seed = source, target, seed
-        self.epsilons = _equalised(source, target)
+        self.target, self.seed = target, seed
         self.values = _values(shapes, source, seed)
         self.stored = _opened(self.values)
-        settings = Settings(select=FOR_LOADING, values=False)
+        self.source = self._filled(source)
+        self.epsilons = _equalised(self.source, target)
+
+    def _filled(self, source: nn.Module) -> nn.Module:
+        """Return the source model with the values of the file: by safe repairs, or else as transformers itself loads
+        what its older releases saved."""
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
 
-        load_strictly(source, diagnose(self.stored, target_from_module(source), settings).result.state_dict())
+        settings = Settings(select=FOR_LOADING, values=False)
+        try:
+            load_strictly(source, diagnose(self.stored, target_from_module(source), settings).result.state_dict())
+        except NotLoadedError:
+            if not (is_transformers_model(source) and hasattr(source, "from_pretrained")):
+                raise
+            made: Any = type(source)
+            given = {"config": source.config, "state_dict": dict(self.values), "dtype": "float64"}
+            source, found = made.from_pretrained(None, **given, output_loading_info=True)
+            if any(found.values()):
+                raise
+        return source.eval()
 
     def examine(self, plans: Sequence[Plan], inputs: tuple[Input, ...], until: float) -> Equivalence:
         """Return the first map with equal outputs on one of the inputs that both models take; the same numbers may be

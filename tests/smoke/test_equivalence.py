@@ -364,3 +364,15 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 def test_a_source_model_needs_a_model():
     with pytest.raises(UsageError, match="add"):
         ckptfix.check(towers().state_dict(), source_model=towers())
+
+
+@pytest.mark.slow
+def test_a_file_in_the_layout_of_transformers_4(tmp_path: Path) -> None:
+    """``save_pretrained`` writes the names of version 4, which are not those of the model itself."""
+    target, make = PAIRS["ViT of timm and transformers"][0](), PAIRS["ViT of timm and transformers"][1]
+    source: Any = make()
+    source.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    report = ckptfix.check(file, target, source_model=source, values=False)
+    (proposed,) = (each for each in report.findings if each.code == "KEY106" and each.fix is not None)
+    assert proposed.evidence["labels"] == {"verified": len(proposed.keys)}
