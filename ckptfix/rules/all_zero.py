@@ -130,15 +130,14 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
     """Those that neither start at zero in the model nor, without a model, have a name that says so."""
     if not zero:
         return []
-    if context.target and context.target.initial:
-        initial = context.target.initial()
+    if initial := context.initial:
         return [key for key in zero if key not in initial or bool(initial[key].any())]
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
     """Those that may be buffers, or zero because nothing was trained yet. A model that knows both has told already."""
-    if not suspects or (context.target and context.target.initial):
+    if not suspects or context.initial:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not _is_trained(context):

@@ -74,9 +74,8 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
         return False
     if not key.endswith("weight") or not is_matrix(key, spec, context.target):
         return False
-    initial = context.target.initial() if context.target and context.target.initial else {}
-    if key in initial:
-        return not _is_flat(initial[key])
+    if key in context.initial:
+        return not _is_flat(context.initial[key])
     return not _SCALE.search(key) and not _is_by_design(figures.maximum, spec)
 
 

@@ -239,7 +239,7 @@ def _decayed_matrices(
     suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
     if not suspects:
         return
-    initial = context.target.initial() if context.target and context.target.initial else {}
+    initial = context.initial
     healthy = {key: figures.rms for key, figures in matrices.items() if key not in suspects}
     of_kind: dict[str, list[float]] = {}
     for key, rms in healthy.items():

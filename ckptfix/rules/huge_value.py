@@ -100,7 +100,7 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
             return False
         if spec.numel == 1 and not ("weight" in leaf or "bias" in leaf):
             return False
-    initial = context.target.initial() if context.target and context.target.initial else {}
+    initial = context.initial
     return key not in initial or figures.absmax > 10 * float(initial[key].detach().double().abs().max())
 
 

@@ -91,10 +91,9 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
-    initial = context.target.initial() if context.target and context.target.initial else {}
-    if key not in initial:
+    if key not in context.initial:
         return False
-    largest = float(initial[key].detach().double().abs().max())
+    largest = float(context.initial[key].detach().double().abs().max())
     return bool(0.5 * largest <= figures.absmax <= 2 * largest)
 
 

@@ -93,12 +93,12 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
 
 def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
     """Whether a buffer is NaN throughout, as the model itself begins with it."""
-    if figures.nan != figures.numel or is_running_statistic(key) or not (context.target and context.target.initial):
+    if figures.nan != figures.numel or is_running_statistic(key) or key not in context.initial:
         return False
     if not is_buffer(key, context.checkpoint.specs[key], context.target):
         return False
-    initial = context.target.initial().get(key)
-    return initial is not None and initial.is_floating_point() and bool(initial.isnan().all())
+    initial = context.initial[key]
+    return initial.is_floating_point() and bool(initial.isnan().all())
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:

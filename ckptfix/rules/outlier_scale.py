@@ -126,5 +126,5 @@ def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Cont
     spec = context.checkpoint.specs[key]
     if not _is_large(figures, spec, usual) or "weight" not in split_key(key)[1] or is_scale_free(key):
         return False
-    initial = context.target.initial() if context.target and context.target.initial else {}
+    initial = context.initial
     return key not in initial or figures.rms > OF_START * float(initial[key].detach().double().square().mean().sqrt())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.plan import Plan
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.edits import Edit
     from ckptfix.core.settings import Settings
@@ -44,6 +47,11 @@ class Context:
     before: Checkpoint | None = None
     plan: Plan = field(default_factory=Plan)
     twin: Twin | None = None
+
+    @cached_property
+    def initial(self) -> Mapping[str, torch.Tensor]:
+        """The values that a model begins with; none without one, or if they are not known."""
+        return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
 
 @dataclass(frozen=True)

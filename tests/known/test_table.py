@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +114,7 @@ def test_every_model_is_found_by_its_name_and_says_its_version():
     names = list(table().names())
     assert len(names) == len(set(names))
     assert {name.partition("/")[0] for name in names} == table().versions.keys()
+    assert all(re.fullmatch(r"[\w.]+", version) for version in table().versions.values())
     for name in names[::97]:
         found = table().find(name)
         assert found is not None
