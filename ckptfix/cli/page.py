@@ -37,7 +37,7 @@ class PageWriter:
     def add(self, report: Report, telling: Telling, seconds: float) -> None:
         """Take in the report of one file."""
         from ckptfix.report.page import record_of
-        from ckptfix.report.weights import weights_to_json
+        from ckptfix.report.page.data import weights_to_json
 
         self._add(report.source, record_of(report, telling, seconds))
         _put(self._weights, weights_to_json(report))

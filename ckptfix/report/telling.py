@@ -10,6 +10,9 @@ from typing import Any
 from ckptfix.core.finding import Finding, counted
 from ckptfix.core.report import Report
 
+ABOUT_VALUES = ("VAL", "FIL2", "RUN")
+"""The rules that find the values of a tensor broken, and not its name or its shape."""
+
 
 class Mode(Enum):
     """What the user asked for."""

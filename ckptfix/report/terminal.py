@@ -17,7 +17,7 @@ from ckptfix.report.figures import cut, elements, evidence_items, percent, quant
 from ckptfix.report.folding import fold_keys
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span
-from ckptfix.report.telling import Mode, Telling, mark, message_with_count
+from ckptfix.report.telling import ABOUT_VALUES, Mode, Telling, mark, message_with_count
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -29,8 +29,6 @@ _FEW = 2
 _NAMES = 3
 _LENGTH = 100
 _KEY_WIDTH = 60
-_ABOUT_VALUES = ("VAL", "FIL2", "RUN")
-"""The rules that find the values broken, and not the names or shapes."""
 
 
 def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
@@ -151,7 +149,7 @@ def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:
 
 
 def _kind(finding: Finding) -> int:
-    if finding.code.startswith(_ABOUT_VALUES):
+    if finding.code.startswith(ABOUT_VALUES):
         return 0
     return 2 if finding.is_fixable and not finding.needs_unsafe else 1
 

@@ -22,7 +22,7 @@ from ckptfix.core.report import Report
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
-from ckptfix.report.weights import weights_to_json
+from ckptfix.report.page.data import weights_to_json
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_file, sha256_of_files
 from ckptfix.zoo.deciding import (

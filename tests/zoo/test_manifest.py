@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.report.weights import WEIGHTS_VERSION
+from ckptfix.report.page.data import WEIGHTS_VERSION
 from ckptfix.zoo.manifest import MANIFEST_VERSION, Journal, Outcome, Record, line_of, read_manifest
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.workspace import opened
@@ -42,7 +42,7 @@ def test_every_field_of_a_layer_is_documented(tmp_path):
     import torch
 
     from ckptfix import check
-    from ckptfix.report.weights import weights_to_json
+    from ckptfix.report.page.data import weights_to_json
 
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pth")
     line = weights_to_json(check(tmp_path / "a.pth"))

@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from ckptfix.core.report import Report
+from ckptfix.report.telling import ABOUT_VALUES
+
 _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
@@ -105,3 +108,45 @@ def short(number: float) -> float | None:
     if math.isinf(rounded):
         return number  # the largest of all would be rounded up, to infinity
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e6 else rounded
+
+
+WEIGHTS_VERSION = 1
+"""Grows when a field changes its meaning or goes away; new fields do not count."""
+
+
+def weights_to_json(report: Report) -> dict[str, Any]:
+    """Return the statistics of the tensors that the rules read, in the file's order.
+
+    A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
+    the flag says that there was something.
+    """
+    flags = _flags(report)
+    layers = []
+    for key, figures in report.figures.items():
+        dtype, shape = report.layout.get(key, ("", ()))
+        layers.append(
+            {
+                "key": key,
+                "dtype": dtype,
+                "shape": list(shape),
+                "numel": figures.numel,
+                "rms": float(figures.rms),
+                "minimum": float(figures.minimum),
+                "maximum": float(figures.maximum),
+                "zeros": int(figures.zeros),
+                "nonfinite": int(figures.nonfinite),
+                "flagged": flags.get(key, []),
+            }
+        )
+    return {"version": WEIGHTS_VERSION, "source": report.source, "layers": layers}
+
+
+def _flags(report: Report) -> dict[str, list[str]]:
+    flags: dict[str, list[str]] = {}
+    for finding in report.findings:
+        if finding.code.startswith(ABOUT_VALUES):
+            for key in finding.keys:
+                codes = flags.setdefault(key, [])
+                if finding.code not in codes:
+                    codes.append(finding.code)
+    return flags

@@ -2,7 +2,7 @@ import json
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.report.weights import weights_to_json
+from ckptfix.report.page.data import weights_to_json
 from tests.report.samples import report
 
 FIGURES = {
