@@ -22,8 +22,7 @@ def diff(run: Run, a: str, b: str) -> int:
     with console.guarding():  # an error names which of the two files it is about
         # Here and not above: --help and --version need nothing of the library.
         from ckptfix.comparison import diff as compare_files
-        from ckptfix.comparison.difference import difference_to_json
-        from ckptfix.comparison.lines import difference_lines
+        from ckptfix.comparison.difference import difference_lines, difference_to_json
 
         names = ("weights", "other_weights", "salvage", "values", "atol", "rtol")
         settings = {name: choices[name] for name in names if name in choices}

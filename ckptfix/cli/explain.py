@@ -51,8 +51,7 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     # Here and not above: --help and --version need nothing of the library.
     from ckptfix.explain import Subject, Verdict, judge, nearest
     from ckptfix.explain import explain as explain_text
-    from ckptfix.explain.case import steps_to
-    from ckptfix.explain.format import concise_lines, full_lines, to_json, unknown_lines, verdict_lines
+    from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
     from ckptfix.report.telling import Mode, Telling
 
     report = _report(file, choices, console) if file is not None else None

@@ -1,17 +1,10 @@
 """What is different between two checkpoints: names, specs, values, ties, ``_metadata`` and what lies beside them."""
 
 from ckptfix.comparison.compare import diff
-from ckptfix.comparison.difference import Difference
+from ckptfix.comparison.difference import Difference, difference_lines
 from ckptfix.core.display import Form, show_as
 from ckptfix.report.display import text_lines
 
-
-def _lines(difference: Difference) -> list[str]:
-    from ckptfix.comparison.lines import difference_lines
-
-    return text_lines(difference_lines(difference))
-
-
-show_as(Difference, Form(_lines))
+show_as(Difference, Form(lambda difference: text_lines(difference_lines(difference))))
 
 __all__ = ["Difference", "diff"]

@@ -143,13 +143,12 @@ class Tolerance:
     absolute: float = 0.0
     relative: float = 0.0
 
-    @property
-    def is_none(self) -> bool:
-        """Whether only equal bytes are equal."""
-        return not self.absolute and not self.relative
+
+EXACT = Tolerance()
+"""Only equal bytes are equal."""
 
 
-def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = Tolerance()) -> Gap:
+def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> Gap:
     """The gap between two tensors of one shape. Raises ``UnreadableError`` where bytes are not in the file."""
     if a.layout != b.layout or a.parts.keys() != b.parts.keys():
         return Gap(a.numel, unread=f"layouts {a.layout} and {b.layout}")
@@ -225,7 +224,7 @@ class _Meter:
             relative=self._relative,
             ulp=self._ulp if self._counts_ulp and self._differing else None,
             nonfinite=self._nonfinite * both.repetition,
-            is_close=bool(self._differing) and self._is_close and not self._tolerance.is_none,
+            is_close=bool(self._differing) and self._is_close and self._tolerance != EXACT,
         )
 
     def _compare(self, left: Array, right: Array) -> None:

@@ -128,8 +128,9 @@ class Finding:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``."""
+    """A number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``, ``4 mismatches``."""
     if number == 1:
         return f"1 {noun}"
-    many = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
-    return f"{number} {many}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -6,8 +6,9 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
@@ -17,11 +18,150 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.engine.diagnosis import diagnose
-from ckptfix.explain.mismatch import Mismatch, Shape, read_mismatch
-from ckptfix.explain.records import Advice
 from ckptfix.explain.text import Message
 from ckptfix.rules.adapting import POSITIONS, cases
 from ckptfix.rules.wrapper_segment import MODULE, WRAPPER_SEGMENTS
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What a message says of a file and a model.
+
+    ``model`` is the class that was loaded into, empty where the message does not say. ``shapes`` has for each key the
+    shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
+    there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
+    ``is_cut``: somebody wrote dots for the rest.
+    """
+
+    model: str = ""
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    running_statistics: tuple[str, ...] = ()
+    knows_missing: bool = True
+    is_cut: bool = False
+
+
+_NAMES = r"""(?:\\?["'][^"']*["'](?:,\s?|\s(?=["']))?)+"""
+_PLAIN_NAMES = r"[\w.]+(?:, [\w.]+)*"
+
+_MISSING = re.compile(
+    rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
+    rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
+    rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
+    rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|MISSING keys?:?\s?|Missing"
+    rf" keys?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})",
+    re.IGNORECASE,
+)
+_UNEXPECTED = re.compile(
+    rf"Unexpected key\(s\) in state_dict: (?P<quoted>{_NAMES})"
+    r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
+    r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
+    r"|(?:were not used when initializing [^\[]{1,200}|Unexpected keys?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})",
+    re.IGNORECASE,
+)
+_RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
+
+_SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
+# The first wording is that of torch since 1.0, `of` and `where` stand in 0.4.1's; 0.3 and 0.4.0 have the second.
+_SIZE_MISMATCH = re.compile(
+    rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from checkpoint,"
+    rf" (?:where )?the shape (?:in current model )?is {_SIZE}"
+)
+_WHILE_COPYING = re.compile(
+    rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
+    rf" dimensions in the checkpoint are {_SIZE}"
+)
+_MOST_LAYERS = 1000
+_CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
+_CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
+_QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
+
+
+def read_mismatch(message: Message) -> Mismatch:
+    """The keys of a message. Of the two readings that one counts in which no key has a gap."""
+    readings = [_read(reading) for reading in message.readings]
+    return next((each for each in readings if _is_whole(each)), readings[0])
+
+
+def _is_whole(mismatch: Mismatch) -> bool:
+    keys = (*mismatch.missing, *mismatch.unexpected, *mismatch.shapes)
+    return bool(keys) and not any(re.search(r"\s", key) for key in keys)
+
+
+def _read(text: str) -> Mismatch:
+    context = _CONTEXT.search(text)
+    missing = tuple(dict.fromkeys([*_listed(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]))
+    unexpected = [*_listed(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
+    is_old = 'unexpected key "' in text and not context
+    starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
+    return Mismatch(
+        model=context["model"] if context else "",
+        missing=missing,
+        unexpected=tuple(dict.fromkeys(unexpected)),
+        shapes=dict(_shapes(text)),
+        running_statistics=tuple(_listed(_RUNNING, text)),
+        knows_missing=bool(missing) or (starts_before and not is_old),
+        is_cut=_CUT.search(text) is not None,
+    )
+
+
+_ROW = re.compile(
+    r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
+    rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
+)
+"""A row of the load report of transformers 5, which folds names: ``layers.{0, 1}.weight``, ``{0...11}``."""
+
+
+def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for row in _ROW.finditer(text):
+        if row["status"] == status:
+            for key in _unfolded(row["key"]):
+                yield key, row
+
+
+def _unfolded(key: str) -> list[str]:
+    head, opened, rest = key.partition("{")
+    if not opened:
+        return [key]
+    inside, _, tail = rest.partition("}")
+    names: list[str] = []
+    for part in inside.split(","):
+        first, dots, last = part.strip().partition("...")
+        is_range = dots and first.isdecimal() and last.isdecimal()
+        names += map(str, range(int(first), min(int(last), int(first) + _MOST_LAYERS) + 1)) if is_range else [first]
+    return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
+
+
+def _listed(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    for match in pattern.finditer(text):
+        groups = match.groupdict()
+        if groups.get("one"):
+            yield groups["one"]
+        elif groups.get("plain"):
+            yield from groups["plain"].split(", ")
+        else:
+            listed = next((part for part in groups.values() if part), "")
+            yield from _QUOTED.findall(listed)
+
+
+def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
+    for match in _SIZE_MISMATCH.finditer(text):
+        yield match["key"], (_shape(match[2]), _shape(match[3]))
+    for key, row in _rows(text, "MISMATCH"):
+        if row[3] is not None:
+            yield key, (_shape(row[3]), _shape(row[4]))
+    for match in _WHILE_COPYING.finditer(text):
+        yield match["key"], (_shape(match[3]), _shape(match[2]))
+
+
+def _shape(text: str) -> Shape:
+    return tuple(int(size) for size in re.findall(r"\d+", text))
+
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
 """Keys under which trainers keep the weights, beside epoch and optimizer."""
@@ -36,6 +176,19 @@ _WRAPPERS = {
 
 _FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")
 """Keys that fit: most of a model does, and is not in the message."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do: a command of ckptfix, a change of the user's code, or a step that ``text`` tells.
+
+    ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (which gives the state_dict) in code, and
+    ``{name}`` of any captured group are filled in.
+    """
+
+    text: str
+    command: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True)

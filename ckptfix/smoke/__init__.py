@@ -1,5 +1,5 @@
 """The forward test: the model runs on the very file that is to be delivered, in a process of its own.
 
-``run`` tells the story; ``child`` is what the other process executes; ``exam`` is the work that it does there, and
-``findings`` says in words what came of it.
+``run`` tells the story; ``launch`` starts the other process and is what it executes; ``exam`` is the work that it does
+there: ``forward`` runs the model once, ``reference`` compares with other devices and files.
 """

@@ -6,27 +6,26 @@ Neither stdout nor stderr is used for the answer: they belong to the user's mode
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import json
 import os
-import signal
+import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from ckptfix.smoke.launch import die_with
+from ckptfix.smoke.outcome import from_plain
+
 _GRACE = 30.0
 """Seconds after the time limit at which the child ends by itself, should the parent be gone."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Read the job, do it, answer."""
     order: dict[str, Any] = json.load(sys.stdin)
-    _die_with(order["parent"])
+    die_with(order["parent"])
     with (
         Path(order["answer"]).open("w", encoding="utf-8") as answer,
         Path(order["stack"]).open("w", encoding="utf-8") as stack,
@@ -42,28 +41,17 @@ def main() -> None:
             return
         from ckptfix.smoke.exam import Job, examine
 
-        job = Job.from_json(order["job"])
-        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": so_far.to_json()}))
-        _tell(answer, {"outcome": outcome.to_json()})
+        job = from_plain(Job, order["job"])
+        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": asdict(so_far)}))
+        _tell(answer, {"outcome": asdict(outcome)})
         faulthandler.cancel_dump_traceback_later()
-
-
-def _die_with(parent: int) -> None:
-    """End when the parent ends, however it ends; where the system cannot do that, when time is up."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 def _prepare(stack: TextIO, timeout: float) -> None:
     """On a crash the Python stack goes to a file, and no core is written: it would be as large as the model."""
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(timeout + _GRACE, exit=True, file=stack)
-    with contextlib.suppress(ImportError):  # Windows has neither limits nor cores
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _enter_folder(folder: str) -> None:

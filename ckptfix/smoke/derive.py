@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_BATCH, _TOKENS, _SAMPLES = 2, 8, 16000
+BATCH = 2  # a batch of one would hide a wrong reshape
+_TOKENS, _SAMPLES = 8, 16000
+
+Guess = tuple[Input, ...]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -26,7 +29,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str)
 
 
-def transformers_inputs(model: nn.Module) -> list[tuple[Input, ...]]:
+def transformers_inputs(model: nn.Module) -> list[Guess]:
     """The inputs worth trying, likeliest first: the main input alone, with decoder tokens, with all that a two-tower
     model takes; then those that few models want.
     """
@@ -43,7 +46,7 @@ def transformers_inputs(model: nn.Module) -> list[tuple[Input, ...]]:
     if first is None:
         return []
     decoder = tokens("decoder_input_ids", getattr(config, "decoder", None) or text)
-    guesses: list[tuple[Input, ...]] = [(first,)]
+    guesses: list[Guess] = [(first,)]
     if decoder is not None:
         pair = (first, decoder)
         guesses = [pair, *guesses] if getattr(config, "is_encoder_decoder", False) else [*guesses, pair]
@@ -57,7 +60,7 @@ def _part(config: Any, *names: str) -> Any:
     return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
 
 
-def _rare(first: RandomInput, config: Any) -> Iterator[tuple[Input, ...]]:
+def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
     """Several choices of text, a video of frames, and a batch of one, which a model without a padding token insists
     on.
     """
@@ -76,24 +79,24 @@ def tokens(name: str, config: Any) -> RandomInput | None:
     longest = _number(config, "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
     if vocabulary is None:
         return None
-    return RandomInput((_BATCH, min(_TOKENS, longest or _TOKENS)), (0, vocabulary), name)
+    return RandomInput((BATCH, min(_TOKENS, longest or _TOKENS)), (0, vocabulary), name)
 
 
 def _pixels(config: Any) -> RandomInput | None:
     channels = _number(config, "num_channels", "in_channels") or 3
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
-        return RandomInput((_BATCH, channels, size, size), None, "pixel_values")
+        return RandomInput((BATCH, channels, size, size), None, "pixel_values")
     if isinstance(size, list | tuple) and len(size) == 2:
-        return RandomInput((_BATCH, channels, *size), None, "pixel_values")
-    return RandomInput((_BATCH, channels, 224, 224), None, "pixel_values") if hasattr(config, "num_channels") else None
+        return RandomInput((BATCH, channels, *size), None, "pixel_values")
+    return RandomInput((BATCH, channels, 224, 224), None, "pixel_values") if hasattr(config, "num_channels") else None
 
 
 def _waveform(config: Any) -> RandomInput:
     """A second of sound; with its channels for a codec, or as the spectrogram of an audio transformer."""
     bins, frames, channels = (_number(config, name) for name in ("num_mel_bins", "max_length", "audio_channels"))
     shape = (frames, bins) if bins and frames else (channels, _SAMPLES) if channels else (_SAMPLES,)
-    return RandomInput((_BATCH, *shape), None, "input_values")
+    return RandomInput((BATCH, *shape), None, "input_values")
 
 
 def _features(config: Any) -> RandomInput | None:
@@ -103,10 +106,10 @@ def _features(config: Any) -> RandomInput | None:
     bins, frames = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     width, image = _number(config, "input_feat_per_channel"), _number(config, "spec_size")
     if bins and frames:
-        return RandomInput((_BATCH, bins, 2 * frames), None, "input_features")
+        return RandomInput((BATCH, bins, 2 * frames), None, "input_features")
     if width:
-        return RandomInput((_BATCH, min(frames or 64, 64), width), None, "input_features")
-    return RandomInput((_BATCH, 1, 1001, bins), None, "input_features") if bins and image else None
+        return RandomInput((BATCH, min(frames or 64, 64), width), None, "input_features")
+    return RandomInput((BATCH, 1, 1001, bins), None, "input_features") if bins and image else None
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -125,14 +128,14 @@ def diffusers_inputs(model: nn.Module) -> list[Guess]:
     size = getattr(config, "sample_size", None) or _LATENT
     stated = (size, size) if isinstance(size, int) else tuple(size)
     small = tuple(min(edge, _LATENT) for edge in stated)  # large ones take minutes on a CPU
-    images = [(_BATCH, channels, *edges) for edges in (small, stated, (2, *small))]  # the last is a video
-    shapes = dict.fromkeys((*images, (_BATCH, _TOKENS, channels)))
+    images = [(BATCH, channels, *edges) for edges in (small, stated, (2, *small))]  # the last is a video
+    shapes = dict.fromkeys((*images, (BATCH, _TOKENS, channels)))
     guesses: list[Guess] = []
     for shape in shapes:
         given: list[Input] = [RandomInput(shape, None, main), *beside]
         if "controlnet_cond" in parameters:
             scale = 2 ** (len(config["conditioning_embedding_out_channels"]) - 1)
-            image = (_BATCH, _number(config, "conditioning_channels") or 3, *(scale * edge for edge in shape[2:]))
+            image = (BATCH, _number(config, "conditioning_channels") or 3, *(scale * edge for edge in shape[2:]))
             given.append(RandomInput(image, None, "controlnet_cond"))
         guesses.append(tuple(given))
     return guesses
@@ -143,24 +146,24 @@ _LATENT = 32
 
 def _beside(config: Any) -> Iterator[RandomInput]:
     """What a denoiser may take beside the latents, as far as its configuration has it."""
-    yield RandomInput((_BATCH,), (0, 1000), "timestep")
+    yield RandomInput((BATCH,), (0, 1000), "timestep")
     names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "text_dim")
     widths = [width for name in (*names, "cross_attention_dim") if (width := getattr(config, name, None))]
     if width := (max(widths[0]) if widths and isinstance(widths[0], list | tuple) else next(iter(widths), None)):
-        yield RandomInput((_BATCH, _TOKENS, width), None, "encoder_hidden_states")
+        yield RandomInput((BATCH, _TOKENS, width), None, "encoder_hidden_states")
     if classes := _number(config, "num_class_embeds", "num_embeds_ada_norm"):
-        yield RandomInput((_BATCH,), (0, classes), "class_labels")
+        yield RandomInput((BATCH,), (0, classes), "class_labels")
     if pooled := _number(config, "pooled_projection_dim"):
-        yield RandomInput((_BATCH, pooled), None, "pooled_projections")
+        yield RandomInput((BATCH, pooled), None, "pooled_projections")
     if axes := getattr(config, "axes_dims_rope", None):
         yield RandomInput((_TOKENS, len(axes)), None, "img_ids")
         yield RandomInput((_TOKENS, len(axes)), None, "txt_ids")
     if getattr(config, "guidance_embeds", False):
-        yield RandomInput((_BATCH,), None, "guidance")
+        yield RandomInput((BATCH,), None, "guidance")
     if getattr(config, "addition_embed_type", None) == "text_time":  # Stable Diffusion XL: a text and six sizes
         text = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        yield RandomInput((_BATCH, text), None, "added_cond_kwargs.text_embeds")
-        yield RandomInput((_BATCH, 6), None, "added_cond_kwargs.time_ids")
+        yield RandomInput((BATCH, text), None, "added_cond_kwargs.text_embeds")
+        yield RandomInput((BATCH, 6), None, "added_cond_kwargs.time_ids")
 
 
 def clip_inputs(model: nn.Module) -> list[Guess]:
@@ -170,10 +173,9 @@ def clip_inputs(model: nn.Module) -> list[Guess]:
     if size is None or length is None or vocabulary is None or _arity(model) > 2:
         return []
     edges = (size, size) if isinstance(size, int) else tuple(size)
-    return [(RandomInput((_BATCH, 3, *edges), None, "image"), RandomInput((_BATCH, length), (1, vocabulary), "text"))]
+    return [(RandomInput((BATCH, 3, *edges), None, "image"), RandomInput((BATCH, length), (1, vocabulary), "text"))]
 
 
-BATCH = 2  # a batch of one would hide a wrong reshape
 _FIRST_LAYERS = 3  # the first in module order is not always the first that runs
 _MOST_GUESSES = 24
 _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -185,8 +187,6 @@ _LATENT_SIZES = (1, 4, 8, 16)
 _LENGTHS = (8, 4, 1)
 _SIZE_NAMES = ("img_size", "image_size", "input_size")
 _LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "max_len", "block_size", "n_positions", "context_length")
-
-Guess = tuple[Input, ...]
 
 
 def derive_inputs(model: nn.Module) -> list[Guess]:

@@ -29,10 +29,10 @@ from ckptfix.rules import FOR_LOADING
 from ckptfix.rules.rule import Twin
 from ckptfix.smoke.derive import derive_inputs, is_transformers_model
 from ckptfix.smoke.exchanges import Unit, random_values, unobservable
+from ckptfix.smoke.forward import load_strictly
 from ckptfix.smoke.inputs import Arguments, Input, RandomInput, make_arguments, parse_inputs
 from ckptfix.smoke.launch import death, launch
-from ckptfix.smoke.outputs import tensors_in
-from ckptfix.smoke.proof import NotLoadedError, load_strictly
+from ckptfix.smoke.outcome import NotLoadedError, tensors_in
 
 if TYPE_CHECKING:
     import torch

@@ -5,23 +5,40 @@ Everything here may be called in-process too; what needs a process of its own is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.smoke_result import Comparison
-from ckptfix.errors import UnreadableError
-from ckptfix.smoke.control import Control, Guess, compare_non_finite, contrast, has_sound_weights, redraw
-from ckptfix.smoke.derive import derive_inputs
-from ckptfix.smoke.device import choose_device
-from ckptfix.smoke.diagnosis import diagnose, holds_for_any_input, is_sticky
-from ckptfix.smoke.forward import Pass, Setting, Subject
-from ckptfix.smoke.inputs import ScaleCheck, parse_inputs
-from ckptfix.smoke.outcome import AFTERTHOUGHTS, ENVIRONMENT, MODEL, Outcome
-from ckptfix.smoke.proof import load_strictly
+from ckptfix.errors import TargetError, UnreadableError
+from ckptfix.smoke.derive import Guess, derive_inputs
+from ckptfix.smoke.forward import Pass, Setting, Subject, attempt, choose_device, forward, load_strictly, synchronize
+from ckptfix.smoke.inputs import Arguments, Draw, Input, RandomInput, ScaleCheck, parse_inputs
+from ckptfix.smoke.outcome import (
+    AFTERTHOUGHTS,
+    CHECKPOINT,
+    ENVIRONMENT,
+    MODEL,
+    Gradients,
+    Outcome,
+    diagnose,
+    figures_of,
+    holds_for_any_input,
+    is_sticky,
+    user_line,
+    values_of,
+)
 from ckptfix.smoke.reference import Reference, compare_with_cpu, compare_with_reference
-from ckptfix.smoke.retries import attempt
-from ckptfix.smoke.training import train
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 
 NO_GUESS = "no input could be derived from the model's layers"
 NO_FIT = "no derived input suits the model"
@@ -44,12 +61,6 @@ class Job:
     train_mode: bool = False
     backward: bool = False
     reference: Reference | None = None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Job:
-        """The job that ``dataclasses.asdict`` made plain."""
-        reference = None if data["reference"] is None else Reference(**data["reference"])
-        return cls(**{**data, "inputs": tuple(data["inputs"]), "reference": reference})
 
 
 class Progress:
@@ -270,3 +281,228 @@ def _undecided(tried: Tried) -> str:
     if failed is None or failed.failure is None:
         return NO_GUESS
     return f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"
+
+
+CONTRAST = "with its own initial weights the model runs on the same input: a trained one may reject noise"
+
+_DRAWS: Mapping[Draw, str] = {
+    "uniform": "numbers from 0 to 1",
+    "ones": "ones, or the highest integers",
+    "zeros": "zeros, or the lowest integers",
+}
+_MOST_REDRAWN = 2  # guesses that a model rejects in its own words, and not for their shape
+
+Anatomy = Mapping[str, tuple[int, ...] | None]
+
+
+def redraw(subject: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> Pass | None:
+    """The first pass that is good once other numbers stand in an input of the same shape; None without one.
+
+    Random noise is no image: its negative values make NaN in a root or a logarithm, and a detector finds nothing in it.
+    """
+    worth = [(guess, run) for guess, run in tried if _may_be_the_numbers(run.outcome)]
+    for guess, run in worth[:_MOST_REDRAWN]:
+        for draw, words in _DRAWS.items():
+            if draw != "uniform" and _has_made_nan(run.outcome):
+                break  # zeros would hide an overflow
+            other = attempt(subject, subject.arguments(_drawn(guess, draw)), base)
+            if other.outcome.is_good:
+                return other.noting(f"normal random numbers {_went_wrong(run.outcome)}; {words} ran")
+    return None
+
+
+def _has_made_nan(outcome: Outcome) -> bool:
+    return bool(outcome.non_finite) or (outcome.failure is not None and outcome.failure.origin is not None)
+
+
+def _may_be_the_numbers(outcome: Outcome) -> bool:
+    if outcome.failure is not None:
+        return outcome.failure.blame == MODEL and not holds_for_any_input(outcome.failure)
+    return bool(outcome.non_finite) and has_sound_weights(outcome)
+
+
+def has_sound_weights(outcome: Outcome) -> bool:
+    """Whether the module that made the first value that is not finite has weights that can be right, as far as is
+    known.
+    """
+    return outcome.origin is None or not outcome.origin.broken
+
+
+def _drawn(guess: Guess, draw: Draw) -> Iterator[Input]:
+    yield from (replace(given, draw=draw) if isinstance(given, RandomInput) else given for given in guess)
+
+
+def _went_wrong(outcome: Outcome) -> str:
+    return f"failed ({outcome.failure.error})" if outcome.failure is not None else "gave values that are not finite"
+
+
+class Control:
+    """A second model of the factory. It is built when first asked for, once the first is gone: two large models need
+    not be in memory at once.
+    """
+
+    def __init__(self, factory: str, factory_args: Any, first: Subject) -> None:
+        self._factory = factory, factory_args
+        self._first = weakref.ref(first.model)
+        self._anatomy = _anatomy(first.model)
+        self._seed = first.seed
+
+    def build(self, setting: Setting) -> Subject | None:
+        """The control, to run as the first model did; None where the factory gives the first model again, or one of
+        other shapes (lazy layers take any input), or does not run twice: then nothing can be compared.
+        """
+        from ckptfix.modules.factory import build_module
+
+        gc.collect()
+        try:
+            model = build_module(*self._factory, self._seed)
+        except TargetError:
+            return None
+        if model is self._first() or _anatomy(model) != self._anatomy:
+            return None
+        subject, _ = setting.prepare(model)
+        return subject
+
+
+def contrast(control: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> str:
+    """What to add to a test without a verdict: that the control takes an input on which the loaded model failed."""
+    runs = any(forward(control, control.arguments(guess), base).outcome.failure is None for guess, _ in tried)
+    return CONTRAST if runs else ""
+
+
+def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
+    """The outcome of a pass that made values that are not finite, after the control has run on the same input.
+
+    Where the control makes none, the file is at fault after all. -Inf alone, in both, is the model's own way to say
+    "never", and no defect.
+    """
+    other, ours, failure = forward(control, run.arguments, base).outcome, run.outcome, run.outcome.failure
+    if failure is not None:  # the model raised at what it had made
+        return replace(ours, failure=replace(failure, blame=CHECKPOINT)) if other.is_good else ours
+    if not other.non_finite:
+        return ours
+    if not (ours.is_masked and other.is_masked):
+        return replace(ours, shared=True)
+    note = "-Inf in the output is the model's own: with its initial weights it gives it too"
+    training = ours.training
+    if training is not None and training.is_masked:
+        training = replace(training, non_finite=(), origin=None)
+    return replace(ours, non_finite=(), origin=None, notes=(*ours.notes, note), training=training)
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    """The shapes of the model's tensors; a lazy one has none yet."""
+    from torch.nn.parameter import is_lazy
+
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors}
+
+
+_DOUBLED = "the batch of 1 was doubled, since a BatchNorm cannot train on one value per channel"
+_NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
+
+
+def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome) -> Outcome:
+    """The outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
+    import torch
+
+    # A check in float32 may have converted the model since the pass in eval mode.
+    arguments = replace(arguments, notes=(), warnings=()).to(subject.device, subject.dtype)
+    base = Outcome(device=base.device, derived=base.derived)
+    buffers = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
+    subject.model.train()
+    # The detection has to see the forward pass too: it remembers which line made each step of the graph.
+    with torch.set_grad_enabled(backward), torch.autograd.set_detect_anomaly(backward):
+        run = _forward(subject, arguments, base)
+        can_go_back = run.outcome.is_good or run.outcome.is_masked
+        outcome = _backward(subject, run) if backward and can_go_back else run.outcome
+    subject.model.eval()
+    with torch.no_grad():
+        for name, buffer in subject.model.named_buffers():  # the running statistics moved
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+    return outcome
+
+
+def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
+    """The pass with a batch of at least two, unless the model takes no more than one."""
+    if arguments.batch > 1:
+        return attempt(subject, arguments, base)
+    run = attempt(subject, arguments.doubled(), replace(base, notes=(_DOUBLED,)))
+    alone = run if run.outcome.is_good else attempt(subject, arguments, base)
+    return alone if alone.outcome.is_good else run
+
+
+def _backward(subject: Subject, run: Pass) -> Outcome:
+    """Backward under anomaly detection; where that stops at a value that is not finite, once more without it, to see
+    which parameters it reaches.
+    """
+    import torch
+
+    operator = where = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _backward_from(run.outputs, subject)
+        except Exception as error:  # noqa: BLE001  the user's own backward may raise anything
+            found = _NOT_FINITE.search(str(error))
+            if found is None:
+                return replace(run.outcome, failure=diagnose("training", error))
+            operator, where = found[1], _where("".join(str(warning.message) for warning in caught))
+    if operator:
+        subject.model.zero_grad(set_to_none=True)
+        with torch.autograd.set_detect_anomaly(False):
+            _backward_from(forward(subject, run.arguments, run.outcome).outputs, subject)
+    return replace(run.outcome, gradients=replace(_look(subject), operator=operator, where=where))
+
+
+def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject) -> None:
+    import torch
+
+    loss = _projection((tensor for _, tensor in outputs), subject.seed)
+    if loss is not None:
+        torch.autograd.backward(loss)
+        synchronize(subject.device)
+
+
+def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | None:
+    """A number that depends on every finite value of the outputs; None where none carries a gradient.
+
+    A random projection: the gradient of a plain sum is zero behind a softmax or a norm.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
+    given = (tensor for tensor in real if tensor.requires_grad and tensor.numel())
+    parts = [
+        (tensor * torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)).sum() / tensor.numel()
+        for tensor in (tensor.where(tensor.isfinite(), 0) if _is_masked(tensor) else tensor for tensor in given)
+    ]
+    return torch.stack([part.float() for part in parts]).sum() if parts else None
+
+
+def _is_masked(tensor: torch.Tensor) -> bool:
+    return figures_of("", tensor).non_finite > 0
+
+
+def _look(subject: Subject) -> Gradients:
+    finite = frozen = 0
+    non_finite, zero, missing = [], [], []
+    for name, parameter in subject.model.named_parameters():
+        if not parameter.requires_grad:
+            frozen += 1
+        elif parameter.grad is None:
+            missing.append(name)
+        elif figures_of(name, parameter.grad).non_finite:
+            non_finite.append(name)
+        elif not values_of(parameter.grad).any():
+            zero.append(name)
+        else:
+            finite += 1
+    return Gradients(finite, tuple(non_finite), tuple(zero), tuple(missing), frozen)
+
+
+def _where(printed: str) -> str:
+    """The innermost line of the user's code in the traceback that the detection wrote, innermost last."""
+    return user_line(reversed(re.findall(r'File "(.+)", line (\d+), in (\S+)', printed)))

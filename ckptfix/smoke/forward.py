@@ -2,22 +2,216 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.smoke.device import place
-from ckptfix.smoke.diagnosis import diagnose
+from ckptfix.core.finding import counted
+from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.smoke.inputs import Arguments, Input, make_arguments
-from ckptfix.smoke.outcome import Figures, Origin, Outcome
-from ckptfix.smoke.outputs import describe, figures_of, tensors_in
+from ckptfix.smoke.outcome import (
+    MODEL,
+    Figures,
+    NotLoadedError,
+    Origin,
+    Outcome,
+    describe,
+    diagnose,
+    dtype_name,
+    figures_of,
+    is_cudnn_failure,
+    is_dtype_mismatch,
+    is_out_of_memory,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
+
+
+class DeviceError(CkptfixError):
+    """The device that was asked for does not work here."""
+
+
+def check_device_name(name: str) -> None:
+    """Raise ``UsageError`` for a text that names no device; needs no torch."""
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", name):
+        raise UsageError(Opt("device", name), ": not a device; give auto, cpu, cuda, cuda:1, mps or xpu")
+
+
+def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
+    """The device of this name, and what to say about it. ``auto`` is CUDA where it works, otherwise the CPU.
+
+    ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
+    where another device was asked for by name and does not work.
+    """
+    import torch
+
+    if name != "auto":
+        device = torch.device(name)
+        fault = _fault(device)
+        if fault:
+            shown = _visible() if device.type == "cuda" else ""
+            raise DeviceError(f"the device {name} does not work here: {fault}{f' ({shown})' if shown else ''}")
+        return device, ()
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), (" as ".join(filter(None, ("there is no CUDA device", _visible()))),)
+    device = torch.device("cuda", torch.cuda.current_device())
+    fault = _fault(device)
+    if fault:
+        return torch.device("cpu"), (f"the CUDA environment is broken: {fault}",)
+    return device, ()
+
+
+def _visible() -> str:
+    """What the user's own restriction lets torch see, in words; empty without one."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return ""
+    return f"CUDA_VISIBLE_DEVICES is {chosen}" if chosen.strip() else "CUDA_VISIBLE_DEVICES is empty"
+
+
+def _fault(device: torch.device) -> str:
+    """Why the device cannot multiply two small matrices; empty where it can."""
+    import torch
+
+    try:
+        ones = torch.ones(8, 8, device=device)
+        total = float((ones @ ones).sum())
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, AttributeError) as error:
+        # Only the first sentence is about the device; a list of all backends may follow.
+        return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+    return "" if total == 512 else f"8x8 ones multiplied sum to {total:g}, not to 512"
+
+
+def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Move the model; returns the dtype that its floating inputs need (that of its first floating parameter), and what
+    to say.
+
+    On the CPU half precision becomes float32, since many operators have no half version there; where only a part of the
+    model is half, its code minds the dtypes itself. A model that does not fit into the device's memory is moved in
+    reduced precision.
+    """
+    import torch
+
+    dtype = compute_dtype(model)
+    try:
+        model.to(device)
+    except torch.cuda.OutOfMemoryError:
+        reduced = reduced_dtype(dtype, device)
+        if reduced is None:
+            raise
+        model.to("cpu").to(reduced)
+        torch.cuda.empty_cache()
+        model.to(device)
+        note = f"the weights did not fit into the memory of {device}, so {dtype_name(dtype)} was reduced to"
+        return reduced, (f"{note} {dtype_name(reduced)}",)
+    held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if device.type == "cpu" and dtype == torch.float16 and held == {dtype}:
+        model.float()
+        return torch.float32, ("float16 weights and input were converted to float32 for the CPU",)
+    return dtype, ()
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating parameter, float32 for a model that has none."""
+    import torch
+
+    ordinary = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in ordinary), torch.float32)
+
+
+def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype that takes half the memory; None for one that cannot be reduced."""
+    import torch
+
+    if dtype == torch.float64:
+        return torch.float32
+    if dtype != torch.float32:
+        return None
+    has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float16  # the range of bfloat16 is that of float32
+
+
+def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load with ``strict=True``; raises ``NotLoadedError`` unless every floating parameter provably came from the
+    state_dict.
+    """
+    _fill_with_nan(model)
+    # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
+    assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
+    try:
+        model.load_state_dict(state_dict, strict=True, **assign)
+    except RuntimeError as error:
+        raise _mismatch(model, state_dict, error) from error
+    unproven = unloaded_parameters(model, state_dict)
+    if unproven:
+        raise NotLoadedError(
+            f"the strict load passed over {counted(len(unproven), 'parameter')} that the file does not supply", unproven
+        )
+
+
+def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters that hold more NaN than the file gives them under any of their names (tied ones have several)."""
+    import torch
+
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if _can_be_nan(parameter):
+            names.setdefault(id(parameter), []).append(name)
+            parameters[id(parameter)] = parameter
+    missing = []
+    for identity, parameter in parameters.items():
+        nan = int(parameter.isnan().sum())
+        tensors = [state_dict[name] for name in names[identity] if name in state_dict]
+        given = (int(tensor.isnan().sum()) for tensor in tensors if isinstance(tensor, torch.Tensor))
+        if nan > max(given, default=0):
+            missing.append(names[identity][0])
+    return tuple(missing)
+
+
+def _fill_with_nan(model: nn.Module) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if _can_be_nan(parameter):
+                parameter.fill_(torch.nan)
+
+
+def _can_be_nan(parameter: torch.Tensor) -> bool:
+    """Whether the element type has NaN and torch can count it; a lazy parameter has no elements yet."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    ordinary = parameter.dtype.itemsize > 1 and (parameter.is_floating_point() or parameter.is_complex())
+    return ordinary and parameter.layout == torch.strided and not parameter.is_meta and not is_lazy(parameter)
+
+
+def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeError) -> NotLoadedError:
+    """What the strict load found, counted instead of listed."""
+    import torch
+
+    wanted = model.state_dict()
+    missing = [key for key in wanted if key not in state_dict]
+    unexpected = [key for key in state_dict if key not in wanted]
+    reshaped = [
+        key
+        for key, value in wanted.items()
+        if isinstance(value, torch.Tensor) and isinstance(state_dict.get(key), torch.Tensor)
+        if not torch.nn.parameter.is_lazy(value) and value.shape != state_dict[key].shape
+    ]
+    counts = ((missing, "missing key"), (unexpected, "unexpected key"), (reshaped, "size mismatch"))
+    said = ", ".join(counted(len(keys), noun) for keys, noun in counts if keys)
+    lines = [line.strip() for line in str(error).splitlines()]
+    return NotLoadedError(f"the strict load found {said or lines[-1]}", (*missing, *unexpected, *reshaped))
 
 
 @dataclass(frozen=True)
@@ -50,9 +244,7 @@ class Trace:
             self._handles.append(module.register_forward_hook(self._leaving))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
@@ -230,3 +422,90 @@ def synchronize(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def attempt(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
+    """The forward pass, tried again where another way to run it may help."""
+    run = forward(subject, arguments, base)
+    if is_cudnn_failure(run.outcome.failure):
+        run = _without_cudnn(subject, run, base)
+    if is_dtype_mismatch(run.outcome.failure):
+        run = _in_one_dtype(subject, run, base)
+    if is_out_of_memory(run.outcome.failure):
+        run = _with_less(subject, run, base)
+    return run
+
+
+def _without_cudnn(subject: Subject, failed: Pass, base: Outcome) -> Pass:
+    import torch
+
+    with torch.backends.cudnn.flags(enabled=False):
+        run = forward(subject, failed.arguments, base)
+    if is_cudnn_failure(run.outcome.failure):
+        return failed.noting("it failed with cuDNN turned off too")
+    return run.noting(f"cuDNN failed ({_error(failed)}), so it was turned off")
+
+
+def _in_one_dtype(subject: Subject, failed: Pass, base: Outcome) -> Pass:
+    """The whole model in the widest dtype that it holds, at least float32; that changes no value."""
+    import torch
+
+    held = {parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point()}
+    widest = torch.float64 if torch.float64 in held else torch.float32
+    if held <= {widest}:
+        return _blaming_the_code(failed, widest)
+    subject.convert(widest)
+    run = forward(subject, failed.arguments.to(subject.device, widest), base)
+    if is_dtype_mismatch(run.outcome.failure):
+        return run
+    mixed = ", ".join(sorted(map(dtype_name, held)))
+    return run.noting(
+        f"the model's {mixed} parameters met another dtype, so all were converted to {dtype_name(widest)}"
+    )
+
+
+def _blaming_the_code(failed: Pass, dtype: torch.dtype) -> Pass:
+    """Parameters and inputs are of one dtype, so the model's own code makes the other; integers may be the input's."""
+    given = (*failed.arguments.args, *failed.arguments.kwargs.values())
+    failure = failed.outcome.failure
+    if failure is None or not all(tensor.is_floating_point() for tensor in given):
+        return failed
+    accused = replace(failed.outcome, failure=replace(failure, blame=MODEL))
+    note = f"parameters and input are all {dtype_name(dtype)}: the other dtype comes from the model's code"
+    return replace(failed, outcome=accused).noting(note)
+
+
+def _with_less(subject: Subject, failed: Pass, base: Outcome) -> Pass:
+    """The batch halved down to 1, then the whole model in reduced precision."""
+    full = size = failed.arguments.batch
+    run = failed
+    while size > 1 and is_out_of_memory(run.outcome.failure):
+        size //= 2
+        _free(subject)
+        run = forward(subject, failed.arguments.first(size), base)
+    if not is_out_of_memory(run.outcome.failure):
+        return run.noting(f"a batch of {full} did not fit into memory, so it was cut to {size}")
+    before, reduced = subject.dtype, reduced_dtype(subject.dtype, subject.device)
+    if reduced is not None:
+        _free(subject)
+        subject.convert(reduced)
+        run = forward(subject, failed.arguments.first(1).to(subject.device, reduced), base)
+        if run.outcome.failure is None:
+            return run.noting(
+                f"a batch of {full} did not fit into memory, so it was cut to 1 and {dtype_name(before)} reduced to"
+                f" {dtype_name(reduced)}"
+            )
+    tried = f"a batch of 1 in {dtype_name(subject.dtype)} did not fit into memory either"
+    return failed.noting(tried) if is_out_of_memory(run.outcome.failure) else failed
+
+
+def _free(subject: Subject) -> None:
+    import torch
+
+    gc.collect()
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _error(failed: Pass) -> str:
+    return failed.outcome.failure.error if failed.outcome.failure is not None else ""

@@ -15,11 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfix.errors import Opt, UsageError
-from ckptfix.smoke.outputs import dtype_name, values_of
+from ckptfix.smoke.outcome import dtype_name, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -164,9 +163,7 @@ class ScaleCheck:
                 self._handles.append(module.register_forward_pre_hook(self._meet(path)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave()
 
     def _leave(self) -> None:

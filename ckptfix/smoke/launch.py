@@ -1,8 +1,9 @@
-"""Starts the child, keeps its time, and collects what it left behind, whatever becomes of it."""
+"""Starts the child of a forward test, keeps its time, and collects what it left behind, whatever becomes of it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -17,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ckptfix.errors import Opt, UsageError
-from ckptfix.smoke.diagnosis import is_user_file
-from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, MODEL, Failure, Outcome
+from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, from_plain, user_line
 from ckptfix.writing.atomic import temporary_folder_beside
 
 TAIL = 4096
@@ -86,8 +86,7 @@ def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str
         process.wait(timeout)
     except subprocess.TimeoutExpired:
         timed_out = True
-        if sys.platform != "win32":
-            process.send_signal(signal.SIGABRT)  # the child then writes its stack
+        process.send_signal(signal.SIGABRT)  # the child then writes its stack
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
     finally:
@@ -110,11 +109,8 @@ def _environment() -> dict[str, str]:
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the child and all that it started."""
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
@@ -134,7 +130,7 @@ def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
         if "said" in said:
             return stage, outcome, True, said["said"]
         stage, answered = said.get("stage", stage), "outcome" in said
-        outcome = Outcome.from_json(said["outcome" if answered else "so_far"])
+        outcome = from_plain(Outcome, said["outcome" if answered else "so_far"])
     return stage, outcome, answered, {}
 
 
@@ -144,13 +140,11 @@ def _text(path: Path) -> str:
 
 NO_ANSWER = "no answer"
 
-_BLAME = {"build": MODEL, "read": CHECKPOINT, "load": CHECKPOINT, "forward": MODEL, "training": MODEL}
-
 
 def death(ending: Ending, timeout: float) -> Failure:
     """The failure of a child that gave no answer, from how it ended."""
-    blame = _BLAME.get(ending.stage, ENVIRONMENT)
-    name = _signal_name(-ending.returncode)
+    blame = ENVIRONMENT if ending.stage == "input" else BLAME_OF_STAGE.get(ending.stage, ENVIRONMENT)
+    name = signal_name(-ending.returncode)
     if ending.timed_out:
         blame = ENVIRONMENT if blame == CHECKPOINT else blame  # a slow disk, or a large file: no fault of its content
         error = f"{NO_ANSWER} within {timeout:g} s"
@@ -169,17 +163,22 @@ def _last_line(printed: str) -> str:
     return f" ({printed.splitlines()[-1].strip()})" if printed else ""
 
 
-def _signal_name(number: int) -> str:
-    """The name of a signal, empty for what is none (an exit status)."""
+def signal_name(number: int) -> str:
+    """Return the name of a signal; empty for a number that is not one (an exit status)."""
     return signal.Signals(number).name if number in {known.value for known in signal.Signals} else ""
 
 
 def _where(stack: str) -> str:
-    """The innermost line of the user's code on the stack that faulthandler wrote, innermost first: ``model.py:12 in
-    forward``.
-    """
-    current = stack.rpartition("Current thread")[2]
-    for file, line, function in re.findall(r'File "(.+)", line (\d+) in (\S+)', current):
-        if is_user_file(file):
-            return f"{Path(file).name}:{line} in {function}"
-    return ""
+    """The innermost line of the user's code on the stack that faulthandler wrote, innermost first."""
+    return user_line(re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.rpartition("Current thread")[2]))
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """End when the parent ends, however it ends, if the system can do that; at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)

@@ -4,11 +4,23 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import dataclasses
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from ckptfix.core.smoke_result import Comparison
+from ckptfix.errors import CkptfixError, TargetError
+
+if TYPE_CHECKING:
+    import torch
+
 
 AFTERTHOUGHTS = ("devices", "control", "compare")
 """Stages that come after the verdict, which stands whatever becomes of them."""
@@ -174,43 +186,309 @@ class Outcome:
         """Whether what is not finite is -Inf alone, a model's way to say "never"."""
         return bool(self.non_finite) and not any(figures.nan or figures.positive_inf for figures in self.non_finite)
 
-    def to_json(self) -> dict[str, Any]:
-        """The outcome as plain JSON data."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The outcome that ``to_json`` gave away."""
-        known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
-        known["non_finite"] = tuple(Figures(**figures) for figures in data["non_finite"])
-        known["origin"] = _origin(data["origin"])
-        if data["failure"] is not None:
-            failure = dict(data["failure"])
-            known["failure"] = Failure(
-                **{**failure, "keys": tuple(failure["keys"]), "origin": _origin(failure["origin"])}
-            )
-        if data["training"] is not None:
-            known["training"] = Outcome.from_json(data["training"])
-        if data["gradients"] is not None:
-            lists = {name: tuple(value) for name, value in data["gradients"].items() if isinstance(value, list)}
-            known["gradients"] = Gradients(**{**data["gradients"], **lists})
-        for name in ("devices", "compared"):
-            known[name] = None if data[name] is None else Comparison(**data[name])
-        return cls(**known)
-
-
-def _origin(data: Mapping[str, Any] | None) -> Origin | None:
+def from_plain(kind: Any, data: Any) -> Any:
+    """Return a value of a type from the plain data that ``dataclasses.asdict`` and JSON made of it."""
     if data is None:
         return None
-    return Origin(
-        data["module"],
-        data["kind"],
-        Figures(**data["output"]),
-        tuple(Figures(**figures) for figures in data["inputs"]),
-        tuple(Figures(**figures) for figures in data["weights"]),
-    )
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        make: Any = kind
+        return make(**{name: from_plain(hints[name], value) for name, value in data.items()})
+    if get_origin(kind) is tuple:
+        return tuple(from_plain(get_args(kind)[0], value) for value in data)
+    if get_origin(kind) in (Union, UnionType):
+        return from_plain(get_args(kind)[0], data)
+    return data
 
 
 def module_name(path: str, kind: str) -> str:
     """A module as a reader looks for it: ``features.3 (Conv2d)``; the model itself has no path."""
     return f"{path} ({kind})" if path else f"the model itself ({kind})"
+
+
+class NotLoadedError(CkptfixError):
+    """The file does not give the model all of its parameters; ``keys`` are those that it is about."""
+
+    def __init__(self, message: str, keys: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
+_DEPTH = 16  # outputs nest a few levels; deeper is a cycle
+
+
+def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested tuples, lists, dicts, dataclasses and named tuples, with its path (``logits``,
+    ``hidden[2]``).
+
+    transformers' ModelOutput is an OrderedDict, a PackedSequence a named tuple.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth < _DEPTH:
+        for step, part in _parts(value):
+            yield from tensors_in(part, f"{name}{step}" if name else step.removeprefix("."), depth + 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{key}", part) for key, part in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{field}", getattr(value, field)) for field in value._fields)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def describe(name: str, tensor: torch.Tensor) -> str:
+    """A tensor in the report: ``float32[2, 10]``, with its path where it has one: ``logits: float32[2, 10]``."""
+    shown = shape_of(tensor)
+    return f"{name}: {shown}" if name else shown
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """Dtype and shape: ``float32[2, 10]``. The sizes of a nested tensor vary, so it has none."""
+    shape = "nested" if tensor.is_nested else ", ".join(map(str, tensor.shape))
+    return f"{dtype_name(tensor.dtype)}[{shape}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in the report: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored values as one real, dense, floating tensor; empty for integers, which are always finite, and on the
+    meta device.
+    """
+    import torch
+
+    values = tensor.detach()
+    if values.is_meta:
+        return torch.empty(0)
+    if values.is_nested:
+        values = values.values()
+    elif values.is_sparse:
+        values = values.coalesce().values()
+    elif values.layout != torch.strided:
+        values = values.values()  # compressed sparse: the indices are integers
+    if values.is_quantized:
+        values = values.dequantize()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        return torch.empty(0)
+    return values.float() if values.dtype.itemsize == 1 else values  # float8 knows no isfinite
+
+
+def figures_of(name: str, tensor: torch.Tensor) -> Figures:
+    """The figures of one tensor; a single pass where all is finite, as it nearly always is."""
+    shown, values = shape_of(tensor), values_of(tensor)
+    if values.numel() == 0:
+        return Figures(name, shown)
+    low, high = values.aminmax()  # NaN if there is one anywhere
+    if low.isfinite() and high.isfinite():
+        return Figures(name, shown, low=low.item(), high=high.item())
+    finite = values[values.isfinite()]
+    return Figures(
+        name,
+        shown,
+        nan=int(values.isnan().sum()),
+        positive_inf=int(values.isposinf().sum()),
+        negative_inf=int(values.isneginf().sum()),
+        low=finite.min().item() if finite.numel() else None,
+        high=finite.max().item() if finite.numel() else None,
+    )
+
+
+BLAME_OF_STAGE = {
+    "start": ENVIRONMENT,
+    "device": ENVIRONMENT,
+    "build": MODEL,
+    "read": CHECKPOINT,
+    "load": CHECKPOINT,
+    "move": ENVIRONMENT,
+    "input": INPUT,
+    "forward": MODEL,
+    "training": MODEL,
+}
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
+_CUDNN = re.compile(r"CUDNN_STATUS_|cuDNN error|Unable to find a valid cuDNN algorithm")
+_DTYPE = re.compile(
+    r"must have the same dtype|expected scalar type|Input type .* should be the same|same dtype, but got"
+    r"|expected m1 and m2 to have the same dtype|Found dtype \w+ but expected|dtype of input and hidden"
+    r"|Expected object of scalar type|mixed dtype|does not match weight dtype"
+    r"|not implemented for 'Half'"
+)
+
+# After one of these the process can do nothing more on the GPU, and the line that reported it need not be the one.
+# https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
+_STICKY = re.compile(
+    r"illegal memory access|device-side assert|unspecified launch failure|misaligned address|illegal instruction was"
+)
+# What the kernels of torch print where an index is too large: Indexing.cu, IndexKernel.cu, Loss.cu.
+_INDEX_ASSERT = re.compile(
+    r"Assertion `.*(srcIndex < srcSelectDimSize|index out of bounds|idx_dim|t >= 0 && t < n_classes).*` failed"
+)
+
+_ENVIRONMENT = re.compile(
+    r"not implemented for '|no kernel image|CUDA error|CUDNN_STATUS|CUBLAS_STATUS|HIP error|MPS backend|cuDNN error"
+    r"|not compiled with CUDA|No CUDA GPUs|driver version is insufficient|unable to open shared memory|Bus error"
+    r"|not currently implemented for the MPS|Found no NVIDIA driver|no attribute '_cuda_|Unable to find a valid cuDNN"
+)
+
+# Tensors on two devices: model and input are on one, so the third was made by the model's own code.
+_DEVICES = re.compile(r"to be on the same device|expected CPU tensor|Expected object of (backend|device type)")
+
+# The messages of torch 2.x for an input of another shape, range or dtype than the layer that it met.
+_INPUT = re.compile(
+    r"shapes cannot be multiplied|must match the size of tensor|expected input\[|Calculated padded input size"
+    r"|Kernel size can't be greater|Output size is too small|index out of range|is invalid for input of size"
+    r"|Expected \d|expected \d+D|must have the same (dtype|number of dimensions|size)|expected scalar type"
+    r"|Expected tensor for argument|expecting embedding dimension|Expected more than 1 (value|spatial element)"
+    r"|Input type .* should be the same|normalized_shape|input.size\(-1\) must be equal|must be equal to input_size"
+    r"|Sizes of tensors must match|shape mismatch|not enough values to unpack|too many values to unpack"
+    r"|Dimension out of range|size mismatch|should be smaller than|is out of bounds|does not match weight dtype"
+    r"|to have the same dtype"
+)
+
+_CALL = re.compile(r"forward\(\) (missing|got an unexpected|got multiple|takes)")
+
+
+def diagnose(
+    stage: str,
+    error: BaseException,
+    running: tuple[str, str] | None = None,
+    depth: int = 0,
+    origin: Origin | None = None,
+) -> Failure:
+    """What to say of an error that was raised in this stage.
+
+    ``running`` is path and class of the innermost running module, ``depth`` how many were running, ``origin`` the
+    module that had made NaN before.
+    """
+    module, kind = running or (None, "")
+    return Failure(
+        stage=stage,
+        blame=_blame(stage, error, depth, origin),
+        error=_one_line(error),
+        module=module,
+        kind=kind,
+        where=_where(error),
+        keys=error.keys if isinstance(error, NotLoadedError) else (),
+        origin=origin,
+        traceback=_traceback(error),
+    )
+
+
+def holds_for_any_input(failure: Failure) -> bool:
+    """Whether another input could not have helped: the environment gave way, the weights are broken, names of the code
+    are missing, or the code leaves the process.
+    """
+    if failure.blame in (ENVIRONMENT, CHECKPOINT):
+        return True
+    return failure.error.startswith(("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "SystemExit"))
+
+
+def is_out_of_memory(failure: Failure | None) -> bool:
+    """Whether memory ran out, on the device or in the process."""
+    return failure is not None and bool(_OUT_OF_MEMORY.search(failure.error) or failure.error.startswith("MemoryError"))
+
+
+def is_cudnn_failure(failure: Failure | None) -> bool:
+    """Whether cuDNN gave way, which says that torch may do without it."""
+    return failure is not None and bool(_CUDNN.search(failure.error)) and not is_out_of_memory(failure)
+
+
+def is_dtype_mismatch(failure: Failure | None) -> bool:
+    """Whether two dtypes met (Double and Float, Half and Float), or one that the device does not compute in."""
+    return failure is not None and bool(_DTYPE.search(failure.error))
+
+
+def is_sticky(text: str) -> bool:
+    """Whether the GPU is lost to the process, and the line that reported it need not be the true one."""
+    return bool(_STICKY.search(text))
+
+
+def blame_of_assert(printed: str) -> str | None:
+    """Whose fault a device-side assert is, from what the kernel printed: an index too large is the input's; None where
+    it printed nothing that says so.
+    """
+    return INPUT if _INDEX_ASSERT.search(printed) else None
+
+
+def _blame(stage: str, error: BaseException, depth: int, origin: Origin | None) -> str:
+    text = str(error)
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
+        return ENVIRONMENT
+    if stage == "move" and "meta tensor" in text:  # the factory builds it without memory, and the file has no value
+        return MODEL
+    if stage == "read" and isinstance(error, ImportError | OSError):  # what is wrong in the file is an UnreadableError
+        return ENVIRONMENT
+    if stage != "forward":
+        return BLAME_OF_STAGE.get(stage, MODEL)
+    if origin is not None:
+        return CHECKPOINT if origin.broken else MODEL
+    if isinstance(error, TypeError) and _CALL.search(text):
+        return INPUT if depth <= 1 else MODEL  # the call of an inner module is the model's own
+    if isinstance(error, RuntimeError | ValueError | IndexError | AssertionError):
+        if _DEVICES.search(text):
+            return MODEL
+        if _INPUT.search(text):
+            return INPUT
+    return ENVIRONMENT if _ENVIRONMENT.search(text) else MODEL
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, CkptfixError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _traceback(error: BaseException) -> str:
+    """The user's own part of the traceback; empty where none of the user's code ran."""
+    if isinstance(error, TargetError):
+        return error.traceback_text
+    frames = error.__traceback__
+    while frames is not None and not _is_user_code(frames.tb_frame):
+        frames = frames.tb_next
+    if frames is None:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, frames, chain=False))
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the user's code that the error passed through: ``model.py:12 in forward``."""
+    last = error.__cause__ if isinstance(error, TargetError) and error.__cause__ is not None else error
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(last.__traceback__)]
+    return user_line((code.co_filename, line, code.co_name) for code, line in reversed(frames))
+
+
+def user_line(calls: Iterable[tuple[str, int | str, str]]) -> str:
+    """Return the first of these calls (file, line, function) that is in the user's code: ``model.py:12 in forward``."""
+    found = (f"{Path(file).name}:{line} in {function}" for file, line, function in calls if is_user_file(file))
+    return next(found, "")
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    return is_user_file(frame.f_code.co_filename)
+
+
+def is_user_file(name: str) -> bool:
+    """Whether a source file is neither of ckptfix, nor of torch, nor of Python itself."""
+    above = Path(name).parents
+    of_python = Path(traceback.__file__).parent in above and "site-packages" not in Path(name).parts
+    return not (name.startswith("<") or of_python or any(folder in above for folder in _libraries()))
+
+
+@cache
+def _libraries() -> tuple[Path, ...]:
+    """The folders of ckptfix and of torch, which need not be imported for this."""
+    specs = (find_spec("ckptfix"), find_spec("torch"))
+    return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)

@@ -19,10 +19,8 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
 from ckptfix.rules import FOR_LOADING
-from ckptfix.smoke.forward import Pass, Subject, forward
-from ckptfix.smoke.outcome import Outcome
-from ckptfix.smoke.outputs import dtype_name, values_of
-from ckptfix.smoke.proof import NotLoadedError, load_strictly
+from ckptfix.smoke.forward import Pass, Subject, forward, load_strictly
+from ckptfix.smoke.outcome import NotLoadedError, Outcome, dtype_name, values_of
 
 if TYPE_CHECKING:
     import torch

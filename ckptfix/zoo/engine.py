@@ -6,7 +6,6 @@ lacked the memory that its neighbours had, and fails for good if the worker dies
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptfix.errors import UsageError
+from ckptfix.smoke.launch import die_with, signal_name
 from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
 from ckptfix.zoo.workspace import temporary_folder
@@ -117,8 +117,7 @@ class Worker:
                 " ran out; run the same command again on a machine with more"
             )
         if code < 0:
-            name = signal.Signals(-code).name if -code in {known.value for known in signal.Signals} else str(-code)
-            return f"the process that worked on it crashed with {name}"
+            return f"the process that worked on it crashed with {signal_name(-code) or -code}"
         lines = self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip().splitlines()
         last = f" ({lines[-1]})" if lines else ""
         return f"the process that worked on it ended by itself with exit status {code}{last}"
@@ -281,7 +280,6 @@ class _Queue:
         return None
 
 
-_PR_SET_PDEATHSIG = 1
 _NEW_OBJECTS = 5_000
 """Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few
 others."""
@@ -297,7 +295,8 @@ def main() -> None:
     pipe = Connection(descriptor)
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
-    _die_with(driver)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    die_with(driver)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(_EASY_PREY)
     from ckptfix.zoo.performing import perform  # only now: a worker without a driver ends at once
@@ -321,15 +320,6 @@ def _fault_of_model(model: str) -> str | None:
     except CkptfixError as error:
         return error.worded(key_text)
     return None
-
-
-def _die_with(driver: int) -> None:
-    """End when the driver ends, in whatever way; and leave Ctrl-C to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != driver:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

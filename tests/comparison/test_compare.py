@@ -14,8 +14,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.comparison.compare import find_renames, rename_modules
-from ckptfix.comparison.difference import difference_to_json
-from ckptfix.comparison.lines import difference_lines
+from ckptfix.comparison.difference import difference_lines, difference_to_json
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.report.style import Paper
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
 
-from ckptfix.explain import explain, nearest
-from ckptfix.explain.records import RECORDS
+from ckptfix.explain import Explanation, Subject, explain, nearest
+from ckptfix.explain.explanation import RECORDS, Record, recognise
+from ckptfix.explain.text import messages
+from tests.cli.programs import parse
+from tests.explain.known import KNOWN
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,117 @@ def test_a_known_message_is_nearest_to_itself(record):
     close = nearest(record.example)
     if close is not None:  # two or three words are too little to go by
         assert close[1] == pytest.approx(1, abs=0.05)
+
+
+UNKNOWN = {
+    "nothing": "",
+    "greeting": "hello, my model is good",
+    "nonsense": "asdf qwer zxcv 1234 !!",
+    "another error": "ZeroDivisionError: division by zero",
+    "key of a user's dict": "KeyError: 'colour'",
+    "dict of a user": "AttributeError: 'dict' object has no attribute 'shape'",
+    "call of a user's dict": "TypeError: 'dict' object is not callable",
+    "image that was not read": "AttributeError: 'NoneType' object has no attribute 'copy'",
+    "index of a user's list": "IndexError: index out of range",
+    "attribute of a user's class": "AttributeError: 'Trainer' object has no attribute 'colour'",
+    "torch itself is missing": "ModuleNotFoundError: No module named 'torch'",
+    "a good loss": "Epoch 3: train loss: 0.231, info: saved",
+    "finance": "the bank's loss in Nantes was 3 %",
+    "a loss and a nanosecond": "loss: 0.1 (12 nanoseconds)",
+    "memory of a browser": "the tab ran out of memory",
+    "json": "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+    "all keys matched": "<All keys matched successfully>",
+    "connection": "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443)",
+    "python syntax": "SyntaxError: invalid syntax",
+    "shell": "bash: torchrun: command not found",
+    "java": "java.lang.IllegalArgumentException: Unsupported class file major version 61",
+    "http": "requests.exceptions.InvalidHeader: Invalid leading whitespace in header: x",
+    "http in words": "Tomcat: Request Header Too Large",
+    "a server's open files": "OSError: [Errno 24] Too many open files: '/var/log/access.log'",
+    "assertion of a program in C": "a.out: a.c:10: main: Assertion `x > 0' failed. Aborted (core dumped)",
+    "input of scikit-learn": "ValueError: Input contains NaN, infinity or a value too large for dtype('float64').",
+    "loss of packets": "5 packets transmitted, packet loss = inf",
+    "the best loss at the start": "epoch 3 loss=0.234 best loss=inf patience 3",
+    "symbol of threads": "ImportError: /usr/lib/libfoo.so: undefined symbol: THREAD_create",
+    "writing of another program": "fatal: file write failed: Broken pipe",
+    "other text file": "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9 in position 11: invalid continuation",
+}
+
+
+@pytest.mark.parametrize("text", UNKNOWN.values(), ids=UNKNOWN)
+def test_is_not_recognised(text: str):
+    assert explain(text) is None
+
+
+CASES = [(record.name, text) for record in RECORDS for text in (record.example, *KNOWN.get(record.name, ()))]
+
+
+@pytest.mark.parametrize(("name", "text"), CASES, ids=[f"{name}: {text[:50]}" for name, text in CASES])
+def test_is_recognised_as_this_alone_and_answered(name: str, text: str):
+    (message,) = messages(text)
+    assert [record.name for record, _ in recognise(message)] == [name]
+    explanation = explain(text, Subject("my model.pth", ("--model", "zoo:tiny")))
+    assert explanation is not None
+    assert explanation.name == name
+    assert_whole(explanation)
+
+
+def test_every_record_is_listed_with_its_wordings():
+    assert KNOWN.keys() == {record.name for record in RECORDS}
+    assert len({record.name for record in RECORDS}) == len(RECORDS)
+
+
+def test_every_pattern_is_hit_by_a_message():
+    idle = []
+    for record in RECORDS:
+        texts = (record.example, *KNOWN[record.name])
+        said = [reading for text in texts for message in messages(text) for reading in message.readings]
+        for pattern in record.patterns:
+            if not any(re.search(pattern, reading, re.IGNORECASE) for reading in said):
+                idle.append((record.name, pattern))
+    assert idle == []
+
+
+GROUPS = {name for record in RECORDS for pattern in record.patterns for name in re.compile(pattern).groupindex}
+
+
+def assert_whole(explanation: Explanation) -> None:
+    """Nothing is left to fill in, and every command is one that the program takes."""
+    told = [cause for cause, _ in explanation.causes]
+    told += [part for advice in explanation.advice for part in (advice.text, advice.command, advice.code)]
+    for place in re.findall(r"\{(\w+)\}", " ".join(told)):
+        assert place not in {*GROUPS, "FILE", "MODEL", "path", "load"}
+    assert explanation.advice
+    assert explanation.source.startswith("https://")
+    for advice in explanation.advice:
+        if advice.command:
+            parse(advice.command)
+            assert not ("--dry-run" in advice.command and "run" in advice.text), "a dry run has no forward test"
+            assert " FILE" not in advice.command
+
+
+@pytest.mark.parametrize("command", ["ckptfix repair a.pth --nonsense", "ckptfix mend a.pth", "ckptfix check"])
+def test_a_wrong_command_would_be_seen(command: str):
+    with pytest.raises(Exception, match=r"No such option|mend|Missing"):
+        parse(command)
+
+
+@pytest.mark.parametrize("file", ["-x.pth", "a b.pth", "it's.pth", "$(rm).pth", "--model.pth"])
+def test_any_file_name_stays_one_word(file: str):
+    explanation = explain(RECORDS[0].example, Subject(file))
+    assert explanation is not None
+    assert_whole(explanation)
+    (command,) = [advice.command for advice in explanation.advice if advice.command]
+    assert shlex.split(command)[-1] in (file, f"./{file}")
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_record(record: Record):
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", record.name)
+    groups = {name for pattern in record.patterns for name in re.compile(pattern).groupindex}
+    texts = [record.cause, *(text for advice in record.advice for text in (advice.text, advice.code))]
+    used = set(re.findall(r"\{(\w+)\}", " ".join(texts))) - {"path", "load"}
+    assert used <= groups
+    always = set.intersection(*({*re.compile(pattern).groupindex} for pattern in record.patterns))
+    assert used - always <= set(record.unknown) | always
+    assert set(record.unknown) <= groups

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptfix.explain import explain
-from ckptfix.explain.fit import read_fit
-from ckptfix.explain.mismatch import read_mismatch
+from ckptfix.explain.fit import read_fit, read_mismatch
 from ckptfix.explain.text import messages
 
 MODULES = ("conv1", "layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv1", "head.0")

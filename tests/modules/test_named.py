@@ -74,7 +74,7 @@ SENTENCES = {
     "transformers:BertModel(config=nowhere)": "config=nowhere: there is no such folder with a config.json",
     "transformers:AutoModel": "AutoModel takes any architecture: add config=FOLDER",
     "diffusers:UNet2DConditionalModel": "did you mean UNet2DConditionModel",
-    "diffusers:DDPMScheduler": "it has to return the torch.nn.Module",
+    "diffusers:DDPMScheduler": "it has to return only the torch.nn.Module",
     "open_clip:ViT-B-31": "did you mean ViT-B-3",
     "open_clip:roberta-ViT-B-32": "connect to 'https://huggingface.co'",
     "smp:Unot": "did you mean Unet",

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.smoke.control import CONTRAST
-from ckptfix.smoke.exam import NO_FIT, Job, examine
-from ckptfix.smoke.findings import findings_of
+from ckptfix.smoke.exam import CONTRAST, NO_FIT, Job, examine
 from ckptfix.smoke.outcome import CHECKPOINT, MODEL, Outcome
+from ckptfix.smoke.run import findings_of
 from tests.smoke import models, second_tries
 from tests.smoke.conftest import Save
 

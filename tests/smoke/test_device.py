@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptfix.errors import UsageError
-from ckptfix.smoke.device import DeviceError, check_device_name, choose_device, compute_dtype, place, reduced_dtype
+from ckptfix.smoke.forward import DeviceError, check_device_name, choose_device, compute_dtype, place, reduced_dtype
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.report.advice import remedies_text
-from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
+from ckptfix.smoke.run import findings_of
 
 RAN = Outcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
 NAN = Figures("output", "float32[2, 2]", nan=4)

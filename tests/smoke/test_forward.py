@@ -5,11 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from ckptfix.smoke.forward import Subject, Trace, forward
+from ckptfix.explain import explain
+from ckptfix.smoke.exam import Job, examine
+from ckptfix.smoke.forward import Subject, Trace, attempt, forward, load_strictly
 from ckptfix.smoke.inputs import Arguments
-from ckptfix.smoke.outcome import CHECKPOINT, INPUT, Failure, Figures, Outcome
-from tests.smoke.models import Net
+from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, Failure, Figures, NotLoadedError, Outcome
+from ckptfix.smoke.run import findings_of
+from tests.smoke import models, second_tries
+from tests.smoke.conftest import Save
+from tests.smoke.models import Hider, Net, Tied
 
 CPU = torch.device("cpu")
 
@@ -180,3 +186,186 @@ def test_a_weight_that_is_borrowed_from_a_child_is_named_and_a_mask_is_not() -> 
     assert origin is not None
     assert [figures.tensor for figures in origin.weights] == ["child.weight", "mask"]
     assert origin.broken == ("child.weight",)
+
+
+NAN = torch.full((2, 4), torch.nan)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(nn.Identity(), id="nothing to load"),
+        pytest.param(Net(), id="parameters and buffers"),
+        pytest.param(Tied(), id="tied"),
+        pytest.param(weight_norm(nn.Linear(2, 2)), id="parametrised"),
+        pytest.param(nn.ParameterList([torch.ones(2, dtype=torch.complex64)]), id="complex"),
+        pytest.param(nn.Linear(2, 2).half(), id="half"),
+    ],
+)
+def test_a_models_own_state_dict_loads_and_arrives(model: nn.Module) -> None:
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    load_strictly(model, state)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+
+
+def test_a_lazy_model_is_made_by_the_load() -> None:
+    lazy = nn.LazyLinear(2)
+    load_strictly(lazy, nn.Linear(3, 2).state_dict())
+    assert lazy.weight.shape == (2, 3)
+
+
+def test_a_model_without_memory_gets_its_tensors_from_the_load() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    state = nn.Linear(3, 2).state_dict()
+    load_strictly(model, state)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    assert model.weight.requires_grad
+
+
+def test_nan_of_the_file_is_no_proof_against_the_load() -> None:
+    load_strictly(Net(), {**Net().state_dict(), "fc.weight": NAN})
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "keys"),
+    [
+        pytest.param({"fc.bias": None}, "1 missing key", ("fc.bias",), id="missing"),
+        pytest.param({"a": NAN, "b": NAN}, "2 unexpected keys", ("a", "b"), id="unexpected"),
+        pytest.param({"fc.bias": NAN, "bn.bias": NAN}, "2 size mismatches", ("bn.bias", "fc.bias"), id="shapes"),
+        pytest.param({"fc.bias": None, "a": NAN}, "1 missing key, 1 unexpected key", ("fc.bias", "a"), id="both"),
+    ],
+)
+def test_a_strict_load_that_fails_is_counted(change: dict[str, Any], said: str, keys: tuple[str, ...]) -> None:
+    state = {key: value for key, value in {**Net().state_dict(), **change}.items() if value is not None}
+    with pytest.raises(NotLoadedError) as caught:
+        load_strictly(Net(), state)
+    assert str(caught.value) == f"the strict load found {said}"
+    assert caught.value.keys == keys
+
+
+def test_a_parameter_that_the_strict_load_cannot_miss_is_found() -> None:
+    state = Hider().state_dict()
+    assert "hidden" not in state
+    with pytest.raises(NotLoadedError, match="passed over 1 parameter") as caught:
+        load_strictly(Hider(), state)
+    assert caught.value.keys == ("hidden",)
+
+
+IMAGES = ("4x3x16x16",)
+
+
+def run(save: Save, factory: str, inputs: tuple[str, ...] = IMAGES) -> Outcome:
+    model = getattr(second_tries, factory)()
+    return examine(Job(save(model), f"tests.smoke.second_tries:{factory}", inputs=inputs, device="cpu"))
+
+
+def test_what_runs_at_once_is_run_once_and_needs_no_words() -> None:
+    calls: list[Any] = []
+    model = models.Net().eval()
+    model.register_forward_hook(lambda *call: calls.append(call))
+    done = attempt(Subject(model, torch.device("cpu"), torch.float32), Arguments((torch.ones(1, 3, 8, 8),)), Outcome())
+    assert done.outcome.is_good
+    assert (len(calls), done.outcome.notes) == (1, ())
+
+
+def test_a_model_that_minds_its_dtypes_itself_is_left_to_it(save: Save) -> None:
+    outcome = run(save, "HalfInPart")
+    assert outcome.is_good
+    assert (outcome.inputs, outcome.notes) == (("float16[4, 3, 16, 16]",), ())
+
+
+@pytest.mark.parametrize(
+    ("factory", "inputs", "note"),
+    [
+        pytest.param(
+            "Hungry", "float32[1, 3, 16, 16]", "a batch of 4 did not fit into memory, so it was cut to 1", id="memory"
+        ),
+        pytest.param(
+            "FailsInCudnn",
+            "float32[4, 3, 16, 16]",
+            "cuDNN failed (RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED), so it was turned off",
+            id="cudnn",
+        ),
+        pytest.param(
+            "Mixed",
+            "float64[4, 3, 16, 16]",
+            "the model's float32, float64 parameters met another dtype, so all were converted to float64",
+            id="two dtypes in the model",
+        ),
+        pytest.param(
+            "LacksHalf",
+            "float32[4, 3, 16, 16]",
+            "the model's float16, float32 parameters met another dtype, so all were converted to float32",
+            id="no half version",
+        ),
+    ],
+)
+def test_a_second_try_that_helps_is_told(save: Save, factory: str, inputs: str, note: str) -> None:
+    outcome = run(save, factory)
+    assert outcome.is_good
+    assert outcome.inputs == (inputs,)
+    assert outcome.notes == (note,)
+    assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize(
+    ("factory", "blame", "error", "note"),
+    [
+        pytest.param(
+            "Insatiable", ENVIRONMENT, "can't allocate memory", "a batch of 1 in bfloat16 did not fit", id="memory"
+        ),
+        pytest.param(
+            "MakesDoubles", MODEL, "same dtype", "the other dtype comes from the model's code", id="a dtype of the code"
+        ),
+        pytest.param("AlwaysFailsInCudnn", ENVIRONMENT, "CUDNN_STATUS", "with cuDNN turned off too", id="cudnn"),
+    ],
+)
+def test_where_nothing_helps_the_first_failure_stands(
+    save: Save, factory: str, blame: str, error: str, note: str
+) -> None:
+    outcome = run(save, factory)
+    assert outcome.failure is not None
+    assert outcome.failure.blame == blame
+    assert error in outcome.failure.error
+    assert outcome.inputs == ("float32[4, 3, 16, 16]",)
+    assert note in outcome.notes[-1]
+
+
+def test_a_derived_input_finds_less_memory_too(save: Save) -> None:
+    outcome = run(save, "Hungry", ())
+    assert outcome.is_good
+    assert outcome.inputs == ("float32[1, 3, 64, 64]",)
+
+
+def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * torch.ones(2))  # a float32 of its own
+
+    subject = Subject(Scales(2, 2).half(), torch.device("cpu"), torch.float16)
+    done = attempt(subject, Arguments((torch.ones(1, 2, dtype=torch.float16),)), Outcome())
+    assert done.outcome.is_good
+    assert (subject.dtype, subject.is_converted) == (torch.float32, True)
+    assert "all were converted to float32" in done.outcome.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("factory", "inputs", "record"),
+    [
+        pytest.param("MakesDoubles", IMAGES, "dtype-mismatch", id="dtypes"),
+        pytest.param("Insatiable", IMAGES, "machine-memory", id="memory"),
+        pytest.param("AlwaysFailsInCudnn", IMAGES, "cudnn", id="cudnn"),
+        pytest.param("IllegalAccess", IMAGES, "illegal-access", id="illegal access"),
+        pytest.param("Hungry", ("1x1x16x16",), "input-channels", id="input"),
+    ],
+)
+def test_what_a_failure_says_is_known_to_explain(
+    save: Save, factory: str, inputs: tuple[str, ...], record: str
+) -> None:
+    [finding] = findings_of(run(save, factory, inputs))
+    assert finding.code == "RUN101"
+    explanation = explain(finding.message)
+    assert explanation is not None
+    assert explanation.name == record

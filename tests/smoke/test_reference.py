@@ -18,11 +18,11 @@ from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.reading.opening import open_source
 from ckptfix.smoke import reference as agreement
 from ckptfix.smoke.exam import Job, examine
-from ckptfix.smoke.findings import findings_of
 from ckptfix.smoke.forward import Subject, forward
 from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import Outcome
 from ckptfix.smoke.reference import Reference, compare_outputs, compare_with_cpu
+from ckptfix.smoke.run import findings_of
 from tests.smoke import models
 from tests.smoke.conftest import Save
 from tests.smoke.models import Net

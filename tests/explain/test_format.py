@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.explain import explain, judge
-from ckptfix.explain.case import Verdict
+from ckptfix.explain.format import Verdict
 from ckptfix.report.telling import Telling
 
 PREFIX = (
