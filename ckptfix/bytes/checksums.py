@@ -7,9 +7,12 @@ every other view of it is read without a second look. A storage that is read fro
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ckptfix.bytes.sources import stream
@@ -151,3 +154,13 @@ def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
     keys = [key for key, entry in entries if any(spec.storage is storage for spec in tensors_in(entry))]
     more = f" and of {len(keys) - 1} more" if len(keys) > 1 else ""
     return f"the storage of {keys[0]}{more}" if keys else "a storage beside the state_dict"
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the sha256 of a file, in hex. It runs without Python's lock."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and its buffer is small
+        buffer = memoryview(bytearray(max(1, min(1 << 20, os.fstat(file.fileno()).st_size))))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()

@@ -159,16 +159,12 @@ class _JsonDocument:
 
 def _sha256(source: str) -> str | None:
     """Return the SHA-256 of a file; None for a checkpoint in several files, and for one that is gone by now."""
-    import hashlib
+    from ckptfix.bytes.checksums import sha256_of_file
 
-    digest = hashlib.sha256()
     try:
-        with Path(source).open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return sha256_of_file(Path(source))
     except OSError:
         return None
-    return digest.hexdigest()
 
 
 def page_writer(choices: Mapping[str, Any]) -> PageWriter | None:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
+from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.copying import CHUNK
 from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, WriteError
@@ -29,16 +30,6 @@ from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.job import Done, Staged, Workplace
 from ckptfix.zoo.manifest import Journal, Outcome, Record
 from ckptfix.zoo.places import Place
-
-
-def sha256_of_file(path: Path) -> str:
-    """Return the sha256 of a file, in hex. It runs without Python's lock."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and its buffer is small
-        buffer = memoryview(bytearray(max(1, min(1 << 20, os.fstat(file.fileno()).st_size))))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def sha256_of_files(root: Path, names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from posixpath import basename, dirname, join, splitext
 from typing import Any
 
+from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.options import CHECK, flag_text, settings_of
 from ckptfix.core.report import Report
@@ -24,7 +25,7 @@ from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageErr
 from ckptfix.repairing import check, repair
 from ckptfix.report.page.data import weights_to_json
 from ckptfix.writing.atomic import flush_file
-from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_file, sha256_of_files
+from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_files
 from ckptfix.zoo.deciding import (
     accepted,
     decisions_after_error,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.errors import WriteError
 from ckptfix.writing import atomic
 from ckptfix.writing.atomic import flush_file
@@ -26,7 +27,6 @@ from ckptfix.zoo.committing import (
     deliver_staged,
     forget,
     put_in_place,
-    sha256_of_file,
     sha256_of_files,
 )
 from ckptfix.zoo.job import Done, Staged
