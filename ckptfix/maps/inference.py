@@ -15,7 +15,7 @@ from ckptfix.core.parts import Part, Shape, full, merged, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
-from ckptfix.maps.names import bag, module, roles, segments, similarity, weights
+from ckptfix.maps.names import bag, module, roles, segments, similarity, told_apart, weights
 from ckptfix.maps.trees import Choice, Label, Matcher
 
 Specs = Mapping[str, Sequence[int]]
@@ -113,7 +113,8 @@ def _leaves(specs: Mapping[str, Shape]) -> tuple[Leaves, float]:
     if keys == sorted(keys):
         keys.sort(key=_natural)
         weight = SORTED_WEIGHT
-    return [whole(key, specs[key], segments(key), order) for order, key in enumerate(keys)], weight
+    paths = told_apart([segments(key) for key in keys])
+    return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
@@ -121,9 +122,12 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
 
 
 def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
-    """Take both sides apart, with the source's matrices transposed if more of them then find a partner."""
+    """Take both sides apart, with the source's matrices transposed if more of them then find a partner, or if only one
+    side calls them ``kernel``, as JAX and TensorFlow do."""
     straight, turned = expanded(source, target), expanded(flipped(source), target)
-    return turned if common(*turned) > common(*straight) else straight
+    ours, theirs = (any(leaf.key.endswith(".kernel") for leaf in leaves) for leaves in (source, target))
+    gain = common(*turned) - common(*straight)
+    return turned if gain > 0 or (gain == 0 and ours != theirs) else straight
 
 
 def _part(source: Leaf, target: Leaf) -> Part:

@@ -77,7 +77,7 @@ def _flips(leaf: Leaf) -> bool:
     return (
         len(leaf.shape) == 2 == len(leaf.box)
         and leaf.path[-1] == "weight"
-        and any(segment.isdigit() for segment in leaf.path)
+        and any(segment.rpartition("_")[2].isdigit() for segment in leaf.path)
         and not {"embed", "position", "table"} & named.keys()
     )
 

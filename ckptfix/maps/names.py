@@ -125,6 +125,11 @@ PHRASES = {
     "layer_norm2": ("norm", "mlp"),
     "layer_norm_2": ("norm", "mlp"),
     "layernorm2": ("norm", "mlp"),
+    "norm_cross": ("norm", "cross"),
+    "norm_mlp": ("norm", "mlp"),
+    "encoder_attn": ("cross", "attention"),
+    "encoder_attn_layer_norm": ("norm", "cross"),
+    "multihead_attn": ("cross", "attention"),
     "ln_f": ("norm", "final"),
     "ln_post": ("norm", "final"),
     "ln_pre": ("norm", "first"),
@@ -145,9 +150,11 @@ FUSED = {
 }
 """Words that name several concepts."""
 
+PLACES = (frozenset({"query", "key", "value", "out"}), frozenset({"gate", "up", "down"}))
+"""The places of the layers in attention and in an MLP."""
+
 EXCLUSIVE = (
-    frozenset({"query", "key", "value", "out"}),
-    frozenset({"gate", "up", "down"}),
+    *PLACES,
     frozenset({"image", "text"}),
     frozenset({"weight", "bias"}),
     frozenset({"encoder", "decoder"}),
@@ -188,6 +195,26 @@ def concepts(segment: str) -> tuple[str, ...]:
 def roles(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the roles (query, key, value; gate, up) that a module has by its name, in order: several if fused."""
     return tuple(concept for concept in concepts(module(path)) if concept in ROLES)
+
+
+_SECOND = re.compile(r"(layer_?|batch_?)?(norm|ln)_?2")
+
+
+def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, and
+    ``norm2`` belongs to the MLP unless there is ``norm3``, as in ``nn.TransformerDecoderLayer``."""
+    paths = [(*path[:-1], "weight") if path[-1] == "kernel" else path for path in paths]
+    modules = {path[:-1] for path in paths}
+
+    def named(path: tuple[str, ...]) -> tuple[str, ...]:
+        *front, norm = path[:-1] or ("",)
+        if _SECOND.fullmatch(norm) and (*front, f"{norm[:-1]}3") in modules:
+            return (*front, "norm_cross", path[-1])
+        if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":
+            return (*front, "norm_mlp", path[-1])
+        return path
+
+    return list(map(named, paths))
 
 
 def kind(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -234,11 +261,13 @@ def similarity(one: Counter[str], other: Counter[str], weigh: Mapping[str, float
     """Return the weighted share of concepts in common, from 0 to 1, less 1 for each family in which they differ."""
     size = sum(weigh[word] * count for each in (one, other) for word, count in each.items())
     score = 2 * sum(weigh[word] * count for word, count in (one & other).items()) / size if size else 0.0
-    for family in EXCLUSIVE:
-        mine, theirs = family & one.keys(), family & other.keys()
-        if mine and theirs and not mine & theirs:
-            score -= 1
-    return score
+    return score - conflicts(one, other, EXCLUSIVE)
+
+
+def conflicts(one: Counter[str], other: Counter[str], families: Iterable[frozenset[str]] = PLACES) -> int:
+    """Return in how many families of concepts two names differ."""
+    shared = ((family & one.keys(), family & other.keys()) for family in families)
+    return sum(bool(mine and theirs and not mine & theirs) for mine, theirs in shared)
 
 
 def numbers(path: Iterable[str]) -> tuple[int, ...]:

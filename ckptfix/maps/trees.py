@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ckptfix.core.parts import Shape
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path
-from ckptfix.maps.names import STATISTICS, bag, kind, module, numbers, similarity, template, weights
+from ckptfix.maps.names import STATISTICS, bag, conflicts, kind, module, numbers, similarity, template, weights
 
 FORBIDDEN = 99.0
 """What a pair that must not be chosen is worse by."""
@@ -24,11 +24,13 @@ NARROW = 0.05
 """A choice that is better by less than this is none."""
 
 VOTE_WEIGHT = 1.5
-"""What the other templates chose outweighs the order in one: some blocks list their shortcut first, others last."""
+"""What most blocks chose outweighs the order in one template: some list their shortcut first, others last."""
 
 LARGE = 8
 """A subtree of this many leaves is hardly equal to another one by chance."""
 
+
+Places = Mapping[Path, tuple[int, int]]
 
 Key = tuple[tuple[Path, ...], ...]
 """A template: the paths of its leaves on both sides."""
@@ -51,7 +53,9 @@ class Pooled:
 
 @dataclass(eq=False)
 class Node:
-    """A subtree of a template: the path that leads to it, and its leaves with their places in the template."""
+    """A subtree of a template: the path that leads to it, and its leaves with their places in the template.
+
+    ``order`` is where it comes among the leaves, from 0 to 1."""
 
     path: Path
     members: list[int]
@@ -146,18 +150,19 @@ class Matcher:
             for node in _nodes(leaves, with_root=not key):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
+        places = _places(pool.source), _places(pool.target)
         complete = _signature(pool.source) == _signature(pool.target)
         for signature in sorted(groups, key=len, reverse=True):
             here, there = (
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
             )
-            for pair in self._pairs(here, there, complete, key):
+            for pair in self._pairs(here, there, places, complete, key, len(pool.labels)):
                 taken[0].update(pair.source.members)
                 taken[1].update(pair.target.members)
                 ones = [pool.source[at] for at in pair.source.members]
                 others = [pool.target[at] for at in pair.target.members]
-                self._votes[_end(pair.source.path), _end(pair.target.path)][key] += len(pool.labels)
+                self._votes[_ends(pair.source, pair.target, places)][key] += len(pool.labels)
                 labels = tuple(min(label, pair.label) for label in pool.labels)
                 if len(signature) == 1:
                     alternatives = tuple(pool.source[node.members[0]].leaves for node in pair.alternatives)
@@ -174,14 +179,22 @@ class Matcher:
             heapq.heappush(self._heap, (-len(pool.source), len(self._pools) + len(self.decisions), key))
         self._pools[key].append(pool)
 
-    def _pairs(self, source: list[Node], target: list[Node], complete: bool, key: Key) -> Iterator[_Pair]:
+    def _pairs(
+        self,
+        source: list[Node],
+        target: list[Node],
+        places: Sequence[Places],
+        complete: bool,
+        key: Key,
+        instances: int,
+    ) -> Iterator[_Pair]:
         if not source or not target:
             return
-        scores = self._scores(source, target)
-        votes = [[self._vote(one.path, other.path, key) for other in target] for one in source]
+        scores = self._scores(source, target, places)
+        votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
         for row, votes_of_row in zip(scores, votes, strict=True):
             for column, vote in enumerate(votes_of_row):
-                most = max(*votes_of_row, *(each[column] for each in votes))
+                most = max(instances, *votes_of_row, *(each[column] for each in votes))
                 row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
         for at, one in enumerate(source if self.without else ()):
             for to, other in enumerate(target):
@@ -193,6 +206,7 @@ class Matcher:
                 yield _Pair(source[at], target[to], label, ())
             return
         chosen = assign(scores)
+        is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
@@ -206,18 +220,21 @@ class Matcher:
             elif _same_end(one, other):
                 label = Label.CERTAIN if complete else Label.LIKELY
             else:
-                label = Label.LIKELY
+                label = Label.AMBIGUOUS if is_contradicted else Label.LIKELY
             close = tuple(source[rival] for rival, margin in rivals if margin < NARROW)
             yield _Pair(one, other, label, close)
 
-    def _vote(self, source: Path, target: Path, key: Key) -> int:
+    def _vote(self, ends: tuple[Path, Path], key: Key) -> int:
         """Return in how many instances of other templates these two belonged together."""
-        votes = self._others.get((_end(source), _end(target)), {})
-        return sum(count for other, count in votes.items() if other != key)
+        return sum(count for other, count in self._others.get(ends, {}).items() if other != key)
 
-    def _scores(self, source: list[Node], target: list[Node]) -> list[list[float]]:
-        ranks = [_ranks(nodes) for nodes in (source, target)]
-        counted = [_numbered(nodes) for nodes in (source, target)]
+    def _scores(self, source: list[Node], target: list[Node], places: Sequence[Places]) -> list[list[float]]:
+        ranks = [[node.order for node in nodes] for nodes in (source, target)]
+        if len(source) == len(target):
+            ranks = [_ranks(nodes) for nodes in (source, target)]
+        counted = [
+            [_numbered(node, side) for node in nodes] for nodes, side in zip((source, target), places, strict=True)
+        ]
         named = weights([node.words for node in source], [node.words for node in target])
         within = weights([node.inner for node in source], [node.inner for node in target])
         rows = []
@@ -237,6 +254,9 @@ class Matcher:
 def _nodes(leaves: list[Pooled], with_root: bool) -> Iterator[Node]:
     """Yield the subtrees, those of one child left out: their path is that of the child."""
     below: dict[Path, list[int]] = defaultdict(list)
+    orders = [leaf.leaves[0].order for leaf in leaves]
+    first, last = min(orders, default=0), max(orders, default=0)
+    span = max(last - first, 1)
     for at, leaf in enumerate(leaves):
         for depth in range(len(leaf.path) + 1):
             below[leaf.path[:depth]].append(at)
@@ -252,7 +272,7 @@ def _nodes(leaves: list[Pooled], with_root: bool) -> Iterator[Node]:
             path,
             members,
             _signature(inside),
-            sum(leaf.leaves[0].order for leaf in inside) / len(inside),
+            (sum(orders[at] for at in members) / len(members) - first) / span,
             bag(path),
             bag(segment for leaf in inside for segment in leaf.path[len(path) :]),
         )
@@ -277,9 +297,15 @@ def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
     return Label.AMBIGUOUS if ours & theirs else Label.LIKELY
 
 
-def _end(path: Path) -> Path:
-    """Return how a module or a leaf is called inside of its template."""
-    return path[-2:] if kind(path) or (path and path[-1] in STATISTICS) else path[-1:]
+def _end(path: Path, places: Places) -> Path:
+    """Return how a module or a leaf is called inside of its template; the second of two is not the second of three."""
+    end = path[-2:] if kind(path) or (path and path[-1] in STATISTICS) else path[-1:]
+    numbered = (path[: len(path) - at] for at in range(len(end)))
+    return end + tuple(str(places[front][1]) for front in numbered if front in places)
+
+
+def _ends(source: Node, target: Node, places: Sequence[Places]) -> tuple[Path, Path]:
+    return _end(source.path, places[0]), _end(target.path, places[1])
 
 
 def _by_number(nodes: Sequence[Node]) -> list[int]:
@@ -327,15 +353,35 @@ def _ranks(nodes: list[Node]) -> list[float]:
     return ranks
 
 
-def _numbered(nodes: list[Node]) -> list[tuple[int, ...]]:
-    """Return the numbers in each path, each counted from the first that occurs at its place."""
-    found = [numbers(node.path) for node in nodes]
-    seen: dict[int, set[int]] = defaultdict(set)
-    for each in found:
-        for place, number in enumerate(each):
-            seen[place].add(number)
-    rank = {place: {number: at for at, number in enumerate(sorted(values))} for place, values in seen.items()}
-    return [tuple(rank[place][number] for place, number in enumerate(each)) for each in found]
+def _places(leaves: list[Pooled]) -> Places:
+    """Return the place of each numbered module among its siblings that have much the same leaves, and how many siblings
+    have its name.
+
+    A sibling counts that has a leaf more than the others, as the first block of T5, and not one of another kind."""
+    inside: dict[Path, set[str]] = defaultdict(set)
+    runs: dict[tuple[Path, str], dict[Path, None]] = defaultdict(dict)
+    for leaf in leaves:
+        for depth, segment in enumerate(leaf.path):
+            if template(segment) != segment:
+                inside[leaf.path[: depth + 1]].add(template(".".join(leaf.path[depth + 1 :])))
+                runs[leaf.path[:depth], template(segment)][leaf.path[: depth + 1]] = None
+    places: dict[Path, tuple[int, int]] = {}
+    for run in runs.values():
+        kinds: list[list[Path]] = []
+        for path in sorted(run, key=lambda path: numbers(path[-1:])):
+            own = inside[path]
+            alike = (each for each in kinds if 2 * len(own & inside[each[0]]) >= len(own | inside[each[0]]))
+            members = next(alike, None)
+            if members is None:
+                kinds.append(members := [])
+            places[path] = len(members), len(run)
+            members.append(path)
+    return places
+
+
+def _numbered(node: Node, places: Places) -> tuple[int, ...]:
+    fronts = (node.path[: depth + 1] for depth in range(len(node.path)))
+    return tuple(places[front][0] for front in fronts if front in places)
 
 
 def _same_numbers(one: tuple[int, ...], other: tuple[int, ...]) -> float:

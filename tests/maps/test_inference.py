@@ -193,3 +193,76 @@ def test_an_interleaved_layer_is_never_certain():
 @pytest.mark.parametrize(("source", "target"), [({}, {}), (VIT_TIMM, {}), ({}, VIT_TIMM), ({"a": (0,)}, {"b": (0,)})])
 def test_nothing_to_match(source, target):
     assert set(sources(source, target)) <= {"b"}
+
+
+def test_the_norms_of_a_decoder_are_counted_by_three():
+    """``norm2`` is that of the MLP in an encoder, and that of cross-attention in a decoder."""
+    attention = ("self_attn", "multihead_attn")
+    ours = {f"{name}.{key}": shape for name in attention for key, shape in linear("out_proj", 8, 8).items()}
+    theirs = {key.replace("multihead_attn", "encoder_attn"): shape for key, shape in ours.items()}
+    mlp = [linear(one, 32, 8) | linear(two, 8, 32) for one, two in (("linear1", "linear2"), ("fc1", "fc2"))]
+    names = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+    torch_layer = {**ours, **mlp[0], **norm("norm1"), **norm("norm2"), **norm("norm3")}
+    bart_layer = {**theirs, **mlp[1], **norm(names[0]), **norm(names[1]), **norm(names[2])}
+    found = sources(stack("decoder.layers", [torch_layer] * 3), stack("layers", [bart_layer] * 3))
+    for at, name in enumerate(names, 1):
+        assert found[f"layers.1.{name}.weight"] == [f"decoder.layers.1.norm{at}.weight"]
+
+
+@pytest.mark.parametrize("is_torch", [True, False], ids=["the target has kernels", "the file has kernels"])
+def test_a_kernel_is_a_weight_transposed(is_torch):
+    """JAX and TensorFlow store the inputs first, which the shape of a square matrix does not show."""
+    layer = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
+    kernels = {f"attention.{name}.kernel": (8, 8) for name in "qkvo"}
+    sides = [
+        stack("blocks", [layer] * 2),
+        {f"layers_{at}.{key}": shape for at in (0, 1) for key, shape in kernels.items()},
+    ]
+    source, target = sides if is_torch else sides[::-1]
+    inference = infer(source, target)
+    assert inference.matches.keys() == target.keys()
+    assert {part.axes for match in inference.matches.values() for part in match.parts} == {(1, 0)}
+
+
+def test_a_first_block_with_a_layer_more_moves_no_other():
+    """T5 keeps the relative positions in its first block: the second one is not the first of the other library."""
+    layer = {f"attn.{name}.weight": (8, 8) for name in "qkvo"} | linear("mlp.fc1", 32, 8) | linear("mlp.fc2", 8, 32)
+    first = {**layer, "attn.relative.weight": (4, 2)}
+    found = sources(stack("decoder.block", [first, layer, layer]), stack("layers", [layer] * 3))
+    assert found["layers.1.attn.q.weight"] == ["decoder.block.1.attn.q.weight"]
+    assert {key.split(".")[1]: value[0].split(".")[2] for key, value in found.items()} == {"0": "0", "1": "1", "2": "2"}
+
+
+def test_names_that_contradict_each_other_are_ambiguous():
+    """``w1`` and ``w2`` are the gate and the output in Llama; both lead into the MLP in the first Qwen."""
+    mlp = {"mlp.w1.weight": (32, 8), "mlp.w2.weight": (32, 8), "mlp.c_proj.weight": (8, 32)}
+    theirs = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32)}
+    matches = infer(stack("h", [mlp] * 2), stack("layers", [theirs] * 2)).matches
+    labels = {key.split(".")[3]: match.label for key, match in matches.items()}
+    assert labels["gate_proj"] == labels["up_proj"] == Label.AMBIGUOUS
+    assert labels["down_proj"] > Label.AMBIGUOUS
+
+
+def test_most_blocks_outvote_one():
+    """The first block of EfficientNet has no expansion: its first norm is the second of the others."""
+
+    def bn(name: str, width: int) -> Specs:
+        return {f"{name}.{leaf}": (width,) for leaf in ("weight", "bias", "running_mean", "running_var")}
+
+    def block(names: tuple[str, ...], inputs: int, width: int) -> Specs:
+        convs = (("pw", (width, inputs, 1, 1)), ("dw", (width, 1, 3, 3)), ("out", (inputs, width, 1, 1)))
+        layers = zip(convs[3 - len(names) :], names, (width, width, inputs)[3 - len(names) :], strict=True)
+        return {key: shape for (name, conv), norm, size in layers
+                for key, shape in {f"conv_{name}.weight": conv, **bn(norm, size)}.items()}  # fmt: skip
+
+    ours, theirs = ("bn1", "bn2", "bn3"), ("expand_bn", "depthwise_norm", "project_bn")
+    widths = [(16, 96), (24, 144), (40, 240)]
+    sides = [
+        stack("blocks", [block(short, 32, 32), *(block(names, *width) for width in widths)])
+        for names, short in ((ours, ours[:2]), (theirs, theirs[1:]))
+    ]
+    found = sources(*sides)
+    assert found["blocks.0.depthwise_norm.weight"] == ["blocks.0.bn1.weight"]
+    for at in (1, 2, 3):
+        assert found[f"blocks.{at}.expand_bn.weight"] == [f"blocks.{at}.bn1.weight"]
+        assert found[f"blocks.{at}.depthwise_norm.weight"] == [f"blocks.{at}.bn2.weight"]
