@@ -212,12 +212,9 @@ def test_the_norms_of_a_decoder_are_counted_by_three():
 @pytest.mark.parametrize("is_torch", [True, False], ids=["the target has kernels", "the file has kernels"])
 def test_a_kernel_is_a_weight_transposed(is_torch):
     """JAX and TensorFlow store the inputs first, which the shape of a square matrix does not show."""
-    layer = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
-    kernels = {f"attention.{name}.kernel": (8, 8) for name in "qkvo"}
-    sides = [
-        stack("blocks", [layer] * 2),
-        {f"layers_{at}.{key}": shape for at in (0, 1) for key, shape in kernels.items()},
-    ]
+    layer: Specs = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
+    kernels: Specs = {f"layers_{at}.attention.{name}.kernel": (8, 8) for at in (0, 1) for name in "qkvo"}
+    sides = [stack("blocks", [layer] * 2), kernels]
     source, target = sides if is_torch else sides[::-1]
     inference = infer(source, target)
     assert inference.matches.keys() == target.keys()
@@ -226,7 +223,8 @@ def test_a_kernel_is_a_weight_transposed(is_torch):
 
 def test_a_first_block_with_a_layer_more_moves_no_other():
     """T5 keeps the relative positions in its first block: the second one is not the first of the other library."""
-    layer = {f"attn.{name}.weight": (8, 8) for name in "qkvo"} | linear("mlp.fc1", 32, 8) | linear("mlp.fc2", 8, 32)
+    attention: Specs = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
+    layer = attention | linear("mlp.fc1", 32, 8) | linear("mlp.fc2", 8, 32)
     first = {**layer, "attn.relative.weight": (4, 2)}
     found = sources(stack("decoder.block", [first, layer, layer]), stack("layers", [layer] * 3))
     assert found["layers.1.attn.q.weight"] == ["decoder.block.1.attn.q.weight"]
@@ -235,8 +233,8 @@ def test_a_first_block_with_a_layer_more_moves_no_other():
 
 def test_names_that_contradict_each_other_are_ambiguous():
     """``w1`` and ``w2`` are the gate and the output in Llama; both lead into the MLP in the first Qwen."""
-    mlp = {"mlp.w1.weight": (32, 8), "mlp.w2.weight": (32, 8), "mlp.c_proj.weight": (8, 32)}
-    theirs = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32)}
+    mlp: Specs = {"mlp.w1.weight": (32, 8), "mlp.w2.weight": (32, 8), "mlp.c_proj.weight": (8, 32)}
+    theirs: Specs = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32)}
     matches = infer(stack("h", [mlp] * 2), stack("layers", [theirs] * 2)).matches
     labels = {key.split(".")[3]: match.label for key, match in matches.items()}
     assert labels["gate_proj"] == labels["up_proj"] == Label.AMBIGUOUS
