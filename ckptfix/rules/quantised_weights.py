@@ -4,8 +4,9 @@
 
 Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
-compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), and 8-bit weights with `weight_scale` or
-`weight_scale_inv`. An error if the model wants plain floats there; without a model, a note.
+compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), and 8-bit
+weights with `weight_scale` or `weight_scale_inv`. An error if the model wants plain floats there; without a model, a
+note.
 
 ## Why it matters
 
@@ -48,7 +49,7 @@ from ckptfix.values.scan import first_numbers
 
 _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
-    r"|weight_zero_point|weight_scale(_inv|_2)?|input_scale"
+    r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|weight_scale(_inv|_2)?|input_scale"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))"
 )
 """What libraries put beside the codes, or in their place."""
@@ -60,6 +61,7 @@ _NAMES = (
     ("Qweight", "GPTQ or AWQ"),
     ("weight_packed", "compressed-tensors"),
     ("W_q", "HQQ"),
+    ("_weight_qdata", "torchao"),
     ("weight_scale_inv", BLOCKS),
     ("weight_scale", BLOCKS),
 )
