@@ -91,13 +91,15 @@ def deliver(
             return _delivered(report, None, smoke, findings)
         destination.refuse_replaced()
         with _beside(result, report, destination, settings.force) as files:
-            deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
             _deliver_beside(files, destination)
+            deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
     remarks = tuple(map(_written_beside, files.values()))
     return replace(_delivered(report, destination.output, smoke, findings, remarks), written_as=form)
 
 
 def _deliver_beside(files: dict[Path, Path], destination: Destination) -> None:
+    """Put them in place before the weights: of a run that is killed between, the next finds an optimizer that fits the
+    weights as they become, and goes on."""
     for file, goal in files.items():
         deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
 
@@ -112,11 +114,11 @@ def _beside(result: Checkpoint, report: Report, destination: Destination, force:
     each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is."""
     regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
     changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
-    if changed and any(edit.like != tuple(range(len(edit.like))) for edit in regroups):
-        changed |= {name for name in result.beside if name.startswith("scheduler")}
     source = Path(result.path)
     folder = source if source.is_dir() else source.parent
     is_elsewhere = folder.resolve() != destination.output.parent.resolve()
+    if changed and (is_elsewhere or any(edit.like != tuple(range(len(edit.like))) for edit in regroups)):
+        changed |= {name for name in result.beside if name.startswith("scheduler")}  # a trainer takes both or neither
     is_in_place = destination.like == destination.output
     with contextlib.ExitStack() as stack:
         files: dict[Path, Path] = {}
@@ -216,7 +218,7 @@ def _deliver_in_shards(
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings, remarks)
         with _beside(result, report, destination, settings.force) as files:
-            deliver_shards(index, names)
             _deliver_beside(files, destination)
+            deliver_shards(index, names)
     remarks = (*remarks, *map(_written_beside, files.values()))
     return replace(_delivered(report, names.index, smoke, findings, remarks), written_as=SHARDS)

@@ -155,6 +155,15 @@ def _out_of_step(
     if found and all(way.is_unchanged for way in found):
         yield from _frozen(rule, context, found[0])
         return
+    after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
+    if not found and plan.edits and any(way.is_unchanged for way in ways(optimizer, after)):
+        yield rule.finding(
+            Level.NOTE,
+            f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
+            "run that was stopped has left it",
+            evidence={"parameters": len(optimizer.ids)},
+        )
+        return
     if not found and not change.touches and not change.is_ordered and change.model_order is not None:
         if len(optimizer.ids) == len(change.model_order):
             yield rule.finding(

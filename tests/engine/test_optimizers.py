@@ -79,7 +79,7 @@ def test_a_run_of_a_trainer_goes_on(tmp_path, save):
         tmp_path / "run" / save, target, output=tmp_path / "new" / save, unsafe_fixes=True, fill="target"
     )
     assert not result.report.is_open
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted([save, "optimizer.pt"])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted([save, "optimizer.pt", "scheduler.pt"])
 
     reference, before = copy.deepcopy(target), dict(model.named_parameters())
     reference.load_state_dict(
@@ -129,6 +129,32 @@ def test_where_the_files_go(tmp_path, in_place):
     made = torch.load(tmp_path / "run" / ("optimizer.pt" if in_place else "optimizer.fixed.pt"), weights_only=True)
     assert [len(group["params"]) for group in made["param_groups"]] == [4, 6]
     assert "scheduler.fixed.pt" not in names
+
+
+def test_a_run_that_was_killed_between_the_files_goes_on(tmp_path, monkeypatch):
+    """The optimizer is in place and the weights are not: the next run leaves the one and repairs the other."""
+    folder_of_a_trainer(tmp_path / "run", Net("zyx"))
+    asked: dict[str, Any] = {"in_place": True, "fill": "target", "unsafe_fixes": True, "accept": ("FIT101",)}
+    source = tmp_path / "run" / "model.safetensors"
+    old = source.read_bytes()
+
+    def killed(temporary: Path, output: Path, *more: Any) -> None:
+        if output == source:
+            raise KeyboardInterrupt
+        temporary.replace(output)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptfix.engine.delivery.deliver_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ckptfix.repair(source, Net("zyxw"), **asked)
+    optimizer = tmp_path / "run" / "optimizer.pt"
+    assert source.read_bytes() == old
+    made = optimizer.read_bytes()
+    report = ckptfix.repair(source, Net("zyxw"), **asked).report
+    assert [finding.level.name for finding in report.remaining if finding.code == "OPT101"] == ["NOTE"]
+    assert optimizer.read_bytes() == made
+    assert source.read_bytes() != old
+    assert "OPT101" not in [finding.code for finding in ckptfix.check(source, Net("zyxw")).findings]
 
 
 def test_nothing_is_replaced_unasked(tmp_path):
