@@ -90,7 +90,7 @@ def _with_state(
     source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings
 ) -> tuple[Repair, dict[str, Any], list[str]]:
     """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
-    from ckptfix.engine.optimizers import with_optimizers
+    from ckptfix.engine.optimizers import regrouped
     from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
     from ckptfix.reading.tensors import revive_tree
@@ -127,14 +127,13 @@ def _with_state(
             "tells its parameters apart; if that is right, load with ",
             Opt("unsafe_fixes", True),
         )
-    edited = with_optimizers(after, way.edits, saved.name)
-    made = next(one for one in optimizers_of(edited) if one.path == saved.path)
-    if any(isinstance(value, Opaque) for row in made.state.values() for value in row.values()):
+    made = regrouped(after, saved, way.edits, saved.name)
+    if any(isinstance(value, Opaque) for row in made["state"].values() for value in row.values()):
         raise TargetError(
             f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "
             "load the optimizer from what is written"
         )
-    state = revive_tree({"state": dict(made.state), "param_groups": list(made.groups)}, edited)
+    state = revive_tree(made, after)
     given = optimizer.param_groups
     known = [n for n, steps in enumerate(way.groups) if any(step.source is not None or step.parts for step in steps)]
     is_regrouped = [way.like[n] for n in known] != list(range(len(saved.groups)))

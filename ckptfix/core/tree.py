@@ -59,10 +59,19 @@ MANY = 1000
 """Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer."""
 
 
+def is_flat_optimizer(root: Any) -> bool:
+    """Whether a container is an optimizer's state in flat keys, ``state.fc.weight.exp_avg`` and
+    ``param_groups.fc.weight.lr``, as ``torch.distributed.checkpoint`` and torchtitan have it."""
+    ends = (next(iter(root)), next(reversed(root))) if isinstance(root, dict) and len(root) > 1 else ()
+    return {str(key).partition(".")[0] for key in ends} == {"state", "param_groups"} and all("." in key for key in ends)
+
+
 def has_optimizer(root: Any, depth: int = 4) -> bool:
     """Whether the ``state_dict`` of an optimizer may be in a container."""
     if isinstance(root, dict):
-        return "param_groups" in root or (
-            depth > 0 and len(root) <= MANY and any(has_optimizer(member, depth - 1) for member in root.values())
+        return (
+            "param_groups" in root
+            or is_flat_optimizer(root)
+            or (depth > 0 and len(root) <= MANY and any(has_optimizer(member, depth - 1) for member in root.values()))
         )
     return isinstance(root, list) and depth > 0 and any(has_optimizer(member, depth - 1) for member in root[:MANY])

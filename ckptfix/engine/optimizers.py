@@ -14,7 +14,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.tree import MANY
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of
+from ckptfix.maps.positions import INITIAL, Optimizer, flat, optimizers_of
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
@@ -23,15 +23,16 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     found = {optimizer.name: optimizer for optimizer in optimizers_of(checkpoint)}
     for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
         optimizer = found.get(regroup.where)
-        moments = [edit for edit in edits if isinstance(edit, Moments) and edit.where == regroup.where]
         if optimizer is None:
             raise PlanError(
                 f"{checkpoint.path}: {rule} edits the optimizer {regroup.where}, which is not there; the plan belongs "
                 "to another file"
             )
-        made = _regrouped(checkpoint, optimizer, regroup, moments, rule)
-        change = partial(_updated, made)
-        like = regroup.like if len(found) == 1 else ()  # of several, nothing tells whose the scheduler is
+        made = regrouped(checkpoint, optimizer, edits, rule)
+        change = partial(_flattened if optimizer.is_flat else _updated, made)
+        like = (
+            regroup.like if len(found) == 1 and not optimizer.is_flat else ()
+        )  # of several, nothing tells whose the scheduler is
         if optimizer.path[:1] and optimizer.path[0] in beside:
             beside = _with(beside, optimizer.path, change)
         else:
@@ -70,6 +71,10 @@ def _updated(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     return {**before, **made}
 
 
+def _flattened(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return flat(made["state"], made["param_groups"])
+
+
 def _with(root: Any, path: tuple[PathPart, ...], change: Callable[[Any], Any]) -> Any:
     """Return a container with what ``change`` makes of the value at a place; nothing is changed in place."""
     if not path:
@@ -83,10 +88,10 @@ def _with(root: Any, path: tuple[PathPart, ...], change: Callable[[Any], Any]) -
     return result
 
 
-def _regrouped(
-    checkpoint: Checkpoint, optimizer: Optimizer, regroup: Regroup, edits: Sequence[Moments], rule: str
-) -> dict[str, Any]:
+def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[Edit], rule: str) -> dict[str, Any]:
     """Return the new ``state`` and ``param_groups``. Ids that are names become those of the result."""
+    regroup = next(edit for edit in proposed if isinstance(edit, Regroup) and edit.where == optimizer.name)
+    edits = [edit for edit in proposed if isinstance(edit, Moments) and edit.where == optimizer.name]
     ids = {str(number): number for number in optimizer.ids}
     is_keyed = all(isinstance(number, str) for number in ids.values())
     used = {edit.source for edit in edits if edit.source is not None}
@@ -123,16 +128,25 @@ def _regrouped(
 
 
 def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the state that Adagrad begins with; None for the others, which make theirs at the first step."""
-    value = group.get(INITIAL)
-    like = next((row for row in map(optimizer.row, optimizer.ids) if isinstance(row.get("sum"), TensorSpec)), None)
-    if not isinstance(value, (int, float)) or like is None:
+    """Return the state that a parameter begins with, if it has to have one: zeros, and what Adagrad asks for."""
+    rows = [row for row in map(optimizer.row, optimizer.ids) if row]
+    begins_with = group.get(INITIAL)
+    if not shape or not rows or not (optimizer.is_flat or isinstance(begins_with, (int, float))):
         return None
     from ckptfix.reading.live import spec_of_number
 
-    step = like.get("step")
-    begun = spec_of_number(step.dtype, step.shape, 0) if isinstance(step, TensorSpec) else 0
-    return {"step": begun, "sum": spec_of_number(like["sum"].dtype, shape, value)}
+    found: dict[str, Any] = {}
+    for row in rows:
+        shapes = {value.shape for name, value in row.items() if isinstance(value, TensorSpec) and name != "step"}
+        if row.keys() != rows[0].keys() or len(shapes) != 1:
+            return None  # factored, or different for each
+    for name, like in rows[0].items():
+        number = begins_with if name == "sum" and isinstance(begins_with, (int, float)) else 0
+        if isinstance(like, TensorSpec):
+            found[name] = spec_of_number(like.dtype, like.shape if name == "step" else shape, number)
+        elif isinstance(like, (int, float)):
+            found[name] = number
+    return found
 
 
 def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

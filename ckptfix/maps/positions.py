@@ -17,6 +17,7 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.tree import is_flat_optimizer
 
 Shape = tuple[int, ...]
 
@@ -41,6 +42,8 @@ class Optimizer:
     path: tuple[PathPart, ...]
     state: Mapping[Any, Any]
     groups: tuple[Mapping[str, Any], ...]
+    is_flat: bool = False
+    """Whether the file has it in flat keys: ``state.fc.weight.exp_avg``."""
 
     @property
     def name(self) -> str:
@@ -72,6 +75,8 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
     """Return an optimizer's ``state_dict``, None for any other value."""
     if not isinstance(value, Mapping):
         return None
+    if is_flat_optimizer(value):
+        return _from_flat(value, path)
     state, groups = value.get("state"), value.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         return None
@@ -81,6 +86,35 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
     ids = found.ids
     is_usual = all(type(number) in (int, str) for number in ids) and len(set(map(str, ids))) == len(ids)
     return found if is_usual else None
+
+
+def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimizer | None:
+    """Return the optimizer of flat keys, with a group for each parameter, as the options are kept."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, kept in value.items():
+        part, _, rest = str(key).partition(".")
+        name, _, option = rest.rpartition(".")
+        if part not in parts or not name:
+            return None
+        parts[part].setdefault(name, {})[option] = kept
+    groups = tuple({**options, "params": [name]} for name, options in parts["param_groups"].items())
+    return (
+        Optimizer(path, parts["state"], groups, is_flat=True)
+        if parts["state"].keys() <= parts["param_groups"].keys()
+        else None
+    )
+
+
+def flat(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the flat keys of an optimizer whose ids are names."""
+    found = {f"state.{name}.{what}": value for name, row in state.items() for what, value in row.items()}
+    return found | {
+        f"param_groups.{name}.{option}": value
+        for group in groups
+        for name in group["params"]
+        for option, value in group.items()
+        if option != "params"
+    }
 
 
 def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Optimizer]:

@@ -414,8 +414,9 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
 
 
 def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...]:
-    """Give the shape to those that Adagrad has to begin anew: unlike the others, it has a state from the start on."""
-    if INITIAL not in optimizer.groups[like]:
+    """Give the shape to those that begin with a state: Adagrad has one from the start on, and torch loads flat keys
+    only if each parameter has all of them."""
+    if INITIAL not in optimizer.groups[like] and not optimizer.is_flat:
         return tuple(steps)
     return tuple(
         step if step.source is not None or step.parts else step._replace(shape=change.after[step.key].shape)
@@ -481,7 +482,7 @@ Grouped = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]
 
 def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
     """Return the recipes by which names that are certain are grouped, none for the user's own groups."""
-    if len(optimizer.groups) == 1:
+    if len(optimizer.groups) == 1 or optimizer.is_flat:
         return []
     named = set(naming.names.values())
     layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
@@ -595,18 +596,20 @@ def _in_own_order(
 def _in_own_groups(
     optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
 ) -> Grouped | None:
-    """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it."""
+    """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it, or
+    to those of its kind."""
     steps = _in_own_order(optimizer, naming, steps, change, ids)
     group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     places: dict[str, int] = {}
     for step in steps:
-        found = {group_of[ids[source]] for source in change.origins[step.key].sources if source in ids}
-        if len(found) > 1:
+        found = sorted({group_of[ids[source]] for source in change.origins[step.key].sources if source in ids})
+        if any(_settings(optimizer.groups[place]) != _settings(optimizer.groups[found[0]]) for place in found):
             return None
-        places |= dict.fromkeys([step.key], *found) if found else {}
+        places |= dict.fromkeys([step.key], found[0]) if found else {}
     for step in steps:
         if step.key not in places:
             place = _kin(step.key, places, len(optimizer.groups))
+            place = _group_like([step], optimizer, steps, change, ids) if place is None else place
             if place is None:
                 return None
             places[step.key] = place

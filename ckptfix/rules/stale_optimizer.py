@@ -156,7 +156,8 @@ def _out_of_step(
         yield from _frozen(rule, context, found[0])
         return
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
-    if not found and plan.edits and any(way.is_unchanged for way in ways(optimizer, after)):
+    settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
+    if not found and plan.edits and settled and len(optimizer.ids) == len(after.result()):
         yield rule.finding(
             Level.NOTE,
             f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "

@@ -11,7 +11,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import tensors_in
+from ckptfix.core.tree import is_flat_optimizer, tensors_in
 from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.document import Document
@@ -25,7 +25,8 @@ _NODES = 1000
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
     """Whether a mapping is the state of an optimizer: its state_dict, or what an optimizer object was pickled as."""
-    return ("param_groups" in mapping and "state" in mapping) or is_zero_state(mapping)
+    is_nested = "param_groups" in mapping and "state" in mapping
+    return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping)
 
 
 def why_weightless(document: Document) -> str:
