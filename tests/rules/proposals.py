@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckptfix.core.finding import Finding
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.target import Target, target_from_module
@@ -21,23 +23,31 @@ StateDict = Mapping[str, Any]
 
 
 def context(
-    state_dict: StateDict,
+    state_dict: StateDict | Checkpoint,
     model: torch.nn.Module | Target | None = None,
     donor: StateDict | None = None,
+    root: object = None,
     **settings: Any,
 ) -> Context:
-    """What a rule sees of a state_dict and a model."""
-    checkpoint = open_state_dict(state_dict)
+    """What a rule sees of a state_dict and a model; ``root`` is the container around it."""
+    checkpoint = state_dict if isinstance(state_dict, Checkpoint) else open_state_dict(state_dict)
+    if root is not None:
+        checkpoint = replace(checkpoint, root=root)
     target = target_from_module(model) if isinstance(model, torch.nn.Module) else model
     given = open_state_dict(donor) if donor is not None else None
     return Context(checkpoint, target, Statistics(checkpoint), Settings(**settings), given)
 
 
 def propose(
-    rule: Rule, state_dict: StateDict, model: Any = None, donor: StateDict | None = None, **settings: Any
+    rule: Rule, state_dict: StateDict | Checkpoint, model: Any = None, donor: StateDict | None = None, **settings: Any
 ) -> list[Finding]:
     """What the rule finds."""
     return list(rule.propose(context(state_dict, model, donor, **settings)))
+
+
+def loud(findings: list[Finding]) -> list[Finding]:
+    """The findings that change the exit code."""
+    return [finding for finding in findings if finding.level > Level.NOTE]
 
 
 def repaired(

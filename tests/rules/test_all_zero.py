@@ -6,7 +6,7 @@ from ckptfix.core.finding import Level
 from ckptfix.rules.all_zero import all_zero
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import loud, propose, without_values
+from tests.rules.proposals import loud, propose
 
 
 def net(**zero: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -117,10 +117,6 @@ def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not():
     for root, level in ((None, Level.NOTE), ({"step": 400}, Level.WARNING)):
         (finding,) = propose(all_zero, adapter(torch.zeros(8, 2)), root=root)
         assert (finding.level, finding.keys) == (level, ("0.lora_B.weight", "1.lora_B.weight"))
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(all_zero) == []
 
 
 @pytest.mark.parametrize("key", ["head.weight", "head.fc.weight", "embeddings.time_embeddings", "classifier.weight"])

@@ -6,7 +6,7 @@ from ckptfix.core.finding import Level
 from ckptfix.rules.constant import constant
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import propose, without_values
+from tests.rules.proposals import propose
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -52,7 +52,3 @@ def test_it_is_replaced_where_that_was_asked_for():
     model = nn.Linear(16, 16, bias=False)
     after = {"weight": model.weight.detach()}
     check_repaired({"weight": torch.full((16, 16), 0.3)}, after, "VAL205", model, replace="VAL205", fill="target")
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(constant) == []

@@ -5,7 +5,7 @@ from torch import nn
 from ckptfix.core.finding import Level
 from ckptfix.rules.dead_channels import dead_channels
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import propose, without_values
+from tests.rules.proposals import propose
 
 
 def kernel(*dead: int) -> torch.Tensor:
@@ -60,7 +60,3 @@ def test_channels_of_next_to_nothing_are_noted(dtype, shape):
     weight[[2, 7]] *= 1e-3
     (finding,) = propose(dead_channels, {"conv.weight": weight.to(dtype), "fc.weight": torch.randn(8, 8)})
     assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(dead_channels) == []

@@ -8,7 +8,7 @@ from ckptfix.reading.opening import open_file
 from ckptfix.rules.decayed import Corroboration, decayed
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import loud, propose, without_values
+from tests.rules.proposals import loud, propose
 
 
 class Net(nn.Module):
@@ -176,10 +176,6 @@ def test_light_decay_is_not_reported():
     shrunk = (net.conv3.weight.norm() / Net().conv3.weight.norm()).item()
     assert 0.5 < shrunk < 0.9
     assert propose(decayed, net.state_dict()) == []
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(decayed) == []
 
 
 def test_a_last_layer_may_start_at_a_thousandth():

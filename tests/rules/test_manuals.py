@@ -72,3 +72,9 @@ def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_the_test_lies_beside(module: str):
     assert (Path(__file__).parent / f"test_{module}.py").is_file()
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.family == "VAL"], ids=lambda rule: rule.code)
+def test_values_are_left_alone_where_the_user_says_so(rule: Listed):
+    seen = replace(context({"w": torch.full((8, 8), float("nan"))}, values=False), statistics=None)
+    assert list(rule.rule.propose(seen)) == []

@@ -15,7 +15,7 @@ from ckptfix.report.advice import remedies_text
 from ckptfix.rules.non_finite import non_finite
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import loud, propose, without_values
+from tests.rules.proposals import loud, propose
 
 INF, NAN = math.inf, math.nan
 
@@ -125,10 +125,6 @@ def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
     checkpoint = open_file(str(tmp_path / "model.pth"), "state_dict")
     (finding,) = propose(non_finite, checkpoint)
     assert remedies_text(finding.remedies).endswith("or --weights nested.ema takes that whole set")
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(non_finite) == []
 
 
 def test_infinities_in_other_buffers_are_a_warning():

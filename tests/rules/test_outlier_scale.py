@@ -6,7 +6,7 @@ from ckptfix.core.finding import Level
 from ckptfix.rules.outlier_scale import outlier_scale
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import propose, without_values
+from tests.rules.proposals import propose
 
 
 def net(factor: float = 1.0, key: str = "2.weight") -> dict[str, torch.Tensor]:
@@ -65,7 +65,3 @@ def test_a_lone_linear_layer_is_compared_with_the_convolutions():
 def test_it_is_replaced_where_that_was_asked_for(tmp_path):
     torch.save(net(), tmp_path / "donor.pth")
     check_repaired(net(5000), net(), "VAL206", replace="2.weight", fill=str(tmp_path / "donor.pth"))
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(outlier_scale) == []

@@ -6,7 +6,7 @@ from ckptfix.core.finding import Level
 from ckptfix.rules.running_stats import running_stats
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import loud, propose, without_values
+from tests.rules.proposals import loud, propose
 
 
 def norm(mean: float = 0.1, variance: float = 0.9, batches: int | None = 7) -> dict[str, torch.Tensor]:
@@ -104,10 +104,6 @@ def test_mean_and_variance_are_replaced_together(tmp_path):
 def norm_named(name: str) -> dict[str, torch.Tensor]:
     """A sound norm of another name."""
     return {key.replace("bn", name): value for key, value in norm().items()}
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(running_stats) == []
 
 
 def test_noop_the_batch_norm_of_nflows_starts_with_a_variance_of_zero():

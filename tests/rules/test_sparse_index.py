@@ -10,7 +10,7 @@ import torch
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.rules.sparse_index import sparse_index
-from tests.rules.value_findings import propose, without_values
+from tests.rules.proposals import propose
 
 warnings.filterwarnings("ignore", message="Sparse CSR")
 
@@ -67,7 +67,3 @@ def test_an_index_outside_of_the_shape_is_an_error_and_nothing_is_written(name, 
     report = ckptfix.repair(tmp_path / "f.pth", output=tmp_path / "out.pth").report
     assert report.exit_code == 1
     assert not (tmp_path / "out.pth").exists()
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(sparse_index) == []

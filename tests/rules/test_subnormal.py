@@ -5,7 +5,7 @@ from ckptfix.core.finding import Level
 from ckptfix.rules.subnormal import subnormal
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
-from tests.rules.value_findings import propose, without_values
+from tests.rules.proposals import propose
 
 
 def weight(subnormals: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -55,7 +55,3 @@ def test_they_are_flushed_where_that_was_asked_for():
         check_repaired(before, after, "VAL203", flush_subnormals=True)
     for key in before:
         check_repaired({key: before[key]}, {key: after[key]}, "VAL203", flush_subnormals=True)
-
-
-def test_values_are_left_alone_where_the_user_says_so():
-    assert without_values(subnormal) == []

@@ -10,7 +10,7 @@ from ckptfix.rules.all_zero import all_zero
 from ckptfix.rules.decayed import decayed
 from ckptfix.rules.non_finite import non_finite
 from ckptfix.rules.running_stats import running_stats
-from tests.rules.value_findings import loud, propose
+from tests.rules.proposals import loud, propose
 
 BROKEN = {"report_nonfinite": (non_finite, running_stats), "report_decayed": (decayed, all_zero)}
 DAMAGED = {"salvage_partial", "load_ok_or_salvage", "report_crc", "refuse_malicious", "refuse_resource", "diagnose"}
