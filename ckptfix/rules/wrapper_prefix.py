@@ -24,7 +24,8 @@ turns `module.backbone_module.blocks` into `backbone_blocks` (HumanBench#12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -48,6 +49,8 @@ from ckptfix.rules.wrapper_segment import (
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Target
+
+_NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)+)(\d+)\.")
 
 STEPS = "steps"
 """The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
@@ -164,9 +167,26 @@ def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:
 
 
 def _half_prefixed(keys: list[str]) -> list[str]:
-    """Keys with the prefix whose module stands there without it too: ``module.bn1.weight`` beside ``bn1.bias``."""
-    depths = {key: depth for key in keys if (depth := leading_modules(key))}
-    if not depths:
+    """Return the keys with the prefix whose module has keys without it too (``module.bn1.weight`` beside ``bn1.bias``),
+    or whose layers are numbered on without it (``module.blocks.0.weight`` beside ``blocks.1.weight``).
+    """
+    stripped = {key: without_first(key, depth) for key in keys if (depth := leading_modules(key))}
+    if not stripped:
         return []
-    plain = {key.rpartition(".")[0] for key in keys if key not in depths} - {""}
-    return [key for key, depth in depths.items() if without_first(key, depth).rpartition(".")[0] in plain]
+    rest = [key for key in keys if key not in stripped]
+    plain = {key.rpartition(".")[0] for key in rest} - {""}
+    mine, theirs = _numbers(stripped.values()), _numbers(rest)
+    goes_on = {stack for stack in mine.keys() & theirs.keys() if mine[stack].isdisjoint(theirs[stack])}
+    return [
+        key
+        for key, name in stripped.items()
+        if name.rpartition(".")[0] in plain or ((found := _NUMBERED.match(name)) and found[1] in goes_on)
+    ]
+
+
+def _numbers(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the numbers of the layers in each stack, ``{"blocks.": {"0", "1"}}``."""
+    numbers: dict[str, set[str]] = {}
+    for found in filter(None, map(_NUMBERED.match, keys)):
+        numbers.setdefault(found[1], set()).add(found[2])
+    return numbers

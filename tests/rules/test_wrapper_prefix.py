@@ -114,6 +114,19 @@ def test_half_prefixed_without_a_target_is_only_reported():
     assert "--model" in remedies_text(finding.remedies)
 
 
+def test_layers_that_are_numbered_on_without_the_prefix():
+    state = {
+        f"{'module.' if at < 2 else ''}net.blocks.{at}.{leaf}": torch.ones(2) for at in range(4) for leaf in ("w", "b")
+    }
+    (finding,) = propose(wrapper_prefix, state)
+    assert (finding.keys, finding.fix) == (tuple(state)[:4], None)
+
+
+def test_noop_layers_of_the_same_numbers_beside_each_other():
+    parts = [(prefix, at) for prefix in ("module.enc.{}.attn", "enc.{}.mlp") for at in range(2)]
+    assert propose(wrapper_prefix, {f"{prefix.format(at)}.w": ONE for prefix, at in parts}) == []
+
+
 def test_half_prefixed_with_a_target():
     model = nn.BatchNorm1d(4)
     state = {("module." if "running" in key else "") + key: value for key, value in model.state_dict().items()}
