@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -121,6 +123,11 @@ def test_every_model_is_found_by_its_name_and_says_its_version():
         structure, model = found
         assert model.name == name
         assert structure.target(name, model.sizes, model.sizes).slots
+
+
+def test_the_documentation_says_how_many_models_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert f"{len(list(table().names())):,} models of {len(table()):,} structures" in page
 
 
 def test_the_table_is_small():
