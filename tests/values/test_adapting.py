@@ -100,16 +100,20 @@ def test_positions_as_torchvision(dtype, side):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("new", [(24, 24), (7, 7), (12, 20)], ids=str)
-def test_positions_as_transformers(dtype, new):
-    from transformers import ViTConfig
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_positions_as_transformers(tokens, dtype, new):
+    """Of ViT, and of DeiT, which has a second token."""
+    from transformers import DeiTConfig, ViTConfig
+    from transformers.models.deit.modeling_deit import DeiTEmbeddings
     from transformers.models.vit.modeling_vit import ViTEmbeddings
 
-    config = ViTConfig(hidden_size=12, num_attention_heads=1, image_size=224, patch_size=16)
-    embeddings = ViTEmbeddings(config).to(dtype)
-    table = torch.randn(1, 197, 12).to(dtype)
+    sizes = {"hidden_size": 12, "num_attention_heads": 1, "image_size": 224, "patch_size": 16}
+    made = ViTEmbeddings(ViTConfig(**sizes)) if tokens == 1 else DeiTEmbeddings(DeiTConfig(**sizes))
+    embeddings: Any = made.to(dtype)
+    table = torch.randn(1, tokens + 196, 12).to(dtype)
     embeddings.position_embeddings.data = table
     with torch.no_grad():
-        patches = torch.zeros(1, 1 + new[0] * new[1], 12)
+        patches = torch.zeros(1, tokens + new[0] * new[1], 12)
         expected = embeddings.interpolate_pos_encoding(patches, 16 * new[0], 16 * new[1])
     assert_same(adapted(table, "pos_embed=plain", tuple(expected.shape), (14, 14, *new)), expected)
 
