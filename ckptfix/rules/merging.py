@@ -155,8 +155,8 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
     names = {component: _Names(view, adapter, layers) for component, layers in groups.items()}
     if not all(each.is_complete for each in names.values()):
         other, known = _in_other_releases(checkpoint)
-        again = {component: _Names(other, adapter, layers) for component, layers in groups.items()}
-        if any(len(again[component].found) > len(each.found) for component, each in names.items()):
+        again = {component: _Names(other, adapter, layers) for component, layers in groups.items() if known}
+        if any(len(each.found) > len(names[component].found) for component, each in again.items()):
             view, places, names = other, known, again
     if not any(each.found for each in names.values()):
         raise next(iter(names.values())).mismatch()
