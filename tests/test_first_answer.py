@@ -23,7 +23,7 @@ sys.stderr.write("\\n".join(sys.modules))
 """
 
 STARTING = """
-ckptfix ckptfix.cli ckptfix.cli.console ckptfix.cli.meter ckptfix.cli.program ckptfix.core ckptfix.core.config
+ckptfix ckptfix.cli ckptfix.cli.console ckptfix.cli.program ckptfix.core ckptfix.core.config
 ckptfix.core.progress ckptfix.errors ckptfix.report ckptfix.report.style
 """.split()
 """What every command begins with."""

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.cli.console import Console, write_output
-from ckptfix.cli.meter import bytes_text, time_text
+from ckptfix.cli.console import Console, bytes_text, time_text, write_output
 from ckptfix.core.finding import counted
 from ckptfix.core.options import option_words
 from ckptfix.core.shell import no_option, typed

@@ -18,7 +18,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.smoke.derive import Guess, derive_inputs
 from ckptfix.smoke.forward import Pass, Setting, Subject, attempt, choose_device, forward, load_strictly, synchronize
-from ckptfix.smoke.inputs import Arguments, Draw, Input, RandomInput, ScaleCheck, parse_inputs
+from ckptfix.smoke.inputs import Arguments, Draw, Input, RandomInput, parse_inputs, scale_check
 from ckptfix.smoke.outcome import (
     AFTERTHOUGHTS,
     CHECKPOINT,
@@ -176,10 +176,9 @@ def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> 
         arguments = subject.arguments(guess)
         given = next(iter((*arguments.args, *arguments.kwargs.values())), None)
         progress.enter("forward")
-        with ScaleCheck(subject.model, None if progress.so_far.derived else given) as check:
+        with scale_check(subject.model, None if progress.so_far.derived else given) as warned:
             run = attempt(subject, arguments, progress.so_far)
-        if check.warning:
-            run = replace(run, outcome=replace(run.outcome, warnings=(*run.outcome.warnings, check.warning)))
+        run = replace(run, outcome=replace(run.outcome, warnings=(*run.outcome.warnings, *warned)))
         tried.append((guess, run))
         failure = run.outcome.failure
         if failure is None or is_sticky(failure.error):

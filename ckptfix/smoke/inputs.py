@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,6 @@ from ckptfix.smoke.outcome import dtype_name, values_of
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 
 SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
@@ -139,58 +139,47 @@ def _named(chosen: torch.Tensor) -> str:
     return f"channel {indices[0]}" if len(indices) == 1 else f"channels {', '.join(map(str, indices))}"
 
 
-class ScaleCheck:
-    """A context in which the first BatchNorm that runs compares what it gets with its running statistics.
+@contextmanager
+def scale_check(model: nn.Module, given: torch.Tensor | None) -> Iterator[list[str]]:
+    """Compare what the first BatchNorm that runs gets with its running statistics, and give a warning if they differ.
 
-    ``warning`` is empty where they agree, or where no such layer was ever trained.
-    """
+    There is none without an input, nor if no such layer was ever trained."""
+    from torch.nn.modules.batchnorm import _BatchNorm
 
-    def __init__(self, model: nn.Module, given: torch.Tensor | None) -> None:
-        self.warning = ""
-        self._model = model
-        self._given = given
-        self._handles: list[RemovableHandle] = []
+    warnings: list[str] = []
+    values = None if given is None else values_of(given)
+    if values is None or values.numel() == 0:
+        yield warnings
+        return
+    low, high = (float(bound) for bound in values.aminmax())
 
-    def __enter__(self) -> ScaleCheck:
-        from torch.nn.modules.batchnorm import _BatchNorm
-
-        values = None if self._given is None else values_of(self._given)
-        if values is None or values.numel() == 0:
-            return self
-        self._low, self._high = (float(bound) for bound in values.aminmax())
-        for path, module in self._model.named_modules():
-            if isinstance(module, _BatchNorm) and module.running_var is not None and _is_trained(module):
-                self._handles.append(module.register_forward_pre_hook(self._meet(path)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _meet(self, path: str) -> Any:
+    def meeting(path: str) -> Any:
         def meet(module: Any, args: Any) -> None:
-            self._leave()  # the first that runs is the one that is nearest to the input
+            hooks.close()  # the first that runs is the one that is nearest to the input
             seen = (module.running_var.double() + module.running_mean.double() ** 2).mean().sqrt()
             met = values_of(args[0]).double().square().mean().sqrt() if args else seen
-            if bool(seen.isfinite() and met.isfinite()) and float(seen) > 0:
-                self.warning = self._said(path, type(module).__name__, float(met / seen))
+            ratio = float(met / seen) if bool(seen.isfinite() and met.isfinite()) and float(seen) > 0 else 1.0
+            if not 1 / _APART < ratio < _APART:
+                warnings.append(_scale_text(f"{path} ({type(module).__name__})", ratio, low, high))
 
         return meet
 
-    def _said(self, path: str, kind: str, ratio: float) -> str:
-        if 1 / _APART < ratio < _APART:
-            return ""
-        span = f"the values of the input are {self._low:.4g} … {self._high:.4g}"
-        times = f"{ratio:.2g} times as large as" if ratio > 1 else f"{1 / ratio:.2g} times smaller than"
-        hint = ""
-        if ratio > 1 and self._low >= 0 and 16 < self._high <= 255:
-            hint = "; an image of 0 … 255 has to be divided by 255, and normalised as in training"
-        elif ratio < 1 and self._low >= 0 and self._high <= 1:
-            hint = "; an image of 0 … 1 has to be multiplied by 255"
-        return f"{span}: what reaches {path} ({kind}) is {times} what it saw in training{hint}"
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.running_var is not None and _is_trained(module):
+                hooks.callback(module.register_forward_pre_hook(meeting(path)).remove)
+        yield warnings
+
+
+def _scale_text(layer: str, ratio: float, low: float, high: float) -> str:
+    times = f"{ratio:.2g} times as large as" if ratio > 1 else f"{1 / ratio:.2g} times smaller than"
+    hint = ""
+    if ratio > 1 and low >= 0 and 16 < high <= 255:
+        hint = "; an image of 0 … 255 has to be divided by 255, and normalised as in training"
+    elif ratio < 1 and low >= 0 and high <= 1:
+        hint = "; an image of 0 … 1 has to be multiplied by 255"
+    span = f"the values of the input are {low:.4g} … {high:.4g}"
+    return f"{span}: what reaches {layer} is {times} what it saw in training{hint}"
 
 
 def _is_trained(norm: Any) -> bool:

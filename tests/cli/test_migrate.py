@@ -150,7 +150,7 @@ def test_a_stop_says_how_to_go_on_and_leaves_nothing_half_done(sent, zoo, tmp_pa
     goal = tmp_path / "new"
     done = zoos.migrate(zoo, goal, "--jobs", 2, script=STOPPED.format(signal=sent))
     assert done.returncode == 128 + getattr(signal, sent), done.stderr
-    assert re.search(r"\d+ of 3\d files are done, .* the same command goes on", done.stderr)
+    assert re.search(r"\d+ of 3\d files are done, .* run the same command to continue", done.stderr)
     assert [path.name for path in goal.rglob("*") if "tmp" in path.name] == []
     written = {path.relative_to(goal).as_posix() for path in goal.rglob("*") if path.is_file()}
     lines = [json.loads(line) for line in (goal / "manifest.jsonl").read_text().splitlines()]
