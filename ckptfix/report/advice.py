@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.bytes.files import is_url
-from ckptfix.core.edits import Rename, RenameModule
+from ckptfix.core.edits import Assemble, Rename, RenameModule
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy
 from ckptfix.core.options import REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
@@ -36,8 +37,11 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
         return
     yield (Span("left:", "strong"),)
+    explained = _explained(remaining)
     for finding in remaining:
-        if text := _text(finding):
+        by = Counter(explained[key] for key in finding.keys if explained.get(key, finding.code) != finding.code)
+        share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
+        if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     if commands := [typed(words) for words in suggested(report, telling)]:
         if download := _download(report.source):
@@ -138,6 +142,18 @@ def _may_destroy(remedy: Remedy) -> bool:
 
 def _remaining(report: Report) -> list[Finding]:
     return [finding for finding in report.remaining if finding.level > Level.NOTE and not report.is_accepted(finding)]
+
+
+def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
+    """Return the keys to which a fix that was not asked for gives another name or layout, with the code of its rule."""
+    return {
+        name: finding.code
+        for finding in remaining
+        if Blocks.FILLING in finding.blocks and finding.fix is not None and finding.is_fixable
+        for edit in finding.fix.edits
+        if isinstance(edit, (Rename, Assemble))
+        for name in ((edit.key, edit.to) if isinstance(edit, Rename) else (edit.key, *(p.source for p in edit.parts)))
+    }
 
 
 def _text(finding: Finding) -> str:

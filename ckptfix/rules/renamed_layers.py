@@ -49,7 +49,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
@@ -75,7 +75,10 @@ OTHER_MODELS = advise(
     " --source-model the map is not proved"
 )
 
-SHOWN = "applies the map; ckptfix map FILE REFERENCE prints it"
+PROOF = (
+    Remedy((("rename_layers", True),), "applies the map; ckptfix map FILE REFERENCE prints it"),
+    Remedy((("source_model", MODEL),), "proves it, with the model that the file was saved from"),
+)
 
 Specs = Mapping[str, Shape]
 Moves = dict[str, Match]
@@ -136,7 +139,12 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 **({"proof": _figures(proof)} if proof is not None else {}),
             },
             fix=None if is_refuted else fix,
-            remedies=OTHER_MODELS if is_refuted else () if is_safe else (Remedy((("rename_layers", True),), SHOWN),),
+            blocks=Blocks.NOTHING if is_refuted else Blocks.FILLING,
+            remedies=OTHER_MODELS
+            if is_refuted
+            else ()
+            if is_safe
+            else PROOF[: 2 if target.modules and not twin else 1],
         )
     if proof is not None and proof.is_proved and proof.unobservable:
         yield rule.finding(

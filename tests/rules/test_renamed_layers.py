@@ -10,6 +10,8 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability
+from ckptfix.report.advice import recommended
+from ckptfix.report.display import report_lines
 from ckptfix.rules.renamed_layers import _inferred, renamed_layers
 from tests.checks import check_noop
 from tests.rules.proposals import propose
@@ -204,3 +206,13 @@ def test_a_square_parameter_that_becomes_a_linear_layer_is_left_to_the_user():
     _, report = ckptfix.repair_state_dict(Bare().state_dict(), model, rename_layers=True)
     assert "projection.weight" in {key for finding in report.findings for key in finding.keys if finding.fix is None}
     assert report.exit_code == 1
+
+
+def test_what_a_map_explains_has_no_other_advice():
+    """Missing and unexpected keys point to the map: nothing is to be dropped, and no other model to be named."""
+    report = ckptfix.check(transformer(*FUSED).state_dict(), transformer(*SPLIT), values=False)
+    assert [remedy.options for remedy in recommended(report)] == [(("rename_layers", True),)]
+    shown = "\n".join(map(str, report_lines(report)))
+    assert shown.count("the fix of KEY106 gives these keys their place") == 2
+    assert "proves it, with the model that the file was saved from" in shown
+    assert "name the model" not in shown
