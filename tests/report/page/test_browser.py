@@ -288,10 +288,11 @@ def test_a_dry_run_says_that_nothing_was_written(browser, show):
 def test_what_was_refused_is_not_called_done_and_what_it_is_like_is_said(browser, show):
     command = "ckptfix check a.pth --like known:timm/resnet18"
     like = {"text": "timm resnet18, under `module.`", "commands": [command]}
-    findings = [{**PREFIX, "fixed": False}]
+    findings = [{**PREFIX, "fixed": False, "fixable": True}]
     facts = {"outcome": "needs a decision", "output": None, "findings": findings, "refused": True, "looks_like": like}
     show([{**repaired("a.pth"), **facts}])
     assert "Edits that would be made" in texts(browser, "#file h3")
+    assert texts(browser, "#file .card h4") == ["error KEY102 wrapper-prefix would be fixed"]
     shown = " ".join(texts(browser, "#file p"))
     assert "would come from the file" in shown
     assert "Looks like: timm resnet18, under `module.`" in shown

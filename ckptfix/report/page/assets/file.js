@@ -5,8 +5,8 @@ const foldedList = (lines) => el("ul", { className: "folded" }, lines.map((line)
 
 const urgency = (finding) => LEVELS.indexOf(finding.level) + (finding.fixed || finding.accepted ? 0 : LEVELS.length);
 
-function findingCard(finding) {
-  const state = finding.fixed ? [isDry ? "would be fixed" : "fixed", "good"] : finding.accepted ? ["accepted", "good"] : finding.fixable ? ["a repair fixes it", "repaired"] : null;
+function findingCard(finding, isRefused) {
+  const state = finding.fixed ? [isDry ? "would be fixed" : "fixed", "good"] : finding.accepted ? ["accepted", "good"] : finding.fixable ? [isRefused ? "would be fixed" : "a repair fixes it", "repaired"] : null;
   const keys = finding.keys || [];
   return el("article", { className: `card ${finding.level}` },
     el("h4", {},
@@ -165,7 +165,7 @@ function showFile(box, row, around, closers) {
         ? null
         : el("section", { "aria-labelledby": "findings-title" },
             el("h3", { id: "findings-title" }, "Findings"),
-            findings.length ? findings.map(findingCard) : el("p", { className: "faint" }, "None."),
+            findings.length ? findings.map((finding) => findingCard(finding, account.refused)) : el("p", { className: "faint" }, "None."),
             account.obstacles ? [el("p", {}, "A strict load would still fail on:"), foldedList(account.obstacles)] : null,
           ),
       editsSection(account),
