@@ -32,7 +32,7 @@ from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, zero
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, zero
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
 from ckptfix.zoo.naming import compile_patterns
@@ -266,14 +266,18 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
 
 def _ranks(place: Place, folder: str, files: Files) -> list[Entry]:
     """Return the files of a folder in which the ranks of a training saved a part each."""
-    if optim := files.named(folder, zero.OPTIM):
-        return optim + files.named(folder, zero.MODEL)
+    states = files.named(folder, zero.OPTIM) + files.named(folder, zero.EXPERT) + files.named(folder, pipeline.LAYER)
+    models = files.named(folder, zero.MODEL)
+    if states or len(models) > 1:
+        return states + models
     if len(shards := files.named(folder, llama.FILE)) > 1:
         params = files.own.get(posixpath.join(folder, llama.PARAMS))
         return shards + ([params] if params else [])
     ranks = files.named(folder, fsdp.FILE)
     # Files are numbered by rank that hold other things: states of random numbers, logs.
-    return ranks if len(ranks) > 1 and any(b"torch.distributed" in _head(place, entry) for entry in ranks) else []
+    marks = (b"torch.distributed", b"shard_metadata")
+    are_parts = any(mark in head for head in (_head(place, entry) for entry in ranks) for mark in marks)
+    return ranks if len(ranks) > 1 and are_parts else []
 
 
 def _is_megatron(folder: str) -> bool:

@@ -367,6 +367,8 @@ def test_many_sharded_checkpoints_in_one_folder_take_no_more_time_each():
     [
         ("zero2_w3_fp32_g1", "saved/global_step2", 4),
         ("zero3_w2_fp32_g1", "saved/global_step2", 4),
+        ("moe_w4_ep2", "saved/global_step2", 13),
+        ("tp2_zero2_w4_bf16", "saved/global_step2", 6),
         ("fsdp1_sharded_w4", "saved", 4),
         ("fsdp2tp_w4", "saved", 4),
         ("megatron_tp2pp2", "saved/iter_0000001", 4),
