@@ -38,7 +38,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
     """Say what an error message means, and what to do.
 
     It knows the messages of torch 0.3 to 2.13, safetensors, CUDA and others that meet people around loading and running
-    a checkpoint. Any part of a log will do. With --file the checkpoint is looked at too.
+    a checkpoint. Give the whole traceback, or a log with it. With --file the checkpoint is looked at too.
 
     Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read.
     """
