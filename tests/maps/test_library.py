@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.maps.library import look_up, names, shipped
+from ckptfix.maps.library import WITHIN, look_up, names, shipped
 from ckptfix.repairing import repair_state_dict
 
 State = dict[str, torch.Tensor]
@@ -230,6 +230,14 @@ def test_stable_diffusion(name: str):
     original = moved(state, name)
     assert_equal(convert({prefix + key: value for key, value in original.items()}, dict(model.config)), state)
     assert_equal(moved(original, name), state)
+    # A whole file has more than the model: nothing is applied unasked.
+    whole = {WITHIN[name][0] + key: value for key, value in original.items()} | {"cond_stage_model.w": torch.ones(3, 3)}
+    done, report = repair_state_dict(whole, model, values=False)
+    assert report.exit_code == 1
+    done, report = repair_state_dict(whole, model, values=False, rename_layers=True)
+    assert [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence] == [[name]]
+    del done["cond_stage_model.w"]
+    assert_equal(done, state)
 
 
 @pytest.mark.slow

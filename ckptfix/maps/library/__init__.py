@@ -9,17 +9,26 @@ import difflib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from ckptfix.core.parts import Part, full
-from ckptfix.core.rename_map import RenameMap, read_map
+from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.errors import Opt, PlanError, UsageError
 from ckptfix.maps.inference import Inference, Match
 from ckptfix.maps.resolving import Line, Move, Shapes, inverse, parsed, resolve
 from ckptfix.maps.trees import Label
 
 FOLDER = Path(__file__).parent
+
+_ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
+_QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
+WITHIN: dict[str, tuple[str, tuple[MapRule, ...]]] = {
+    "ldm-unet_diffusers": ("model.diffusion_model.", ()),
+    "ldm-vae_diffusers": ("first_stage_model.", (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))),
+}
+"""Where a whole file of Stable Diffusion has the source of a map, and what keeps its name there."""
 
 
 def names() -> list[str]:
@@ -47,7 +56,10 @@ def named_map(path: str | os.PathLike[str]) -> RenameMap:
 @lru_cache
 def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
     forth = shipped(name)
-    return tuple((each, tuple(parsed(each))) for each in (forth, inverse(forth)))
+    front, same = WITHIN.get(name, ("", ()))
+    within = (replace(rule, source=front + rule.source) for rule in (*forth.rules, *same) if front)
+    maps = (forth, inverse(forth), replace(forth, rules=tuple(within)))
+    return tuple((each, tuple(parsed(each))) for each in maps if each.rules)
 
 
 def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
