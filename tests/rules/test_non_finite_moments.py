@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
-
-
-def run(model: nn.Module, make: Any = torch.optim.AdamW, **groups: Any) -> dict[str, Any]:
-    """Return the checkpoint of a training."""
-    optimizer = make(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def found(report: ckptfix.Report, code: str) -> list[Any]:
-    return [finding for finding in report.findings if finding.code == code]
+from tests.rules.test_optimizer_of_another_model import found, run
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])

@@ -12,7 +12,7 @@ import ckptfix
 from ckptfix.core.finding import Level
 
 
-def run(model: nn.Module, make: Any = torch.optim.AdamW, **groups: Any) -> dict[str, Any]:
+def run(model: nn.Module, make: Any = torch.optim.AdamW) -> dict[str, Any]:
     """Return the checkpoint of a training."""
     optimizer = make(model.parameters())
     for parameter in model.parameters():
