@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -14,11 +15,23 @@ from ckptfix.core.finding import Level
 subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="pip install torchao")
 
 
-def eight_bit(shape: tuple[int, ...] = (16, 32)) -> Any:
+KINDS = {
+    "8bit": lambda shape: subclass_8bit.OptimState8bit.zeros(shape, True, 256),
+    "4bit": lambda shape: importlib.import_module("torchao.optim.subclass_4bit").OptimState4bit.zeros(shape, True, 128),
+    "fp8": lambda shape: importlib.import_module("torchao.optim.subclass_fp8").OptimStateFp8.zeros(shape, 256),
+}
+
+
+def parts_of(moment: Any) -> dict[str, torch.Tensor]:
+    """The bytes of the tensors that a moment is made of."""
+    return {name: getattr(moment, name).view(torch.uint8) for name in moment.__tensor_flatten__()[0]}
+
+
+def low_bit(shape: tuple[int, ...] = (16, 32), kind: str = "8bit") -> Any:
     """A moment as torchao keeps it, with codes of its own."""
-    made = subclass_8bit.OptimState8bit.zeros(shape, True, 256)
-    made.codes.copy_(torch.randint(0, 255, made.codes.shape, dtype=torch.uint8))
-    made.scale.copy_(torch.rand(made.scale.shape))
+    made = KINDS[kind](shape)
+    for part in parts_of(made).values():
+        part.random_(0, 100)
     return made
 
 
@@ -27,9 +40,10 @@ def state(moment: Any) -> dict[str, Any]:
     return {"state": {0: row}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [False, True], ids=["as-it-is", "renamed"])
-def test_it_is_carried_bit_for_bit(tmp_path, wrap):
-    model, moment = nn.Linear(32, 16), eight_bit()
+def test_it_is_carried_bit_for_bit(tmp_path, wrap, kind):
+    model, moment = nn.Linear(32, 16), low_bit(kind=kind)
     weights = {("module." if wrap else "") + key: value for key, value in model.state_dict().items()}
     torch.save({"model": weights, "optimizer": state(moment)}, tmp_path / "a.pth")
     report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth").report
@@ -37,18 +51,16 @@ def test_it_is_carried_bit_for_bit(tmp_path, wrap):
     assert report.exit_code == 0
     row = torch.load(tmp_path / "b.pth", weights_only=True)["optimizer"]["state"][0]
     assert type(row["exp_avg"]) is type(moment)
-    for name in ("codes", "scale", "qmap"):
-        assert torch.equal(getattr(row["exp_avg"], name), getattr(moment, name))
-    assert row["exp_avg"].signed is moment.signed
+    assert row["exp_avg"].__tensor_flatten__() == moment.__tensor_flatten__()
+    for name, part in parts_of(moment).items():
+        assert torch.equal(parts_of(row["exp_avg"])[name], part)
 
 
 def test_its_blocks_are_not_cut(tmp_path):
     """A layer that is dropped takes its state with it; the others keep theirs whole."""
     model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False))
-    kept = eight_bit((16, 32))
-    rows = {
-        number: {"step": torch.tensor(1.0), "exp_avg": one} for number, one in enumerate([kept, eight_bit((32, 16))])
-    }
+    kept = low_bit((16, 32))
+    rows = {number: {"step": torch.tensor(1.0), "exp_avg": one} for number, one in enumerate([kept, low_bit((32, 16))])}
     optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "a.pth")
     report = ckptfix.repair(tmp_path / "a.pth", model[:1], output=tmp_path / "b.pth", unsafe_fixes=True).report
@@ -63,7 +75,7 @@ class OwnState(subclass_8bit.OptimState8bit):  # type: ignore[misc, name-defined
 
 
 def test_another_class_is_named_and_not_written_in_silence(tmp_path):
-    made = eight_bit()
+    made = low_bit()
     moment = OwnState(made.codes, made.scale, made.qmap, made.signed)
     torch.save({"model": nn.Linear(32, 16).state_dict(), "optimizer": state(moment)}, tmp_path / "a.pth")
     settings: dict[str, Any] = {"output": tmp_path / "b.pth", "force": True}
