@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckptfix.core.dtypes import DTYPES
@@ -214,6 +215,14 @@ class TensorSpec(Geometry):
             for value in (self.quantizer.scale, self.quantizer.zero_point):
                 if isinstance(value, TensorSpec):
                     yield from value.strided_parts()
+
+
+def with_own_storage(value: Any) -> Any:
+    """Give a tensor a storage of its own of the same bytes; other values stay. Counts of steps need it: an optimizer
+    adds to each in place."""
+    if not isinstance(value, TensorSpec) or value.storage is None:
+        return value
+    return replace(value, storage=copy(value.storage))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
-from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.tree import MANY
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
@@ -160,13 +160,6 @@ def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _own(value: Any) -> Any:
-    """Give a count of steps a storage of its own: each parameter adds to its own, in place."""
-    if not isinstance(value, TensorSpec) or value.storage is None:
-        return value
-    return replace(value, storage=copy(value.storage))
-
-
 def _assembled_rows(
     checkpoint: Checkpoint, optimizer: Optimizer, ids: Mapping[str, Any], edits: Sequence[Moments], rule: str
 ) -> dict[str, dict[str, Any]]:
@@ -183,7 +176,7 @@ def _assembled_rows(
             if isinstance(first, TensorSpec) and first.shape:
                 wanted.append(Assemble(edit.key, first.dtype, edit.shape, edit.parts))
             elif field in optimizer.row(ids[edit.parts[0].source]):
-                rows[edit.key][field] = _own(first)
+                rows[edit.key][field] = with_own_storage(first)
         entries = {text: spec for text, spec in specs.items() if isinstance(spec, TensorSpec)}
         for key, spec in assembled(replace(checkpoint, entries=entries), wanted, rule).items():
             rows[key][field] = spec

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
@@ -128,7 +128,7 @@ class _Reading:
         for number, names in enumerate(shapes):
             for name in names:
                 if number in steps:
-                    moments[str(name)].setdefault("step", steps[number])
+                    moments[str(name)].setdefault("step", with_own_storage(steps[number]))
         named = [
             {**group, "params": [str(name) for number in group["params"] for name in shapes[number]]}
             for group in groups

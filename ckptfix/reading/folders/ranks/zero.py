@@ -30,7 +30,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
-from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, gone, of_flat
@@ -427,7 +427,8 @@ class Merging:
         for field, value in states[numbers[0]].items():
             if not isinstance(value, TensorSpec) or not value.shape:
                 for group, number in zip(groups, numbers, strict=True):
-                    made.update({name: {**made[name], field: states[number].get(field)} for name in group})
+                    kept = states[number].get(field)
+                    made.update({name: {**made[name], field: with_own_storage(kept)} for name in group})
                 continue
             tensors = place(partial(_moment, numbers, field))
             if tensors is None:

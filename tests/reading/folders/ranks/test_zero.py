@@ -49,6 +49,8 @@ def test_what_is_written_is_plain_and_has_the_optimizer_by_name(tmp_path: Path, 
     names = [key for group in groups for key in group["params"]]
     assert sorted(names) == sorted(state) == sorted(truth.keys() - {"head.weight", "scale", "cnt"} - FROZEN)
     assert {len(group["params"]) for group in groups} == ({3, 6} if name.endswith("g2") else {9})
+    counts = [row["step"] for row in state.values() if isinstance(row["step"], torch.Tensor)]
+    assert len({count.data_ptr() for count in counts}) == len(counts), "an optimizer adds to each in place"
     for key, moments in state.items():
         assert moments["step"] == 2
         assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == truth[key].shape
