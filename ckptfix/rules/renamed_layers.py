@@ -51,6 +51,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
+from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.maps.folding import fold
@@ -97,10 +98,10 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if inference is None:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
         if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
-            fitting = twin.prove(checkpoint, [()])
+            fitting = twin.prove(context.before or checkpoint, [context.plan])
             yield rule.finding(
                 Level.WARNING if fitting.is_refuted else Level.NOTE,
-                f"the file fits under its own names{_said(fitting)}",
+                f"the keys are those of the target{_said(fitting)}",
                 keys=fitting.open,
                 evidence=_figures(fitting),
             )
@@ -194,7 +195,8 @@ def _proved(
     """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
     for some in _rounds(inference, tied):
         possible = [(each, _moves(_decided(each), checkpoint)) for each in some]
-        proof = twin.prove(checkpoint, [tuple(_edits(moves, checkpoint)) for _, moves in possible])
+        plans = [Plan((Step(renamed_layers.code, tuple(_edits(moves, checkpoint))),)) for _, moves in possible]
+        proof = twin.prove(checkpoint, plans)
         if proof.chosen is not None:
             chosen, moves = possible[proof.chosen]
             shown = moves.keys() - set(proof.open) if proof.is_proved else ()

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptfix.core.checkpoint import Checkpoint
-    from ckptfix.core.edits import Edit
     from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import Equivalence
     from ckptfix.core.target import Target
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Twin:
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
-    runs it beside the target. ``prove`` takes the checkpoint, and the edits of each map that is possible."""
+    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    prove: Callable[[Checkpoint, Sequence[Sequence[Edit]]], Equivalence]
+    prove: Callable[[Checkpoint, Sequence[Plan]], Equivalence]
 
 
 @dataclass(frozen=True)

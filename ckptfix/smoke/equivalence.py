@@ -61,18 +61,20 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
 
     known: dict[object, Equivalence] = {}
 
-    def prove(checkpoint: Checkpoint, maps: Sequence[Sequence[Edit]]) -> Equivalence:
-        asked = (tuple(checkpoint.specs), tuple(map(tuple, maps)))
+    def prove(checkpoint: Checkpoint, maps: Sequence[Plan]) -> Equivalence:
+        asked = (tuple(checkpoint.specs), tuple(maps))
         if asked not in known:  # the engine looks twice
             known[asked] = run(checkpoint, maps)
         return known[asked]
 
-    def run(checkpoint: Checkpoint, maps: Sequence[Sequence[Edit]]) -> Equivalence:
+    def run(checkpoint: Checkpoint, maps: Sequence[Plan]) -> Equivalence:
         shapes = {
             key: ("float64" if DTYPES[spec.dtype].is_float else spec.dtype, spec.shape)
             for key, spec in checkpoint.specs.items()
         }
-        plans = [Plan((Step("map", tuple(map(_in_float64, edits))),)) for edits in maps]
+        plans = [
+            Plan(tuple(Step(step.rule, tuple(map(_in_float64, step.edits))) for step in each.steps)) for each in maps
+        ]
         job: dict[str, Any] = {
             "twins": [[source, ()], [model, arguments]],
             "shapes": shapes,
@@ -379,17 +381,17 @@ def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
     """Return the tensors of the target, and parts of them, that the map gives their values; a tied one once."""
     state = {key: value for key, value in target.state_dict(keep_vars=True).items() if _is_float(value)}
     constants = {name for name, _ in target.named_buffers() if not name.endswith(_STATISTICS)}
-    used: set[str] = set()
+    names = {key: key for key in stored.specs}  # of what is left of the file, with its names there
     found: list[tuple[str, str, Any, Any]] = []
-    for edit in plan.edits:
-        if isinstance(edit, Rename):
-            box = full(stored.specs[edit.key].shape)
-            found.append((edit.key, edit.to, box, box))
-            used.add(edit.key)
-        elif isinstance(edit, Assemble):
-            found += [(part.source, edit.key, part.box, part.place) for part in edit.parts]
-            used |= {part.source for part in edit.parts}
-    found += [(key, key, full(spec.shape), full(spec.shape)) for key, spec in stored.specs.items() if key not in used]
+    for step in plan.steps:
+        for edit in step.edits:
+            if isinstance(edit, Assemble):
+                found += [(names[part.source], edit.key, part.box, part.place) for part in edit.parts]
+        # All at once: two keys may have exchanged their names.
+        names |= {edit.to: names.pop(edit.key) for edit in step.edits if isinstance(edit, Rename)}
+    used = {source for source, *_ in found}
+    whole = {key: full(stored.specs[source].shape) for key, source in names.items() if source not in used}
+    found += [(names[key], key, box, box) for key, box in whole.items()]
     units: dict[tuple[Any, ...], Unit] = {}
     for source, key, box, place in found:
         if key in state and key not in constants:

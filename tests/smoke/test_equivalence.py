@@ -376,3 +376,14 @@ def test_a_file_in_the_layout_of_transformers_4(tmp_path: Path) -> None:
     report = ckptfix.check(file, target, source_model=source, values=False)
     (proposed,) = (each for each in report.findings if each.code == "KEY106" and each.fix is not None)
     assert proposed.evidence["labels"] == {"verified": len(proposed.keys)}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_map_of_the_user_is_proved_too(order):
+    names = dict(zip(("online", "momentum"), ("left", "right")[::order], strict=True))
+    given = tuple(f"{old}.*={new}.*" for old, new in names.items())
+    file = {f"module.{key}": value for key, value in towers().state_dict().items()}
+    report = ckptfix.check(file, other_towers(), source_model=towers(), rename=given, values=False)
+    (proved,) = (finding for finding in report.findings if finding.code == "KEY106")
+    assert ("verified" in proved.message) is (order == 1)
+    assert proved.level is (Level.NOTE if order == 1 else Level.WARNING)
