@@ -171,12 +171,17 @@ class Change:
         """The parameters of the file in the order of the model; None if that is not the order of the model that was
         trained: layers of another implementation, or parts whose place was among others."""
         places: dict[str, list[int]] = {}
+        left: set[str] = set()
+        kept = {parent for key in self.result() for parent in _parents(key)}
         for place, key in enumerate(self.result() if self.model is not None else ()):
             sources = self.origins[key].sources
             if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
                 return None
             for source in sources:
                 places.setdefault(source, []).append(place)
+                left.update(_parents(source) - _parents(key))
+        if left & kept:
+            return None  # one of several that were together has another place now
         parameters = self.parameters()
         if not parameters.keys() <= places.keys():
             return None
@@ -195,6 +200,11 @@ class Change:
         place = {key: number for number, key in enumerate(self.parameters())}
         found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _parents(key: str) -> set[str]:
+    """The modules that a key is in."""
+    return {key[:at] for at, letter in enumerate(key) if letter == "."}
 
 
 def _is_renamed_alike(old: str, new: str) -> bool:
