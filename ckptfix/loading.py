@@ -42,7 +42,7 @@ def load(
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
     ``map_location`` is the device on which the tensors are put before they are copied into the model's own; None
-    leaves them where they are. Raises ``CkptfixError`` where the checkpoint does not fit, naming what is left and the
+    leaves them where they are. Raises ``CkptfixError`` if the checkpoint does not fit, naming what is left and the
     setting for it, or is damaged; the model is as it was then.
 
     With ``assign``, as in ``load_state_dict``, the checkpoint's tensors replace the model's own, which may be on the
@@ -53,7 +53,7 @@ def load(
     ``optimizer``, made of the model's parameters, loads its state from the same checkpoint, as
     ``repair_optimizer_state`` gives it.
 
-    ``settings`` are those of ``repair``, but for those that write a file."""
+    ``settings`` are those of ``repair``, except for those that write a file."""
     checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
     if optimizer is None:
@@ -179,7 +179,7 @@ def _check_device(map_location: object) -> None:
 
 
 def refuse_misfit(report: Report) -> None:
-    """Raises ``TargetError`` where a strict load would fail, and ``HostileError`` for a file that would run code."""
+    """Raises ``TargetError`` if a strict load would fail, and ``HostileError`` for a file that would run code."""
     if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
         raise HostileError(
             f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"

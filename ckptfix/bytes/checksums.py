@@ -124,7 +124,7 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
 
 
 def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
-    """Raise ``WriteError`` where one of the storages is damaged: its checksum does not go into the new file, which
+    """Raise ``WriteError`` if one of the storages is damaged: its checksum does not go into the new file, which
     would make the damage look sound.
     """
     for storage in storages:

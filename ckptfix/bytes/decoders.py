@@ -63,7 +63,7 @@ class Stored:
 
 
 def why_closed(flags: int, method: int) -> str:
-    """Return why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing where it can."""
+    """Return why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing if it can."""
     if flags & _ENCRYPTED or method == _AES:
         return "is encrypted; unpack the archive with its password and name the file"
     if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
@@ -72,10 +72,11 @@ def why_closed(flags: int, method: int) -> str:
 
 
 def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decoder, int]:
-    """What makes a decoder for a zip member of ``packed`` bytes that begin with ``head``, and how many it has in front.
+    """Return what makes a decoder for a zip member of ``packed`` bytes that begin with ``head``, and how many it has in
+    front.
 
     The dictionary that an LZMA member claims is memory: never more is taken than its ``size`` can make use of
-    (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` where its properties are none."""
+    (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are none."""
     if method == zipfile.ZIP_STORED:
         return partial(Stored, packed), 0
     if method != zipfile.ZIP_LZMA:

@@ -20,7 +20,7 @@ _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pi
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, and not a name on this machine."""
+    """Return whether a path is a URL, and not a name on this machine."""
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.isalnum() and scheme not in ("file", "local")
 
@@ -67,7 +67,7 @@ class OpenFile:
         return b"".join(parts)
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read from ``start`` on as much as the buffer holds. Raises ``UnreadableError`` where the file ends before."""
+        """Read from ``start`` on as much as the buffer holds. Raises ``UnreadableError`` if the file ends before."""
         done = 0
         while done < buffer.nbytes:
             try:
@@ -81,14 +81,14 @@ class OpenFile:
             done += count
 
     def refuse_changed(self) -> None:
-        """Raise ``UnreadableError`` where somebody wrote to the file since it was opened: what was read of it may be
+        """Raise ``UnreadableError`` if somebody wrote to the file since it was opened: what was read of it may be
         half the old content and half the new.
         """
         if _stamp(os.fstat(self.descriptor)) != self._stamp:
             raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
 
     def ends_early(self, start: int, expected: int, found: int) -> UnreadableError:
-        """The error of a file that is shorter than it was, or than it says."""
+        """Return the error of a file that is shorter than it was, or than it says."""
         return UnreadableError(
             f"{self.path}: the file ends inside a storage: {expected} bytes were expected at offset {start}, {found} "
             "are there; fetch the file again"
@@ -100,7 +100,7 @@ def _stamp(found: os.stat_result) -> tuple[int, int]:
 
 
 def _why_closed(path: str, error: OSError | ValueError) -> str:
-    """Why a file does not open, and what to do, as a clause behind its path."""
+    """Return why a file does not open, and what to do, as a clause behind its path."""
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
         return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
@@ -136,7 +136,7 @@ class RangeBuffer(io.RawIOBase):
         self._length, self._position = length, 0
 
     def part(self, start: int, stop: int) -> bytes:
-        """The bytes of a range that lies inside."""
+        """Return the bytes of a range that lies inside."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class RangeBuffer(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The place of the next byte that is read."""
+        """Return the place of the next byte that is read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -184,14 +184,14 @@ class RangeBuffer(io.RawIOBase):
 
 
 class FileBuffer(RangeBuffer):
-    """A file as it was when it was opened. Raises ``UnreadableError`` where it has become shorter since."""
+    """A file as it was when it was opened. Raises ``UnreadableError`` if it has become shorter since."""
 
     def __init__(self, file: OpenFile) -> None:
         super().__init__(file.size)
         self._file, self._start, self._near = file, 0, b""
 
     def part(self, start: int, stop: int) -> bytes:
-        """The bytes of a range."""
+        """Return the bytes of a range."""
         begin, end = start - self._start, stop - self._start
         if begin >= 0 and end <= len(self._near):
             return self._near[begin:end]
@@ -210,7 +210,7 @@ class FileBuffer(RangeBuffer):
         return data
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        """The first place of some bytes, -1 where there is none."""
+        """Return the first place of some bytes, -1 if there is none."""
         start, stop, _ = slice(start, stop).indices(self._length)
         while start + len(sub) <= stop:
             block = self._read(start, min(start + SEARCHED + len(sub) - 1, stop))

@@ -113,7 +113,7 @@ class Bounds:
             self.spend(SLOT * waiting)
 
     def make(self, made: Any) -> Any:
-        """The new value itself, counted."""
+        """Return the new value itself, counted."""
         self.left -= getsizeof(made) + 8
         if self.left < 0:
             self.spend(0)
@@ -140,7 +140,7 @@ class Bounds:
         pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
         constant: Callable[[str], Any] | None = None,
     ) -> Any:
-        """The value of a JSON text, once it is known to find room; ``pairs`` and ``constant`` are the hooks of
+        """Return the value of a JSON text, once it is known to find room; ``pairs`` and ``constant`` are the hooks of
         ``json.loads`` for objects and for NaN and infinity.
 
         Raises ``ValueError`` and ``RecursionError`` as it does."""
@@ -159,8 +159,8 @@ class Bounds:
             )
 
     def key(self, key: Any, owner: int) -> Any:
-        """The key itself, once it is known that it can be put in bounded time into the dict or set that ``owner``, a
-        number, stands for."""
+        """Return the key itself, once it is known that it can be put in bounded time into the dict or set that
+        ``owner``, a number, stands for."""
         if type(key) is str or key is None or (type(key) is int and -_PLAIN_HASH < key < _PLAIN_HASH):
             return key
         bounded_key(key, self.path)
@@ -178,18 +178,18 @@ class Bounds:
         return key
 
     def keys(self, keys: Iterable[Any]) -> list[Any]:
-        """The keys of one new dict or set, each of them bounded."""
+        """Return the keys of one new dict or set, each of them bounded."""
         self._sets += 1
         return [self.key(key, -self._sets) for key in keys]
 
 
 def _memory(size: int) -> int:
-    """Bytes that the parsed form of a file may take."""
+    """Return bytes that the parsed form of a file may take."""
     return max(MEMORY, min(DENSE, DENSE_SHARE * size), MEMORY_SHARE * size)
 
 
 def bounded_key(key: Any, path: str) -> Any:
-    """The key itself, once it is known that it can be hashed and shown in bounded time."""
+    """Return the key itself, once it is known that it can be hashed and shown in bounded time."""
     nodes, pending = 0, [key]
     while pending:
         value = pending.pop()
@@ -206,12 +206,12 @@ def bounded_key(key: Any, path: str) -> Any:
 
 
 def bounded_keys(keys: Iterable[Any], path: str) -> list[Any]:
-    """The keys of one new dict or set, each of them bounded."""
+    """Return the keys of one new dict or set, each of them bounded."""
     return Bounds(path, 0).keys(keys)
 
 
 def shown(value: Any) -> str:
-    """A value of a file in a message: short, and had in bounded time whatever it is."""
+    """Return a value of a file in a message: short, and had in bounded time whatever it is."""
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:40])
     if isinstance(value, int) and value.bit_length() > 128:

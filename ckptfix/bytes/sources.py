@@ -27,7 +27,7 @@ class FileBytes:
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the range."""
+        """Return bytes ``start`` to ``stop`` of the range."""
         data = self.file.read(self.offset + start, stop - start)
         if len(data) != stop - start:
             raise self.file.ends_early(self.offset + start, stop - start, len(data))
@@ -46,7 +46,7 @@ class MemoryBytes:
         return memoryview(self.buffer).nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``."""
+        """Return bytes ``start`` to ``stop``."""
         return memoryview(self.buffer).cast("B")[start:stop]
 
 
@@ -63,7 +63,8 @@ class SwappedBytes:
         return self.source.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` as a little-endian machine has them; the two need not be at an element's edge."""
+        """Return bytes ``start`` to ``stop`` as a little-endian machine has them; the two need not be at an element's
+        edge."""
         first = start - start % self.width
         last = min(stop + -stop % self.width, self.nbytes // self.width * self.width)
         elements = array(_UNSIGNED[self.width], bytes(self.source.read(first, last)))
@@ -72,7 +73,7 @@ class SwappedBytes:
 
 
 _UNSIGNED = {2: "H", 4: "I", 8: "Q"}
-"""The type code of ``array`` for an unsigned number of so many bytes."""
+"""The type code of ``array`` for an unsigned number of that many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ class WindowBytes:
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the range."""
+        """Return bytes ``start`` to ``stop`` of the range."""
         return self.source.read(self.offset + start, self.offset + stop)
 
 
@@ -98,7 +99,7 @@ class LateBytes:
         self.inner: ByteSource | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, once the place is known."""
+        """Return bytes ``start`` to ``stop``, once the place is known."""
         assert self.inner is not None, "a storage was read before its file"
         return self.inner.read(start, stop)
 
@@ -116,12 +117,12 @@ class SoughtBytes:
         return self.seek()
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``."""
+        """Return bytes ``start`` to ``stop``."""
         return self.found.read(start, stop)
 
 
 def located(source: ByteSource) -> FileBytes | None:
-    """The range of a file that a source is; None where its bytes have to be made first."""
+    """Return the range of a file that a source is; None if its bytes have to be made first."""
     if isinstance(source, FileBytes):
         return source
     if isinstance(source, LateBytes):
@@ -134,7 +135,7 @@ def located(source: ByteSource) -> FileBytes | None:
 
 
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
+    """Yield bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
 
     What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
@@ -188,7 +189,8 @@ class Content:
 
     @classmethod
     def of_file(cls, path: str) -> Content:
-        """The content of a file, or of a URL. Raises ``UnreadableError`` where it cannot be opened or is empty."""
+        """Return the content of a file, or of a URL. Raises ``UnreadableError`` if it cannot be opened or is
+        empty."""
         file = _opened(path)
         if file.size == 0:
             raise UnreadableError(
@@ -198,7 +200,7 @@ class Content:
 
     @classmethod
     def of_open_file(cls, file: OpenFile, member: str = "") -> Content:
-        """The content of a file that is open and not empty."""
+        """Return the content of a file that is open and not empty."""
         return cls(file.path, FileBuffer(file), file, member)
 
     def __len__(self) -> int:
@@ -217,7 +219,7 @@ class Content:
         return self.account
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        """A range of the content, which outlives it."""
+        """Return a range of the content, which outlives it."""
         if self.file is not None:
             return FileBytes(self.file, offset, nbytes)
         return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])

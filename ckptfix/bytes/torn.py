@@ -35,7 +35,7 @@ class TornBytes:
     source: ByteSource | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` where they are gone."""
+        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` if they are gone."""
         if stop > self.whole or self.source is None:
             raise UnreadableError(
                 f"{self.path}: the bytes of a storage are gone; leave the tensor out with ", Opt("salvage", True)
@@ -88,7 +88,8 @@ def zero_tail(content: Content) -> int:
 
 
 def filled_end(content: Content) -> int:
-    """Where the data of a content ends that is known to be cut: before its zeros if they are a sector or more."""
+    """Return where the data of a content ends that is known to be cut: before its zeros if they are a sector or
+    more."""
     zeros = zero_tail(content)
     return zeros if len(content) - zeros >= SECTOR else len(content)
 
@@ -101,7 +102,7 @@ DENSE = 0.01
 
 
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:
-    """Return where the zeros begin that were never filled; None where the end of the file may be meant.
+    """Return where the zeros begin that were never filled; None if the end of the file may be meant.
 
     ``placed`` gives contiguous tensors and the byte of the content at which each begins. A file behind a URL is not
     looked at: what was uploaded was complete, and its zeros would all be fetched."""
@@ -129,9 +130,8 @@ def _is_float(spec: TensorSpec) -> bool:
 
 
 def _lies_inside(offset: int, row: int, itemsize: int) -> bool:
-    """Whether zeros begin inside of a row: inside of a number, or between two and not next to an edge, where the last
-    numbers of the row may be zero themselves.
-    """
+    """Return whether zeros begin inside of a row: inside of a number, or between two and not next to an edge, where the
+    last numbers of the row may be zero themselves."""
     return offset % itemsize > 0 or 2 * itemsize <= offset % row <= row - 2 * itemsize
 
 

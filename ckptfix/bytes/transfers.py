@@ -116,7 +116,7 @@ def final_kind(error: BaseException) -> type[PlaceError] | None:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an exception carries, each backend in its own way."""
+    """Return the HTTP status that an exception carries, each backend in its own way."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

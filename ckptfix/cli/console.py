@@ -68,7 +68,7 @@ class Meter:
         self.slower[reason] += nbytes
 
     def lines(self) -> list[str]:
-        """What took a slower way, the most bytes first."""
+        """Return what took a slower way, the most bytes first."""
         return [
             f"slower than a plain copy: {bytes_text(nbytes)} {reason}" for reason, nbytes in self.slower.most_common()
         ]
@@ -267,7 +267,7 @@ class Console:
 
 
 def write_output(text: str) -> None:
-    """Write to stdout now, so that a closed pipe shows here and not when Python ends. Raises ``WriteError`` where it
+    """Write to stdout now, so that a closed pipe shows here and not when Python ends. Raises ``WriteError`` if it
     goes to a disk that is full.
     """
     try:

@@ -90,12 +90,13 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
 
 
 def _model_words(choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """The flags that name the model or the reference, as the user would type them."""
+    """Return the flags that name the model or the reference, as the user would type them."""
     return option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
 
 
 def _given(words: tuple[str, ...], console: Console) -> str:
-    """The text that is to be explained. Raises ``UsageError`` where there is none, or where it is a file's name."""
+    """Return the text that is to be explained. Raises ``UsageError`` if there is none, or where it is a file's
+    name."""
     if words and words != ("-",):
         if len(words) == 1 and _is_file(words[0]):
             raise UsageError(
@@ -120,6 +121,6 @@ def _is_file(text: str) -> bool:
 
 
 def _decoded(raw: bytes) -> str:
-    """A log as text; what Windows' shells redirect is UTF-16."""
+    """Return a log as text; what Windows' shells redirect is UTF-16."""
     is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return raw.decode("utf-16" if is_wide else "utf-8", "replace")

@@ -109,7 +109,7 @@ def _migrate(
 
 
 def _engine(choices: Mapping[str, Any]) -> MakeEngine | None:
-    """What makes the engine that was asked for; None for that of this machine."""
+    """Return what makes the engine that was asked for; None for that of this machine."""
     if choices.get("engine") != "ray":
         if "address" in choices:
             raise UsageError(Opt("address"), " names a Ray cluster; add ", Opt("engine", "ray"))
@@ -139,7 +139,7 @@ def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_name() -> str:
-    """What the table is called where nobody names it."""
+    """Return what the table is called where nobody names it."""
     from ckptfix.zoo.table import FILE_NAME
 
     return FILE_NAME
@@ -153,7 +153,7 @@ def _table_file(choices: Mapping[str, Any]) -> Path | None:
 
 
 def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Table, Table | None]:
-    """The table, and the same with what is decided for single files."""
+    """Return the table, and the same with what is decided for single files."""
     from ckptfix.zoo.table import plain_table, read_table
 
     file, everything = _table_file(choices), of_a_repair(choices)

@@ -161,20 +161,20 @@ def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iter
 
 
 def _folders(name: str) -> Iterator[str]:
-    """The folders that a file is in, the highest first."""
+    """Return the folders that a file is in, the highest first."""
     parts = name.split("/")[:-1]
     return ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
 
 
 def _short_names(names: Sequence[str], in_folder: Counter[str]) -> list[str]:
-    """The names of files, with a folder in place of all files in it."""
+    """Return the names of files, with a folder in place of all files in it."""
     mine = Counter(folder for name in names for folder in _folders(name))
     whole = {folder for folder, count in mine.items() if count == in_folder[folder] > 1}
     return list(dict.fromkeys(next((each for each in _folders(name) if each in whole), name) for name in names))
 
 
 def _codes(record: dict[str, Any]) -> list[str]:
-    """The findings that are left, by code and name."""
+    """Return the findings that are left, by code and name."""
     return list(dict.fromkeys(f"{finding['code']} {finding['name']}" for finding in _left(record)))
 
 

@@ -168,7 +168,7 @@ def _sha256(source: str) -> str | None:
 
 
 def page_writer(choices: Mapping[str, Any]) -> PageWriter | None:
-    """What ``--report`` asks for. Raises ``UsageError`` where no page can go there."""
+    """Return what ``--report`` asks for. Raises ``UsageError`` if no page can go there."""
     if "report" not in choices:
         return None
     from ckptfix.cli.page import PageWriter

@@ -49,7 +49,7 @@ class PageWriter:
         self._add(source, record_of_error(source, message))
 
     def save(self) -> None:
-        """Write the page. Raises ``CkptfixError`` where that cannot be."""
+        """Write the page. Raises ``CkptfixError`` if that cannot be."""
         from ckptfix.report.page import save_page, write_page
 
         title = self._title if self._count == 1 else f"{self._count} checkpoints"

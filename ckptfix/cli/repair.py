@@ -104,7 +104,7 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
 
 
 def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
-    """The files that are read beside the source, by the option that names them."""
+    """Return the files that are read beside the source, by the option that names them."""
     fill, compare = choices.get("fill"), choices.get("compare")
     from ckptfix.reading.adapters import adapter_paths
 
@@ -118,7 +118,7 @@ def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
 
 
 def _may_be_replaced(file: Path) -> bool:
-    """Whether nothing is lost where a plan goes: it is free or empty, or has a plan, of whatever version."""
+    """Return whether nothing is lost where a plan goes: it is free or empty, or has a plan, of whatever version."""
     if not file.exists() or (file.is_file() and file.stat().st_size == 0):
         return True
     try:

@@ -72,6 +72,6 @@ def _rendered(manual: str) -> Iterator[Line]:
 
 
 def _summary(manual: str) -> str:
-    """The first line of a manual without the code and name that it begins with."""
+    """Return the first line of a manual without the code and name that it begins with."""
     first = manual.partition("\n")[0]
     return first.partition(": ")[2] or first

@@ -3,7 +3,7 @@
 pair       by name; then, among the rest, by bytes (renames)
 specs      shapes and dtypes of the pairs
 values     in blocks, so that no tensor is held as a whole; then the checksums of both files, where they have them
-the rest   ties, entries that are no tensors, _metadata, what lies beside the state_dict
+the rest   ties, entries that are not tensors, _metadata, what lies beside the state_dict
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Form = tuple[str, tuple[int, ...]]
 
 
 def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Pairs of keys that hold the same bytes, in the order of A. Raises ``UnreadableError`` for bytes that are gone."""
+    """Yield pairs of keys that hold the same bytes, in the order of A. Raises ``UnreadableError`` for bytes that are
+    gone."""
     kinds = {_kind(spec) for spec in only_a.values()} & {_kind(spec) for spec in only_b.values()}
     b_keys: dict[tuple[Form, bytes], list[str]] = {}
     for key, digest in _digests(only_b, kinds):
@@ -46,7 +47,7 @@ def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSp
 
 
 def rename_modules(renamed: Mapping[str, str]) -> dict[str, str]:
-    """The modules of A by their names in B, as the renamed keys tell: ``module.bn1`` is ``bn1``."""
+    """Return the modules of A by their names in B, as the renamed keys tell: ``module.bn1`` is ``bn1``."""
     modules: dict[str, str] = {}
     for key, other in renamed.items():
         old, new = key.split("."), other.split(".")
@@ -169,7 +170,7 @@ def _gaps(pairs: Sequence[Pair], tolerance: Tolerance, progress: Progress) -> li
 
 
 def _ties(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> tuple[Ties, Ties]:
-    """The ties that only one side has, under the names of B, among the tensors that both have."""
+    """Return the ties that only one side has, under the names of B, among the tensors that both have."""
     left = [tuple(renamed.get(key, key) for key in group) for group in ties(a.specs)]
     right = ties(b.specs)
     both = {renamed.get(key, key) for key in a.specs} & b.specs.keys()
@@ -206,7 +207,7 @@ Place = tuple[PathPart, ...]
 
 
 def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance = EXACT) -> Texts:
-    """What differs beside the two state_dicts, by place; the texts in a header of safetensors lie there too."""
+    """Return what differs beside the two state_dicts, by place; the texts in a header of safetensors lie there too."""
     if a.path == b.path:
         return {}  # two sets of weights of one file: beside each lies the other
     beside = [_without(side.root, side.container) for side in (a, b)]
@@ -220,13 +221,14 @@ def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: T
 
 
 def compare_entries(a: Checkpoint, b: Checkpoint, read_values: bool) -> Texts:
-    """What differs among the entries of the two state_dicts that are no tensors on either side, by key."""
+    """Return what differs among the entries of the two state_dicts that are not tensors on either side, by key."""
     left, right = ({key: side.entries[key] for key in side.entries if key not in side.specs} for side in (a, b))
     return _texts(_differences(left, right, (), read_values))
 
 
 def compare_metadata(a: Checkpoint, b: Checkpoint, modules: Mapping[str, str]) -> Texts:
-    """The rows of ``_metadata`` that differ, under the names of B; ``modules`` says what became of a module's name."""
+    """Return the rows of ``_metadata`` that differ, under the names of B; ``modules`` says what became of a module's
+    name."""
     if a.metadata is None or b.metadata is None:
         whole = (_count(a), _count(b))
         return {} if whole[0] == whole[1] else {"_metadata": whole}
@@ -248,7 +250,7 @@ def _row(row: Mapping[str, object] | None) -> str | None:
 
 
 def _renamed(module: str, modules: Mapping[str, str]) -> str:
-    """A module without keys of its own goes where the module around it went."""
+    """Return a module without keys of its own goes where the module around it went."""
     above, below = module.split("."), list[str]()
     while above:
         if (to := modules.get(".".join(above))) is not None:
@@ -310,14 +312,14 @@ def _text(value: object) -> str | None:
 
 
 def _kind_name(value: object) -> str:
-    """A dict is a dict: that one is ordered and the other is not makes no difference."""
+    """Return a dict is a dict: that one is ordered and the other is not makes no difference."""
     if isinstance(value, Opaque):
         return f"object of {value.cls}"
     return "list" if isinstance(value, list | tuple) else "array" if isinstance(value, NumpyArray) else "dict"
 
 
 def _children(value: object) -> dict[PathPart, object] | None:
-    """What a value holds, by name; None for one that holds nothing."""
+    """Return what a value holds, by name; None for one that holds nothing."""
     if isinstance(value, Opaque):
         named = (*value.attributes.items(), *value.pairs.items(), *value.kwargs.items())
         held: dict[PathPart, object] = {str(name): child for name, child in named}
@@ -334,7 +336,7 @@ def _children(value: object) -> dict[PathPart, object] | None:
 
 
 def _without(root: object, container: Place) -> object:
-    """A container without the state_dict that lies in it, as a dict of what is beside the way to it."""
+    """Return a container without the state_dict that lies in it, as a dict of what is beside the way to it."""
     if not container:
         return {}
     beside = _children(root) or {}

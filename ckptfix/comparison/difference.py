@@ -21,7 +21,7 @@ Ties = tuple[tuple[str, ...], ...]
 """Groups of keys that are one tensor."""
 
 Texts = Mapping[str, tuple[str | None, str | None]]
-"""What stands at a place in A and in B, in words; None where a side has nothing there."""
+"""What stands at a place in A and in B, in words; None if a side has nothing there."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Difference(Displayed):
 
     ``renamed`` maps keys of A to the keys of B that hold the same bytes, ``shapes`` and ``dtypes`` are pairs of one
     name whose specs differ, ``values`` those whose numbers differ (a cast shows under ``dtypes`` and, where it
-    rounded, here). ``entries`` are entries of the state_dicts that are no tensors, ``metadata`` rows of ``_metadata``,
+    rounded, here). ``entries`` are entries of the state_dicts that are not tensors, ``metadata`` rows of ``_metadata``,
     ``extras`` what lies beside the state_dicts, each with the text of both sides, None for what one side does not have.
     ``equal`` counts the tensors that are equal bit for bit under one name, ``cast`` those of the same values in another
     dtype, ``close`` those within the tolerance.
@@ -119,7 +119,7 @@ class Difference(Displayed):
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing differs, 1 where something does, as ``diff`` has it."""
+        """0 if nothing differs, 1 if something does, as ``diff`` has it."""
         return 0 if self.is_empty else 1
 
 
@@ -154,7 +154,7 @@ _INDEX = re.compile(r"\[(\d+)\]")
 
 
 def difference_lines(difference: Difference, verbose: bool = False) -> Iterator[Line]:
-    """The whole comparison; ``verbose`` cuts no list."""
+    """Yield the whole comparison; ``verbose`` cuts no list."""
     limit = None if verbose else _SHOWN
     for name, side in (("A", difference.a), ("B", difference.b)):
         yield _side_line(name, side)
@@ -224,7 +224,7 @@ def _pairs(title: str, pairs: Sequence[Pair], limit: int | None) -> Iterator[Lin
 
 
 def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Line]:
-    """The farthest apart first: one line for each tensor, then the rest in one."""
+    """Yield the farthest apart first: one line for each tensor, then the rest in one."""
     if not gaps:
         return
     yield (Span(f"other values: {counted(len(gaps), 'tensor')}", "warning"),)

@@ -54,16 +54,16 @@ class SideBySide:
         return Walk(self.a).repetition if self.shares_an_order else 1
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
-        """The elements of both as arrays of raw bytes (``numpy.void``), equally many at a time.
+        """Yield the elements of both as arrays of raw bytes (``numpy.void``), equally many at a time.
 
-        Raises ``UnreadableError`` where the bytes are not in the file."""
+        Raises ``UnreadableError`` if the bytes are not in the file."""
         if self.shares_an_order:
             yield from _in_step(_raw(self.a, Walk(self.a).blocks()), _raw(self.b, Walk(self.b).blocks()))
         else:
             yield from _in_step(_rows(self.a), _rows(self.b))
 
     def row_major(self, position: int) -> int:
-        """The flat row-major index of the element that is met at a position."""
+        """Return the flat row-major index of the element that is met at a position."""
         if not self.shares_an_order:
             return position
         import numpy as np
@@ -74,7 +74,7 @@ class SideBySide:
 
 
 def row_major_blocks(spec: TensorSpec) -> Iterator[Array]:
-    """The elements of a strided tensor in row-major order, as arrays of raw bytes (``numpy.void``)."""
+    """Yield the elements of a strided tensor in row-major order, as arrays of raw bytes (``numpy.void``)."""
     walk = Walk(spec)
     if walk.is_row_major and walk.repetition == 1 and walk.is_bounded:
         yield from _raw(spec, walk.blocks())
@@ -107,7 +107,8 @@ def _rows(spec: TensorSpec) -> Iterator[Array]:
 
 
 def _slices(view: Array) -> Iterator[Array]:
-    """The elements of an array in row-major order, at most ``BLOCK`` at a time where it has more than one dimension."""
+    """Yield the elements of an array in row-major order, at most ``BLOCK`` at a time where it has more than one
+    dimension."""
     import numpy as np
 
     if view.size <= BLOCK or view.ndim == 0:
@@ -149,7 +150,7 @@ EXACT = Tolerance()
 
 
 def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> Gap:
-    """The gap between two tensors of one shape. Raises ``UnreadableError`` where bytes are not in the file."""
+    """Return the gap between two tensors of one shape. Raises ``UnreadableError`` if bytes are not in the file."""
     if a.layout != b.layout or a.parts.keys() != b.parts.keys():
         return Gap(a.numel, unread=f"layouts {a.layout} and {b.layout}")
     if a.parts:
@@ -215,7 +216,7 @@ class _Meter:
         self._met += len(left)
 
     def result(self, both: SideBySide) -> Gap:
-        """What was gathered."""
+        """Return what was gathered."""
         return Gap(
             numel=self._numel,
             differing=self._differing * both.repetition,
@@ -305,7 +306,8 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
 
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
-    """The most representable numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is none."""
+    """Return the most representable numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is
+    none."""
     import numpy as np
 
     if not len(left):

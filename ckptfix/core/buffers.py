@@ -42,13 +42,13 @@ _MASKS = frozenset({"bias", "mask"})
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """The module path of a key, with its closing dot (empty at the top), and its last segment."""
+    """Return the module path of a key, with its closing dot (empty at the top), and its last segment."""
     head, dot, leaf = key.rpartition(".")
     return head + dot, leaf
 
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
+    """Return whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
     return _is_transient_leaf(split_key(key)[1], shape)
 
 
@@ -59,6 +59,6 @@ def _is_transient_leaf(leaf: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether the name alone says that a tensor is a buffer and no parameter."""
+    """Return whether the name alone says that a tensor is a buffer and no parameter."""
     leaf = split_key(key)[1]
     return leaf in RUNNING_STATISTICS or _is_transient_leaf(leaf, shape)

@@ -39,7 +39,7 @@ class Candidate:
 
 
 def path_name(path: tuple[PathPart, ...]) -> str:
-    """A container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
+    """Return a container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".") or "."
 
@@ -48,11 +48,11 @@ class TensorReader(Protocol):
     """Builds torch's tensors from specs. A ``Checkpoint`` is given one by whatever opened it."""
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """The tensor of a key."""
+        """Return the tensor of a key."""
         ...
 
     def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
-        """The whole state_dict, with the tensors of the keys in ``mapped`` sharing the file's memory."""
+        """Return the whole state_dict, with the tensors of the keys in ``mapped`` sharing the file's memory."""
         ...
 
 
@@ -67,9 +67,9 @@ class Checkpoint(Displayed):
     storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
     file inside of the archive or compressed file that ``path`` names. ``remarks`` are facts that the rules of the
     family FIL turn into findings. ``damage`` says what is wrong with the file, where it was opened to be salvaged,
-    and ``lost`` has the keys whose bytes are gone: with their specs, or None where
+    and ``lost`` has the keys whose bytes are gone: with their specs, or None if
     a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
-    the state_dict, with their names without it; None where the whole state_dict is meant. ``beside`` has what a trainer
+    the state_dict, with their names without it; None if the whole state_dict is meant. ``beside`` has what a trainer
     saved in files of their own next to it, its optimizer and scheduler, by the name of the file. ``copies`` are
     those that a training made of its fp32 masters in the dtype that it used, by the key of the master.
     """
@@ -104,11 +104,11 @@ class Checkpoint(Displayed):
         return {key: value for key, value in self.entries.items() if isinstance(value, TensorSpec)}
 
     def keys(self) -> list[str]:
-        """The keys of the tensors, in the file's order."""
+        """Return the keys of the tensors, in the file's order."""
         return list(self.specs)
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor of a key, on CPU, with the dtype, shape and strides of the file.
+        """Return the tensor of a key, on CPU, with the dtype, shape and strides of the file.
 
         Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
         in the file. Where they are not those that were saved, a ``DamageWarning`` says so: the checksum of a storage is
@@ -120,11 +120,11 @@ class Checkpoint(Displayed):
         return self.reader.tensor(self, key)
 
     def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
-        """The whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
+        """Return the whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
 
-        The entries that are no tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
+        The entries that are not tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
         With ``mmap``, as in ``torch.load``, they are mapped where that can be: writing to one never reaches the file,
-        which must not be overwritten or cut short then. Raises ``UnreadableError`` where bytes fail their checksum.
+        which must not be overwritten or cut short then. Raises ``UnreadableError`` if bytes fail their checksum.
         """
         assert self.reader is not None, "made without a reader"
         return self.reader.state_dict(self, tuple(self.entries) if mmap else ())
@@ -140,5 +140,5 @@ class Checkpoint(Displayed):
     def with_entries(
         self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None
     ) -> Checkpoint:
-        """The same checkpoint with another state_dict in its container."""
+        """Return the same checkpoint with another state_dict in its container."""
         return replace(self, entries=entries, metadata=metadata)

@@ -46,9 +46,8 @@ class Coverage:
 def measure_coverage(
     result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace], adapted: Iterable[Adapt] = ()
 ) -> Coverage:
-    """The share of the target's parameters and buffers, by number of elements, that came from the file. A tie counts
-    once.
-    """
+    """Return the share of the target's parameters and buffers, by number of elements, that came from the file. A tie
+    counts once."""
     # A name that is tied to a filled tensor holds values that are not from the file either.
     views = {result.specs[key].view: fill for key, fill in filled.items() if key in result.specs}
     filled = {**{key: views[spec.view] for key, spec in result.specs.items() if spec.view in views}, **filled}
@@ -101,7 +100,8 @@ def lost_by_edits(source: Checkpoint, result: Checkpoint, target: Target, filled
 
 
 def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
-    """The keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another shape.
+    """Return the keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another
+    shape.
 
     ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet. None for what the model's own
     hooks load."""

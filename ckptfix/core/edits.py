@@ -21,7 +21,7 @@ class Edit:
     keeps_values: ClassVar[bool] = False
 
     def to_json(self) -> dict[str, Any]:
-        """The edit as a JSON object; ``edit`` names its kind."""
+        """Return the edit as a JSON object; ``edit`` names its kind."""
         return {"edit": self.kind, **vars(self)}  # texts and sizes: nothing in it would have to be copied
 
 
@@ -156,7 +156,7 @@ class Assemble(Edit):
     parts: tuple[Part, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The edit as a JSON object, its parts as objects."""
+        """Return the edit as a JSON object, its parts as objects."""
         return {**super().to_json(), "parts": [part.to_json() for part in self.parts]}
 
 
@@ -232,7 +232,7 @@ class MergeAdapter(Edit):
     undo: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The edit as a JSON object, its deltas as objects."""
+        """Return the edit as a JSON object, its deltas as objects."""
         return {**super().to_json(), "deltas": [vars(delta) for delta in self.deltas]}
 
 
@@ -310,7 +310,7 @@ class Moments(Edit):
     parts: tuple[Part, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The edit as a JSON object without what is empty, its parts as objects."""
+        """Return the edit as a JSON object without what is empty, its parts as objects."""
         given = {name: value for name, value in super().to_json().items() if value not in (None, ())}
         return given | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})
 

@@ -128,7 +128,7 @@ class Finding:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``, ``4 mismatches``."""
+    """Return a number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``, ``4 mismatches``."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":

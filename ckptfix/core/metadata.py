@@ -15,7 +15,7 @@ NEW_ROW: Mapping[str, Any] = {"version": 1}
 
 
 def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Metadata | None:
-    """The metadata under the new module paths; ``renames`` has every key that stays in the file, most of them to
+    """Return the metadata under the new module paths; ``renames`` has every key that stays in the file, most of them to
     themselves.
 
     A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place, and
@@ -39,7 +39,7 @@ def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Me
 
 
 def rename_rows(metadata: Metadata | None, rows: Mapping[str, str]) -> Metadata | None:
-    """The metadata with single rows under other paths. Raises ``KeyError`` where a row is not there."""
+    """Return the metadata with single rows under other paths. Raises ``KeyError`` if a row is not there."""
     if not rows:
         return metadata
     if metadata is None or not rows.keys() <= metadata.keys():
@@ -48,7 +48,7 @@ def rename_rows(metadata: Metadata | None, rows: Mapping[str, str]) -> Metadata 
 
 
 def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
-    """Every row at its new place, in order; a row that came there wins over one that stood there."""
+    """Return every row at its new place, in order; a row that came there wins over one that stood there."""
     places = {path: move(path) for path in metadata}
     came = {new: metadata[path] for path, new in places.items() if new is not None and new != path}
     rows = {**{path: metadata[path] for path, new in places.items() if new == path}, **came}
@@ -65,7 +65,7 @@ def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The modules that hold a module or key, the root first."""
+    """Yield the modules that hold a module or key, the root first."""
     if path:
         yield ""
     position = path.find(".")
@@ -96,7 +96,7 @@ def _module_renames(renames: Mapping[str, str]) -> dict[str, str]:
 
 
 def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The modules on the way to a key under both names, the innermost first."""
+    """Yield the modules on the way to a key under both names, the innermost first."""
     here, there = len(old) - 1, len(new) - 1
     if old[here] != new[there]:
         return
@@ -116,6 +116,6 @@ def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _is_within(short: Sequence[str], long: Sequence[str]) -> bool:
-    """Whether the segments stand in the longer row in the same order."""
+    """Return whether the segments stand in the longer row in the same order."""
     rest = iter(long)
     return all(part in rest for part in short)

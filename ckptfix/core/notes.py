@@ -33,7 +33,7 @@ class _Encoder:
         self.seen: set[int] = set()
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """The JSON form of a plain value. Raises ``_Unstorable`` where it has none of bounded size."""
+        """Return the JSON form of a plain value. Raises ``_Unstorable`` if it has none of bounded size."""
         if isinstance(value, (list, dict, tuple, set)):
             self.left -= 1 + len(value) if id(value) in self.seen else 0
             self.seen.add(id(value))
@@ -63,7 +63,8 @@ class _Encoder:
 
 
 def _written(value: Any) -> Any:
-    """A text or number that JSON can be written with: no half surrogate pair, no number of thousands of digits."""
+    """Return a text or number that JSON can be written with: no half surrogate pair, no number of thousands of
+    digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         raise _Unstorable
     if isinstance(value, str) and not value.isascii():
@@ -75,7 +76,7 @@ def _written(value: Any) -> Any:
 
 
 def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any], list[str]]:
-    """The note for the container around a state_dict, and the places that JSON cannot hold.
+    """Return the note for the container around a state_dict, and the places that JSON cannot hold.
 
     ``root`` is the plain object tree with None in the place of the state_dict. Entries of the state_dict that are no
     tensors go along."""
@@ -98,7 +99,8 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
 def _encode_around(
     value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str], encoder: _Encoder
 ) -> Any:
-    """The tree down to the state_dict, member by member, so that one tensor beside it costs only its own branch."""
+    """Return the tree down to the state_dict, member by member, so that one tensor beside it costs only its own
+    branch."""
     if not path:
         return None
     members = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -145,7 +147,8 @@ def _decode(value: Any) -> Any:
 
 
 def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]) -> Any:
-    """The object tree of a note, with the state_dict in its place; the state_dict itself where there is no note."""
+    """Return the object tree of a note, with the state_dict in its place; the state_dict itself where there is no
+    note."""
     try:
         for key, value in note.get("entries", {}).items():
             if not isinstance(state_dict.get(key), TensorSpec):

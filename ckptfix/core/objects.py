@@ -54,13 +54,13 @@ class Opaque:
         return {} if self._pairs is None else self._pairs
 
     def own_items(self) -> list[Any]:
-        """The list of the items, to be filled."""
+        """Return the list of the items, to be filled."""
         if self._items is None:
             self._items = []
         return self._items
 
     def own_pairs(self) -> dict[Any, Any]:
-        """The dict of the pairs, to be filled."""
+        """Return the dict of the pairs, to be filled."""
         if self._pairs is None:
             self._pairs = {}
         return self._pairs
@@ -71,7 +71,7 @@ class Opaque:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The instance dict, empty where the state is something else. A slots state ``(dict, slots)`` is merged."""
+        """The instance dict, empty if the state is something else. A slots state ``(dict, slots)`` is merged."""
         if isinstance(self.state, dict):
             return self.state
         if isinstance(self.state, tuple) and len(self.state) == 2:

@@ -39,7 +39,7 @@ class Kind(Enum):
     INPUTS = auto()
     """A list of shapes and files."""
     FILES = auto()
-    """A list of files, each perhaps with ``=NUMBER`` behind it."""
+    """A list of files, each perhaps with ``=NUMBER`` after it."""
     PAIRS = auto()
     """A table of texts; on the command line NAME=TEXT, once for each."""
     WHOLE = auto()
@@ -98,7 +98,7 @@ class Option:
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     def is_word(self, value: str) -> bool:
-        """Whether a value of a FILE is not the name of a file."""
+        """Return whether a value of a FILE is not the name of a file."""
         return value in self.words or value.startswith(self.prefixes)
 
     @property
@@ -417,7 +417,7 @@ _TOML: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
 
 
 def is_texts(value: object) -> bool:
-    """Whether a value of a TOML file is a list of strings."""
+    """Return whether a value of a TOML file is a list of strings."""
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 

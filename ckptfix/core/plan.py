@@ -59,11 +59,12 @@ class Plan(Displayed):
         return f"<Plan: {counted(len(self.edits), 'edit')}{f' of {rules}' if rules else ''}>"
 
     def then(self, *steps: Step) -> Plan:
-        """The plan with more steps."""
+        """Return the plan with more steps."""
         return Plan((*self.steps, *steps))
 
     def inverse(self) -> Plan:
-        """The plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose data."""
+        """Return the plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose
+        data."""
         steps: list[Step] = []
         for step in reversed(self.steps):
             # The rows of _metadata were renamed after the keys, and so go back before them.
@@ -75,13 +76,13 @@ class Plan(Displayed):
         return Plan(tuple(steps))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
+        """Return the plan as plain JSON data."""
         steps = [{"rule": step.rule, "edits": [edit.to_json() for edit in step.edits]} for step in self.steps]
         return {"ckptfix-plan": PLAN_VERSION, "steps": steps}
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:
-        """The plan of JSON data. Raises ``PlanError`` where it is none."""
+        """Return the plan of JSON data. Raises ``PlanError`` if it is none."""
         try:
             if data["ckptfix-plan"] != PLAN_VERSION:
                 raise PlanError(

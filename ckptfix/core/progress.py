@@ -42,7 +42,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 @dataclass
 class Task:
-    """A pass over bytes: what is done (``writing model.pth``), how many of how many are behind it."""
+    """A pass over bytes: what is done (``writing model.pth``), how many of how many are after it."""
 
     name: str
     total: int

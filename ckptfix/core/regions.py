@@ -49,7 +49,7 @@ class Regions:
             yield from regions
 
     def of(self, spec: TensorSpec) -> tuple[Region, int]:
-        """The region that holds a tensor, and the tensor's offset in it, in elements."""
+        """Return the region that holds a tensor, and the tensor's offset in it, in elements."""
         regions = self._regions[id(spec.storage)]
         if len(regions) == 1 and not regions[0].start:
             return regions[0], spec.offset
@@ -60,14 +60,14 @@ class Regions:
 
 
 def _last_at(regions: list[Region], start: int) -> int:
-    """The index of the last region that begins at or before ``start``."""
+    """Return the index of the last region that begins at or before ``start``."""
     from bisect import bisect_right
 
     return max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)
 
 
 def _merge(views: list[TensorSpec]) -> list[Region]:
-    """The unions of overlapping extents, in order. Each begins where every dtype in it is aligned."""
+    """Return the unions of overlapping extents, in order. Each begins where every dtype in it is aligned."""
     storage = views[0].storage
     assert storage is not None
     if len(views) == 1:

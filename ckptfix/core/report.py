@@ -30,7 +30,7 @@ class Report(Displayed):
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
-    them. ``output`` is the file that was written, None where none was. ``remarks`` are lines worth saying that are no
+    them. ``output`` is the file that was written, None if none was. ``remarks`` are lines worth saying that are no
     findings (which device was used, that a model could not be built on the meta device). ``likeness`` is the known
     architecture that the state_dict is or is like, if no target was given. ``figures`` are the statistics
     of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
@@ -123,7 +123,7 @@ class Report(Displayed):
         return pandas.DataFrame(rows, columns=list(columns))
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
-        """The report as plain JSON data, the same that ``--output-format json`` prints.
+        """Return the report as plain JSON data, the same that ``--output-format json`` prints.
 
         Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
         fixed = set(map(id, self.applied))
@@ -158,7 +158,7 @@ def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | 
 
 
 def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, Any]:
-    """The entry of a file that could not be checked."""
+    """Return the entry of a file that could not be checked."""
     return {"version": REPORT_VERSION, "source": source, "exit_code": exit_code, "error": message}
 
 
@@ -237,7 +237,7 @@ _LISTS = (list, tuple, set, frozenset, Sequence)
 
 
 def plain(value: object) -> Any:
-    """The value as data that any JSON parser reads; what JSON has no form for becomes text."""
+    """Return the value as data that any JSON parser reads; what JSON has no form for becomes text."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):

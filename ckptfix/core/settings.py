@@ -198,7 +198,7 @@ class Settings:
         )
 
     def selects(self, code: str) -> bool:
-        """Whether the rule of this code is to run."""
+        """Return whether the rule of this code is to run."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
         return chosen and not any(code.startswith(start) for start in self.ignore)
 
@@ -232,7 +232,7 @@ class Settings:
         return None if self.shard_size is None else parse_size("shard_size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
-        """Whether the result is meant for a torch older than ``release``.
+        """Return whether the result is meant for a torch older than ``release``.
 
         Raises ``UsageError`` if ``for_torch`` is not a version.
         """

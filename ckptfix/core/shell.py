@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 
 def typed(words: Iterable[str]) -> str:
-    """The command of these words, on one line that bash, zsh and ksh take apart into the same words again."""
+    """Return the command of these words, on one line that bash, zsh and ksh take apart into the same words again."""
     return " ".join(map(quoted, words))
 
 
 def quoted(word: str) -> str:
-    """One word of a command. Line breaks, bytes that are no text, and what nobody can see, become escapes."""
+    """Return one word of a command. Line breaks, bytes that are no text, and what nobody can see, become escapes."""
     if word.isprintable():
         return shlex.quote(word)
     return f"$'{''.join(map(_escaped, word))}'"
 
 
 def no_option(name: str) -> str:
-    """The name of a file so that a command does not take it for an option."""
+    """Return the name of a file so that a command does not take it for an option."""
     return f"./{name}" if name.startswith("-") else name
 
 

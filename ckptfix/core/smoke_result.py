@@ -16,8 +16,8 @@ class Comparison:
 
     ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
     share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
-    dimension, None where there are no classes. ``unlike`` says why the two cannot be compared, and is empty where they
-    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None where nobody
+    dimension, None if there are no classes. ``unlike`` says why the two cannot be compared, and is empty if they
+    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None if nobody
     looked.
     """
 
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether the outputs are the same but for rounding."""
+        """Whether the outputs are the same except for rounding."""
         return not self.unlike and self.difference <= self.tolerance * self.scale
 
     def __str__(self) -> str:

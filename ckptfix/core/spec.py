@@ -43,7 +43,7 @@ class Geometry:
 
     @property
     def per_byte(self) -> int:
-        """Elements that share a byte, 1 but for the quantised dtypes of 2 and 4 bits."""
+        """Elements that share a byte, 1 except for the quantised dtypes of 2 and 4 bits."""
         return DTYPES[self.dtype].per_byte
 
     @property
@@ -96,7 +96,7 @@ class ByteSource(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file ends before."""
+        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file ends before."""
         ...
 
 
@@ -200,7 +200,7 @@ class TensorSpec(Geometry):
         return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
 
     def strided_parts(self) -> Iterable[TensorSpec]:
-        """The strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
+        """Return the strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
         if not self.parts and self.quantizer is None:  # as of nearly all tensors
             return (self,) if self.storage is not None else ()
         return self._several_parts()
@@ -226,7 +226,7 @@ def with_own_storage(value: Any) -> Any:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a row-major tensor of this shape."""
+    """Return the strides, in elements, of a row-major tensor of this shape."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -15,8 +15,8 @@ class TensorStatistics(NamedTuple):
     """What the numbers of a tensor look like.
 
     ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to
-    ``rms`` are over the finite numbers, and 0.0 where there are none. ``first_nonfinite`` is the flat row-major index
-    of the first element that is NaN or infinite; None where there is none, and for sparse tensors. ``overflowing`` and
+    ``rms`` are over the finite numbers, and 0.0 if there are none. ``first_nonfinite`` is the flat row-major index
+    of the first element that is NaN or infinite; None if there is none, and for sparse tensors. ``overflowing`` and
     ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
     ``words`` are the 8 bytes at each multiple of 4 KiB of the file, of a row-major tensor in a file without checksums:
     equal ones lead to blocks that were copied. ``has_faint_rows`` says whether a row of a matrix begins with a number

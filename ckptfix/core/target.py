@@ -30,7 +30,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements, 0 where the shape is not known yet."""
+        """Number of elements, 0 if the shape is not known yet."""
         import math
 
         return 0 if self.shape is None else math.prod(self.shape)
@@ -43,7 +43,7 @@ class Target:
     ``slots`` in the order of the model's own state_dict. ``entries`` are wanted keys that hold no tensor (packed
     parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
-    initial values, made on first use, those of non-persistent buffers too; None where there are none, as for a file.
+    initial values, made on first use, those of non-persistent buffers too; None if there are none, as for a file.
     ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
     modules take an image for, by their paths, and ``windows`` those of windows of attention.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
@@ -72,13 +72,13 @@ class Target:
         return {key: group for group in self.ties for key in group}
 
     def accepts(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether the target wants this key with this shape."""
+        """Return whether the target wants this key with this shape."""
         slot = self.slots.get(key)
         return slot is not None and slot.shape in (None, shape)
 
 
 def target_from_module(module: torch.nn.Module, label: str | None = None) -> Target:
-    """What a strict ``load_state_dict`` of a live module wants.
+    """Return what a strict ``load_state_dict`` of a live module wants.
 
     ``initial`` gives the module's values of that moment, as detached tensors that share the module's memory; it is None
     for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through.
@@ -226,7 +226,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
 
 
 def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
-    """What fits in the place of another checkpoint.
+    """Return what fits in the place of another checkpoint.
 
     Parameters and buffers are told apart by what the file says, else by name and dtype.
     """
@@ -240,7 +240,8 @@ def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
 
 
 def _is_extra_state(key: str) -> bool:
-    """Whether a key holds what ``get_extra_state`` returned: a tensor or not, its shape is the module's business."""
+    """Return whether a key holds what ``get_extra_state`` returned: a tensor or not, its shape is the module's
+    business."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
@@ -268,7 +269,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _groups(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The keys of equal identity, in groups of two or more."""
+    """Return the keys of equal identity, in groups of two or more."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for key, identity in identities.items():
         groups.setdefault(identity, []).append(key)
@@ -282,7 +283,8 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 def _kind_of(key: str, spec: TensorSpec) -> str:
-    """Whether a tensor of a file was a parameter or a buffer. Most files do not say: ``state_dict()`` detaches."""
+    """Return whether a tensor of a file was a parameter or a buffer. Most files do not say: ``state_dict()``
+    detaches."""
     if spec.is_parameter:
         return PARAMETER
     dtype = DTYPES[spec.dtype]

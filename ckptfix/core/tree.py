@@ -14,7 +14,7 @@ a million rows of numbers beside the weights would cost more to remember than to
 
 
 def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> Iterator[TensorSpec]:
-    """Every strided tensor in a tree, in order, each object of the tree once, and nothing below the objects that
+    """Yield every strided tensor in a tree, in order, each object of the tree once, and nothing below the objects that
     ``without`` names."""
     seen: set[int] = set()
     pending = [root]
@@ -51,7 +51,7 @@ def _members(value: Any) -> Collection[Any]:
 
 
 def holds_tensors(entry: object) -> bool:
-    """Whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
+    """Return whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
     return any(True for _ in tensors_in(entry))
 
 
@@ -60,14 +60,14 @@ MANY = 1000
 
 
 def is_flat_optimizer(root: Any) -> bool:
-    """Whether a container is an optimizer's state in flat keys, ``state.fc.weight.exp_avg`` and
+    """Return whether a container is an optimizer's state in flat keys, ``state.fc.weight.exp_avg`` and
     ``param_groups.fc.weight.lr``, as ``torch.distributed.checkpoint`` and torchtitan have it."""
     ends = (next(iter(root)), next(reversed(root))) if isinstance(root, dict) and len(root) > 1 else ()
     return {str(key).partition(".")[0] for key in ends} == {"state", "param_groups"} and all("." in key for key in ends)
 
 
 def has_optimizer(root: Any, depth: int = 4) -> bool:
-    """Whether the ``state_dict`` of an optimizer may be in a container."""
+    """Return whether the ``state_dict`` of an optimizer may be in a container."""
     if isinstance(root, dict):
         return (
             "param_groups" in root

@@ -81,7 +81,7 @@ class _InOrder(RowMajorBytes):
     """The bytes of a piece in row-major order. One that has to be put in order is kept until the next one is read."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``."""
+        """Return bytes ``start`` to ``stop``."""
         if self.spec.is_contiguous and not self.spec.math_bits:
             return super().read(start, stop)
         return _ordered(self)[start:stop]

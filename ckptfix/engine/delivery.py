@@ -177,7 +177,7 @@ def _lost_ties(result: Checkpoint) -> Iterator[str]:
 
 
 def _refuse_loss(result: Checkpoint) -> None:
-    """Raise ``WriteError`` where weights have no form in safetensors. FIL104 says so before, unless it was left out."""
+    """Raise ``WriteError`` if weights have no form in safetensors. FIL104 says so before, unless it was left out."""
     for place in lost_extras(result):
         if holds_tensors(result.entries.get(place)):
             raise WriteError(

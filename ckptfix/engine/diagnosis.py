@@ -172,9 +172,8 @@ def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None
 
 
 def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
-    """The findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes one is
-    safe: what is missing under its name may be there under another.
-    """
+    """Yield the findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes
+    one is safe: what is missing under its name may be there under another."""
     is_wanted = rule.is_wanted(context.settings)
     if rule.family in FITTING and not is_wanted and context.target is not None and context.target.loads is not None:
         from ckptfix.core.coverage import is_loaded_by_hooks
@@ -195,7 +194,7 @@ def _is_doubtful(fix: Fix, checkpoint: Checkpoint) -> bool:
 
 
 def is_enabled(fix: Fix, settings: Settings) -> bool:
-    """Whether a fix may be applied: it is safe, or asked for by its own flag, or all unsafe ones are."""
+    """Return whether a fix may be applied: it is safe, or asked for by its own flag, or all unsafe ones are."""
     if fix.applicability is Applicability.DISPLAY_ONLY:
         return False
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes

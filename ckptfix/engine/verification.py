@@ -80,7 +80,7 @@ def verify_tree(temporary: Path, expected: object, output: Path) -> None:
 
 
 def _files_of(checkpoint: Checkpoint) -> set[OpenFile]:
-    """The files that a checkpoint's tensors are in, or are made of."""
+    """Return the files that a checkpoint's tensors are in, or are made of."""
     found = (
         located(one.source) for spec in checkpoint.specs.values() for root in spec.storages for one in _made_of(root)
     )
@@ -96,9 +96,9 @@ def _made_of(storage: Storage) -> Iterator[Storage]:
 
 
 def _difference(written: Checkpoint, expected: Checkpoint) -> str:
-    """What differs beside the bytes; empty where nothing does."""
+    """Return what differs beside the bytes; empty if nothing does."""
     is_safetensors = written.format.endswith(safetensors.NAME)  # in one file or in shards
-    # What has no form in a format was said before; it is no tensor.
+    # What has no form in a format was said before; it is not a tensor.
     lost = set(lost_extras(expected)) - set(expected.specs) if is_safetensors else set()
     if list(written.entries) != [key for key in expected.entries if key not in lost]:
         return "other keys, or in another order"
@@ -120,7 +120,7 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
 
 
 def _scheme(spec: TensorSpec) -> tuple[object, ...]:
-    """A quantiser without the tensors in it, whose bytes are compared like all others."""
+    """Return a quantiser without the tensors in it, whose bytes are compared like all others."""
     quantizer = spec.quantizer
     if quantizer is None:
         return ()
@@ -147,7 +147,7 @@ class _ReadBack:
         self._starts = {path: [copied.start for copied in found] for path, found in self._copied.items()}
 
     def has(self, pair: _Range) -> bool:
-        """Whether the bytes lie within a range that was found equal, as far from its beginning on both sides."""
+        """Return whether the bytes lie within a range that was found equal, as far from its beginning on both sides."""
         at = bisect_right(self._starts.get(pair.file.path, ()), pair.start) - 1
         if at < 0:
             return False
@@ -215,12 +215,13 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
 
 
 def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
-    """Whether what two tensors span can be compared without putting it into row-major order."""
+    """Return whether what two tensors span can be compared without putting it into row-major order."""
     return before.strides == after.strides and before.math_bits == after.math_bits
 
 
 def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
-    """The bytes that a tensor spans, if they are a range of the written file, and in the order of their source."""
+    """Return the bytes that a tensor spans, if they are a range of the written file, and in the order of their
+    source."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
     source, file = located(before.storage.source), located(after.storage.source)
@@ -234,14 +235,14 @@ def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
 
 
 def _pieces(pair: _Range) -> Iterator[_Range]:
-    """The range in pieces of at most ``BATCH``."""
+    """Yield the range in pieces of at most ``BATCH``."""
     key, source, offset, file, start, nbytes = pair
     for done in range(0, nbytes, BATCH):
         yield _Range(key, source, offset + done, file, start + done, min(BATCH, nbytes - done))
 
 
 def _first_difference(batch: list[_Range]) -> str | None:
-    """The key of the first range that differs."""
+    """Return the key of the first range that differs."""
     size = min(WINDOW, max(pair.nbytes for pair in batch))
     left, right = bytearray(size), bytearray(size)
     for key, source, offset, file, start, nbytes in batch:
@@ -265,13 +266,13 @@ def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:
 
 
 def _equal(one: memoryview, other: memoryview) -> bool:
-    """A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece."""
+    """Return a memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece."""
     pieces = range(0, max(one.nbytes, other.nbytes), PIECE)
     return all(bytearray(one[start : start + PIECE]) == other[start : start + PIECE] for start in pieces)
 
 
 def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
-    """The keys of tensors that are the same view of the same storage."""
+    """Return the keys of tensors that are the same view of the same storage."""
     by_storage: dict[int, list[str]] = {}
     for key, spec in checkpoint.specs.items():
         if spec.storage is not None and spec.numel:

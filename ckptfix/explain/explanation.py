@@ -73,7 +73,7 @@ class Record:
         return {**self.unknown, **{name: text for name, text in found.groupdict().items() if text is not None}}
 
     def match_frames(self, text: str) -> Mapping[str, str] | None:
-        """What a whole traceback in one line says, for a message that is told by where it was raised."""
+        """Return what a whole traceback in one line says, for a message that is recognised by where it was raised."""
         found = any(re.search(pattern, text, re.IGNORECASE) for pattern in self.frames)
         return dict(self.unknown) if found else None
 
@@ -117,7 +117,7 @@ class Explanation:
     ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is
     about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
     ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
-    the message stands, empty where there is none. ``file`` is the checkpoint, if it is known;
+    the message stands, empty if there is none. ``file`` is the checkpoint, if it is known;
     ``about_file`` says that the cause is what the file is or holds.
     """
 
@@ -134,13 +134,13 @@ class Explanation:
 
 
 def recognise(message: Message) -> list[tuple[Record, Mapping[str, str]]]:
-    """The records that a message matches, each with what it captured; a general one only where no other does."""
+    """Return the records that a message matches, each with what it captured; a general one only where no other does."""
     found = [(record, said) for record in RECORDS if (said := record.match(message)) is not None]
     return [pair for pair in found if not pair[0].general] or found
 
 
 def explain(text: str, subject: Subject | None = None) -> Explanation | None:
-    """What the text means; None where nothing in it is known.
+    """Return what the text means; None if nothing in it is known.
 
     ``text`` is a message or any log with tracebacks. Of chained exceptions the one is explained that the rest follow
     from: the cause where one was raised from the other, and the later one where it was raised while the first was
@@ -161,14 +161,14 @@ def explain(text: str, subject: Subject | None = None) -> Explanation | None:
 
 
 def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation | None:
-    """What is told of a message by the lines of code that it came through."""
+    """Return what is told of a message by the lines of code that it came through."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
     found = [(record, said) for record in RECORDS if (said := record.match_frames(whole)) is not None]
     return _explanation(parts[-1], found, "", (), subject) if found else None
 
 
 def _choose(parts: list[Message], known: Mapping[int, list[tuple[Record, Mapping[str, str]]]]) -> int | None:
-    """Which of the messages is explained."""
+    """Return which of the messages is explained."""
     special = [number for number, found in known.items() if not found[0][0].general]
     numbers = special or list(known)
     if not numbers:
@@ -239,7 +239,7 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with the values that are known in the place of their names; other braces stay."""
+    """Return the text with the values that are known in the place of their names; other braces stay."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
 
 

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 class Mismatch:
     """What a message says of a file and a model.
 
-    ``model`` is the class that was loaded into, empty where the message does not say. ``shapes`` has for each key the
+    ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
     shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
     there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
     ``is_cut``: somebody wrote dots for the rest.
@@ -83,7 +83,7 @@ _QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
 
 
 def read_mismatch(message: Message) -> Mismatch:
-    """The keys of a message. Of the two readings that one counts in which no key has a gap."""
+    """Return the keys of a message. Of the two readings that one counts in which no key has a gap."""
     readings = [_read(reading) for reading in message.readings]
     return next((each for each in readings if _is_whole(each)), readings[0])
 
@@ -202,7 +202,7 @@ class Reading:
 
 
 def read_fit(message: Message) -> Reading:
-    """What the keys and shapes in a message about a state_dict say."""
+    """Return what the keys and shapes in a message about a state_dict say."""
     mismatch = read_mismatch(message)
     if name := _container_key(mismatch):
         return Reading(
@@ -228,7 +228,7 @@ def read_fit(message: Message) -> Reading:
 
 
 def _container_key(mismatch: Mismatch) -> str | None:
-    """Where the weights are, when the unexpected keys are those of a training checkpoint."""
+    """Return where the weights are, when the unexpected keys are those of a training checkpoint."""
     keys = set(mismatch.unexpected)
     if not keys or any("." in key for key in keys) or not mismatch.missing or keys & set(mismatch.missing):
         return None
@@ -236,7 +236,7 @@ def _container_key(mismatch: Mismatch) -> str | None:
 
 
 def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
-    """The findings of the rules on names, by code."""
+    """Return the findings of the rules on names, by code."""
     wanted = {key: Slot("float32", () if _is_buffer(key) else None, _kind(key)) for key in mismatch.missing}
     stored = {key: TensorSpec("int64" if _is_counter(key) else "float32", ()) for key in mismatch.unexpected}
     # A BatchNorm whose counter is named has its statistics on both sides, or they would be named too.
@@ -275,7 +275,7 @@ def _kind(key: str) -> str:
 
 
 def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What the rules on names recognise."""
+    """Yield what the rules on names recognise."""
     if finding := findings.get("KEY101"):
         parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
         yield f"{_share(finding, mismatch)} {_hold(finding)} the name of a wrapper ({_wrapper_names(parts)}).", ()
@@ -332,7 +332,7 @@ def _computed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 
 
 def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What no rule on names explains."""
+    """Yield what no rule on names explains."""
     missing, unexpected = _left(findings, "FIT101"), _left(findings, "FIT102")
     missing = tuple(key for key in missing if not is_transient(key, ()))
     flat = tuple(key for key in (*unexpected, *mismatch.shapes) if "_flat_param" in key or "flat_param_" in key)
@@ -436,7 +436,7 @@ def _recipes(mismatch: Mismatch) -> dict[str, str]:
 
 
 def _prefix(edits: tuple[object, ...]) -> str:
-    """What the renames of KEY102 take off, ``module.`` or more of it."""
+    """Return what the renames of KEY102 take off, ``module.`` or more of it."""
     for edit in edits:
         if isinstance(edit, Rename) and edit.key.endswith(edit.to):
             return edit.key[: len(edit.key) - len(edit.to)]
@@ -463,7 +463,8 @@ def _capital(text: str) -> str:
 
 
 def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What the shapes of each key, in the file and in the model, say: a sentence and the keys that it is about."""
+    """Yield what the shapes of each key, in the file and in the model, say: a sentence and the keys that it is
+    about."""
     if not shapes:
         return
     empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))
@@ -504,7 +505,7 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
 
 
 def _is_input(stored: Shape, wanted: Shape) -> bool:
-    """Whether two weights of a convolution differ in their input channels alone."""
+    """Return whether two weights of a convolution differ in their input channels alone."""
     return (
         len(stored) == len(wanted) == 4
         and stored[1] != wanted[1]

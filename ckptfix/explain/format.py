@@ -27,7 +27,7 @@ class Verdict:
     """Whether the file has what the message tells of.
 
     ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
-    ``command`` mends what can be mended, and is empty where there is none.
+    ``command`` mends what can be mended, and is empty if there is none.
     """
 
     sentence: str
@@ -66,7 +66,7 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
 
 
 def _what_it_holds(report: Report) -> str:
-    """What the file is and where its weights are: for messages about that, no rule finds anything wrong."""
+    """Return what the file is and where its weights are: for messages about that, no rule finds anything wrong."""
     tensors = counted(report.tensors, "tensor")
     place = f"a bare state_dict of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
     steps = steps_to(report)
@@ -82,7 +82,7 @@ def steps_to(report: Report) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding in one line without its code and name."""
+    """Return a finding in one line without its code and name."""
     return message_with_count(finding)
 
 
@@ -107,7 +107,7 @@ _WIDTH = 100
 
 
 def full_lines(explanation: Explanation, limit: int | None = 12) -> Iterator[Line]:
-    """The explanation: the message, what it means, what to do. ``limit`` is the most lines of a key list."""
+    """Yield the explanation: the message, what it means, what to do. ``limit`` is the most lines of a key list."""
     yield (Span(f"{explanation.name}: ", "strong"), Span(explanation.said, "faint"))
     if explanation.chain:
         yield f"  ({explanation.chain})"
@@ -130,7 +130,7 @@ def full_lines(explanation: Explanation, limit: int | None = 12) -> Iterator[Lin
 
 
 def concise_lines(explanation: Explanation) -> Iterator[Line]:
-    """One line for each sentence of the cause, and one for each command or change of code."""
+    """Yield one line for each sentence of the cause, and one for each command or change of code."""
     for sentence, _ in explanation.causes:
         yield f"{explanation.name}: {sentence}"
     for advice in explanation.advice:
@@ -139,7 +139,7 @@ def concise_lines(explanation: Explanation) -> Iterator[Line]:
 
 
 def unknown_lines(close: tuple[Record, float] | None) -> Iterator[Line]:
-    """What is said of a text that is not known."""
+    """Yield what is said of a text that is not known."""
     yield (Span("not recognised: ", "strong"), "no message that ckptfix knows is in this text.")
     if close is not None:
         record, _ = close
@@ -154,7 +154,7 @@ def unknown_lines(close: tuple[Record, float] | None) -> Iterator[Line]:
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[Line]:
-    """What the check of the file says."""
+    """Yield what the check of the file says."""
     yield (Span("this file: ", "strong"), verdict.sentence)
     for finding in (*verdict.confirming, *verdict.others):
         level = finding.level.name.lower()
@@ -166,7 +166,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
 def to_json(
     explanation: Explanation | None, close: tuple[Record, float] | None = None, verdict: Verdict | None = None
 ) -> dict[str, Any]:
-    """The explanation as plain data. ``recognised`` is false for an unknown text, which may have a ``nearest``."""
+    """Return the explanation as plain data. ``recognised`` is false for an unknown text, which may have a
+    ``nearest``."""
     data: dict[str, Any] = {"version": VERSION, "recognised": explanation is not None}
     if explanation is not None:
         data |= {

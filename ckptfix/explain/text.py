@@ -97,7 +97,7 @@ class Message:
 
 
 def clean(text: str) -> str:
-    """The text without colours, progress bars and what loggers put in front of its lines."""
+    """Return the text without colours, progress bars and what loggers put in front of its lines."""
     text = text[-LONGEST:].replace("\ufeff", "").replace("\r\n", "\n")
     text = _SHOWN_ESCAPE.sub("", _ESCAPE.sub("", text))
     # Of a line that was drawn over, such as a progress bar, every state is a line.
@@ -109,7 +109,7 @@ def clean(text: str) -> str:
 
 
 def messages(text: str) -> list[Message]:
-    """The messages of a text in their order, each cleaned; a text without a traceback is one message."""
+    """Return the messages of a text in their order, each cleaned; a text without a traceback is one message."""
     found: list[Message] = []
     for part, relation in _parts(clean(text)):
         part = part[:LONGEST_MESSAGE] if _is_about_error(part) else _end(part)
@@ -120,7 +120,7 @@ def messages(text: str) -> list[Message]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, Relation]]:
-    """The text cut at the words between chained exceptions and at the heads of tracebacks."""
+    """Yield the text cut at the words between chained exceptions and at the heads of tracebacks."""
     relation, start = Relation.FIRST, 0
     for link in _LINKS.finditer(text):
         yield from _tracebacks(text[start : link.start()], relation)
@@ -147,14 +147,15 @@ def _is_about_error(part: str) -> bool:
 
 
 def _end(log: str) -> str:
-    """What counts of a log without a traceback: its end, or more of it where a long message begins before that."""
+    """Return what counts of a log without a traceback: its end, or more of it where a long message begins before
+    that."""
     begins = [begin for begin in map(log.rfind, _BEGINNINGS) if begin >= 0]
     start = min([*begins, max(len(log) - _LONGEST_LOG, 0)])
     return log[start : start + LONGEST_MESSAGE] if begins else log[start:]
 
 
 def _message_lines(part: str) -> list[str]:
-    """The lines from the exception on; all lines where no traceback is told."""
+    """Return the lines from the exception on; all lines where no traceback is told."""
     lines = part.split("\n")
     if not _HEADER.search(part):
         return lines
@@ -194,7 +195,7 @@ _BARE_FILE = re.compile(
 
 
 def file_name(text: str) -> str | None:
-    """The checkpoint that a text speaks of, where it names exactly one."""
+    """Return the checkpoint that a text speaks of, where it names exactly one."""
     text = clean(text)
     quoted = {match[2] for match in _QUOTED_FILE.finditer(text)}
     bare = {match[1] for match in _BARE_FILE.finditer(text)}

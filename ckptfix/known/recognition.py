@@ -144,8 +144,8 @@ def modern_name(name: str) -> str:
 
 
 def _views(shapes: Shapes) -> Iterator[_View]:
-    """The names without the segments of wrappers, then without one first segment after the other that most of them
-    share. After that the same with names as newer releases have them, and without ``module`` inside of them."""
+    """Yield the names without the segments of wrappers, then without one first segment after the other that most of
+    them share. After that the same with names as newer releases have them, and without ``module`` inside of them."""
     plain = {key: strip_segments(key) for key in shapes}
     if colliding(shapes, plain) is not None:
         plain = {key: key for key in shapes}
@@ -172,7 +172,7 @@ def _view(shapes: Shapes, names: Mapping[str, str], prefix: str, outside: int) -
 
 
 def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
-    """What keys have before the names; with a wrapper's segments in between, these and the rest."""
+    """Return what keys have before the names; with a wrapper's segments in between, these and the rest."""
     key = next(iter(names))
     before = key.removesuffix(names[key])
     inner = [segment for segment in segments if f"{segment}." not in before]
@@ -235,7 +235,7 @@ def _compare(view: _View, structure: Structure) -> _Match | None:
 
 
 def _is_excused(key: str, view: _View, structure: Structure) -> bool:
-    """Whether a tensor may be missing: it says nothing, or it is tied to one that is there."""
+    """Return whether a tensor may be missing: it says nothing, or it is tied to one that is there."""
     if is_passing(key, ()):
         return True
     return any(key in group and any(other in view.shapes for other in group) for group in structure.ties)
@@ -272,7 +272,7 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
 
 
 def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
-    """The modules that hold the head, each with its dot; the one around a layer if it holds little else."""
+    """Return the modules that hold the head, each with its dot; the one around a layer if it holds little else."""
     places = set()
     for key in head:
         module = key.rpartition(".")[0]

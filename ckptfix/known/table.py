@@ -68,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Structure:
-    """What some models have in common: all names and shapes, but for the sizes that a user chooses.
+    """What some models have in common: all names and shapes, except for the sizes that a user chooses.
 
     ``tokens`` has for each tensor its sign (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and its
     dtype after a slash if that is not float32."""
@@ -100,12 +100,12 @@ class Structure:
 
 
 def is_of_head(shape: str) -> bool:
-    """Whether a shape depends on the number of classes."""
+    """Return whether a shape depends on the number of classes."""
     return "c" in shape
 
 
 def is_free(shape: str) -> bool:
-    """Whether a shape depends on any size that the user chooses."""
+    """Return whether a shape depends on any size that the user chooses."""
     return not shape.replace(".", "").isdigit() and bool(shape)
 
 
@@ -130,7 +130,8 @@ def _number(size: str, sizes: Sizes, usual: Sizes) -> int:
 
 
 def _grown(one: int, two: int, image: int, normal: int) -> int | None:
-    """What grows with the image from ``one`` to ``two`` when it is twice as large; None if that is no whole number.
+    """Return what grows with the image from ``one`` to ``two`` when it is twice as large; None if that is no whole
+    number.
 
     A table has a row for each patch, and some more, or grows with the side of the image."""
     if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
@@ -171,7 +172,7 @@ def solve(shape: str, own: tuple[int, ...], usual: Sizes) -> dict[str, int] | No
 
 
 def _image(one: int, two: int, own: int, normal: int) -> int:
-    """The size of the images for which a table has ``own`` rows; 0 if there is none."""
+    """Return the size of the images for which a table has ``own`` rows; 0 if there is none."""
     if one == own:
         return normal
     if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
@@ -187,7 +188,8 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
 
 
 def is_passing(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor says nothing of the architecture: it counts batches, or comes and goes between releases."""
+    """Return whether a tensor says nothing of the architecture: it counts batches, or comes and goes between
+    releases."""
     return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape) or key in _OF_CLIP
 
 

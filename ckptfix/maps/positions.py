@@ -66,7 +66,7 @@ class Optimizer:
         return [number for group in self.groups for number in group["params"]]
 
     def row(self, number: Any) -> Mapping[str, Any]:
-        """What is kept of a parameter; empty if it never had a gradient."""
+        """Return what is kept of a parameter; empty if it never had a gradient."""
         row = self.state.get(number)
         return row if isinstance(row, Mapping) else {}
 
@@ -148,7 +148,8 @@ class Layout:
     modules: Mapping[str, str] | None = None
 
     def is_norm(self, key: str) -> bool:
-        """Whether a parameter belongs to a norm: by the class of its module, else if the module's weight is flat."""
+        """Return whether a parameter belongs to a norm: by the class of its module, else if the module's weight is
+        flat."""
         module, _, leaf = key.rpartition(".")
         if self.modules is not None and module in self.modules:
             return "Norm" in self.modules[module]
@@ -351,8 +352,8 @@ _BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
-    """Whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or that of
-    the factored moments of Adafactor."""
+    """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or
+    that of the factored moments of Adafactor."""
     factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
     allowed = {shape, (), (1,)} | (factored if len(shape) > 1 else set())
     return all(logical_shape(value) in allowed or _BLOCKWISE.fullmatch(str(name)) for name, value in row.items())

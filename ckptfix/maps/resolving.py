@@ -165,7 +165,7 @@ def _only(
 def resolve(
     rename_map: RenameMap, source: Shapes, target: Shapes | None = None, others: Collection[str] = ()
 ) -> dict[str, Move]:
-    """Return what the map makes of the tensors of a file; ``others`` are the keys of the file that are no tensors.
+    """Return what the map makes of the tensors of a file; ``others`` are the keys of the file that are not tensors.
 
     A map that only fits backwards is applied backwards, without its rules by hand: they say one direction. Raises
     ``PlanError`` that names the rule (``UsageError`` for one by hand) for a key that the file or the target does not

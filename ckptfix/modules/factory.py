@@ -51,7 +51,7 @@ def target_of(
 
 
 def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> Target:
-    """What the model of a factory wants.
+    """Return what the model of a factory wants.
 
     ``spec`` is ``pkg.mod:factory``: a function, a class or an ``nn.Module`` instance; modules are found in the working
     directory too. The model is built on the meta device, where its weights cost nothing; a factory that needs real
@@ -83,7 +83,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
 
 
 def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:
-    """The model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
+    """Return the model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
     return _build(spec, resolve(spec, seed), arguments, seed)
 
 
@@ -160,7 +160,7 @@ def _place(module: ModuleType) -> str:
 
 
 def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: int) -> torch.nn.Module:
-    """The model that the factory makes of its arguments, or the factory itself where it is a model."""
+    """Return the model that the factory makes of its arguments, or the factory itself where it is a model."""
     import torch
 
     if isinstance(factory, torch.nn.Module):
@@ -221,7 +221,8 @@ def _error_of_user(spec: str, error: BaseException) -> TargetError:
 
 
 def _from_user_on(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of ckptfix and of Python's import machinery that lead to the user's code."""
+    """Return the traceback without the frames of ckptfix and of Python's import machinery that lead to the user's
+    code."""
     while frames is not None and _leads_to_user(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return frames

@@ -52,13 +52,13 @@ def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, An
 
 
 def _fields(value: Any) -> Mapping[Any, Any]:
-    """The members of a dict or a Namespace."""
+    """Return the members of a dict or a Namespace."""
     fields = value.attributes if isinstance(value, Opaque) else value
     return fields if isinstance(fields, Mapping) else {}
 
 
 def _kind(value: Any) -> str:
-    """What an argument is that is left out: its class, or the name that it stands for."""
+    """Return what an argument is that is left out: its class, or the name that it stands for."""
     if isinstance(value, Opaque | Global):
         return str(value.cls if isinstance(value, Opaque) else value)
     return "a tensor" if isinstance(value, TensorSpec) else f"a {type(value).__name__} with objects in it"
@@ -75,7 +75,7 @@ def remarks_on(arguments: Any) -> tuple[str, ...]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether JSON says all of a value once it is plain."""
+    """Return whether JSON says all of a value once it is plain."""
     if isinstance(value, Opaque):
         is_container = str(value.cls).startswith(("omegaconf.", "pathlib.")) or str(value.cls).endswith(
             ".AttributeDict"

@@ -281,7 +281,8 @@ def named_builder(spec: str) -> Builder | None:
 
 
 def _scheme(name: str) -> tuple[Callable[[str], Builder], str] | None:
-    """A scheme of this package, or of another one, which is then installed; None if there is none of this name."""
+    """Return a scheme of this package, or of another one, which is then installed; None if there is none of this
+    name."""
     if name in SCHEMES:
         return SCHEMES[name]
     return next(((entry.load(), "") for entry in entry_points(group=_GROUP, name=name)), None)
@@ -340,7 +341,7 @@ def _known(library: str, name: str, names: Iterable[str], hint: str = "", kind: 
 
 
 def _config_in(name: str) -> Path | None:
-    """The config.json that this names, itself or by its folder."""
+    """Return the config.json that this names, itself or by its folder."""
     place = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     return place if place.suffix == ".json" and place.is_file() else None
 

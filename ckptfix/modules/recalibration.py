@@ -37,7 +37,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
     modules to measure, all that keep running statistics unless given. ``num_batches_tracked`` becomes the number of
     batches. Weights, training mode and momentum stay as they were.
 
-    Raises ``UsageError`` where there is nothing to measure or no data, and ``TargetError`` where the model gives NaN or
+    Raises ``UsageError`` if there is nothing to measure or no data, and ``TargetError`` where the model gives NaN or
     infinities on this data: then the weights or the data are broken, and the old statistics are put back. What the
     model itself raises comes through, with the old statistics in place."""
     import torch
@@ -69,7 +69,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
 
 
 def norms_of(model: nn.Module) -> dict[str, Any]:
-    """The layers that keep running statistics, by name."""
+    """Return the layers that keep running statistics, by name."""
     from torch.nn.modules.batchnorm import _NormBase
 
     return {
@@ -119,7 +119,7 @@ def _refuse_broken(norms: Mapping[str, Any]) -> None:
 
 
 def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with; a sequence is an input and its label, as data sets have it."""
+    """Return what the model is called with; a sequence is an input and its label, as data sets have it."""
     import torch
 
     if isinstance(batch, Mapping):
@@ -132,7 +132,7 @@ def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _placed(value: Any, model: nn.Module) -> Any:
-    """A tensor on the model's device and, where it holds floats, in the dtype of its parameters."""
+    """Return a tensor on the model's device and, where it holds floats, in the dtype of its parameters."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -144,7 +144,7 @@ def _placed(value: Any, model: nn.Module) -> Any:
 
 
 def _size(arguments: Iterable[Any], keywords: Mapping[str, Any]) -> int:
-    """How many samples a batch has."""
+    """Return how many samples a batch has."""
     import torch
 
     tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]

@@ -48,7 +48,7 @@ FORMATS = (
 
 
 def may_be_wrapped(content: Content) -> bool:
-    """Whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
+    """Return whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
     if not sniffing.is_zip(content):
         return sniffing.may_be_packed(content)
     # Of the zip archives, only the last format is taken without a look at the names in it.
@@ -78,7 +78,8 @@ def read_document(content: Content, salvage: bool) -> Document:
 
 
 def _read_or_undo(content: Content) -> Document:
-    """The document of the bytes as they are, or without damage that can be undone if more tensors are read then."""
+    """Return the document of the bytes as they are, or without damage that can be undone if more tensors are read
+    then."""
     with refusing_payload(content.path, content.bounds.names):
         try:
             document = _read(content)
@@ -114,7 +115,7 @@ def _read(content: Content) -> Document:
 
 
 def _read_undone(content: Content) -> Document | None:
-    """The document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
+    """Return the document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
     from ckptfix.reading.foreign.pages import READ, as_text
     from ckptfix.reading.salvage.recovery import undo
 

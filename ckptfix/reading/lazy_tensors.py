@@ -31,12 +31,12 @@ class LazyTensors:
 
 
 def is_range(spec: TensorSpec) -> bool:
-    """Whether the values of a strided tensor are a range of its storage."""
+    """Return whether the values of a strided tensor are a range of its storage."""
     return spec.is_contiguous and not spec.math_bits
 
 
 def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
-    """The bytes of a strided tensor in row-major order, in blocks."""
+    """Yield the bytes of a strided tensor in row-major order, in blocks."""
     if spec.storage is None:
         raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
     if is_range(spec):

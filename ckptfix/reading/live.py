@@ -22,7 +22,7 @@ class LiveBytes:
         return self.storage.nbytes()
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, as a view of the storage's own memory where it is on the CPU."""
+        """Return bytes ``start`` to ``stop``, as a view of the storage's own memory where it is on the CPU."""
         if start == stop:
             return memoryview(b"")
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
@@ -30,14 +30,13 @@ class LiveBytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor, shared."""
+    """Return the memory of a uint8 tensor, shared."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer; its stubs say so from 3.12 on
 
 
 def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = None) -> TensorSpec:
-    """The spec of a live tensor; its bytes stay where they are. ``storages`` carries the ties from one call to the
-    next.
-    """
+    """Return the spec of a live tensor; its bytes stay where they are. ``storages`` carries the ties from one call to
+    the next."""
     if hasattr(tensor, "__tensor_flatten__"):
         # A wrapper such as DTensor has a storage of its own that holds nothing.
         raise UsageError(
@@ -76,7 +75,7 @@ def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = N
 
 
 def spec_of_number(dtype: str, shape: tuple[int, ...], value: float) -> TensorSpec:
-    """The spec of a new tensor, all of whose elements are one number."""
+    """Return the spec of a new tensor, all of whose elements are one number."""
     return spec_of_tensor(torch.full(shape, value, dtype=getattr(torch, dtype)))
 
 

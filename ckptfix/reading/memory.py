@@ -18,7 +18,7 @@ from ckptfix.reading.live import spec_of_tensor
 
 
 def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
-    """An entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
+    """Return an entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
     if _is_array(value):
         value = _from_array(value)
     if isinstance(value, torch.Tensor):
@@ -36,7 +36,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _from_array(array: Any) -> Any:
-    """A numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
+    """Return a numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     is_sharable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
     try:
@@ -46,7 +46,7 @@ def _from_array(array: Any) -> Any:
 
 
 def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
-    """A live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
+    """Return a live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
     storages: dict[int, Storage] = {}
     entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
     if len(entries) < len(state_dict):

@@ -103,7 +103,8 @@ def open_file(
 
 
 def _read_ranks(path: str, salvage: bool) -> Document | None:
-    """The document of all ranks of a training, if the file is named like one of them and has others beside it."""
+    """Return the document of all ranks of a training, if the file is named like one of them and has others beside
+    it."""
     if not sniffing.may_be_rank(path):
         return None
     from ckptfix.reading.folders.ranks.frameworks import read_siblings
@@ -115,7 +116,7 @@ def _read_ranks(path: str, salvage: bool) -> Document | None:
 
 
 def _read_index(content: Content, salvage: bool) -> Document | None:
-    """The document of a sharded checkpoint, if the content is the index of one."""
+    """Return the document of a sharded checkpoint, if the content is the index of one."""
     if not sniffing.may_be_json(content):
         return None
     from ckptfix.reading.folders import sharded

@@ -35,9 +35,9 @@ METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.contain
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
+    """Return the document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
 
-    Tensors that the file has lost are torn. Raises ``UnreadableError`` where the header itself is not whole or sound.
+    Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound.
     """
     header, start, damage = read_header(content)
     notes = header.pop("__metadata__", {})
@@ -75,8 +75,8 @@ def read(content: Content, nesting: int = 0) -> Document:
 
 
 def _is_appended(content: Content, end: int) -> bool:
-    """Whether the bytes after the last tensor are something of their own: another file, a text, or zeros that follow
-    a number. Then no tensor is doubtful."""
+    """Return whether the bytes after the last tensor are something of their own: another file, a text, or zeros that
+    follow a number. Then no tensor is doubtful."""
     from ckptfix.reading.foreign.pages import as_text
 
     tail = bytes(content.buffer[end : end + BLOCK])
@@ -88,7 +88,7 @@ def _is_appended(content: Content, end: int) -> bool:
 
 
 def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> bool:
-    """Whether a tensor that is there as a whole is another one if the surplus (or lack) of bytes is before it.
+    """Return whether a tensor that is there as a whole is another one if the surplus (or lack) of bytes is before it.
 
     The file does not say where the bytes are missing or too many: a resumed download may leave out a block in the
     middle, or fetch it twice."""
@@ -107,14 +107,14 @@ def _misfit(needed: int, there: int) -> Fact:
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
-    """What the header says of a tensor."""
+    """Return what the header says of a tensor."""
     dtype = BY_SAFETENSORS[record["dtype"]]
     shape = shape_of(dtype, record["shape"])
     return TensorSpec(dtype.name, shape, contiguous_strides(shape))
 
 
 def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
-    """The bytes of a tensor, as far as they are there."""
+    """Return the bytes of a tensor, as far as they are there."""
     present = max(0, min(nbytes, len(content) - start, end - start))
     source = content.source(start, present)
     return source if present == nbytes else TornBytes(content.path, nbytes, present, source)
@@ -125,7 +125,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
     remarks = [Fact.of(Kind.NOTE, name, text=value) for name, value in notes.items() if not name.startswith("ckptfix.")]
 
     def note(name: str) -> dict[str, Any]:
-        """A note of ours. One that somebody else damaged is no reason to refuse the weights."""
+        """Return a note of ours. One that somebody else damaged is no reason to refuse the weights."""
         fault = "is not a JSON object"
         try:
             value = bounds.parse_json(notes[name]) if name in notes else {}
@@ -149,13 +149,14 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
 
 
 ALIGNMENT = 8
-"""Writers pad the header with spaces to a multiple of so many bytes."""
+"""Writers pad the header with spaces to a multiple of that many bytes."""
 
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 
 
 def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
-    """The parsed header, the offset of the first tensor byte, and what is wrong with the length that it declares."""
+    """Return the parsed header, the offset of the first tensor byte, and what is wrong with the length that it
+    declares."""
     size = len(content)
     length = int.from_bytes(content.buffer[:8], "little")
     if size < 8 or length > HEADER_LIMIT or 8 + length > size:
@@ -170,7 +171,7 @@ def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
 
 
 def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
-    """The JSON object that the header is."""
+    """Return the JSON object that the header is."""
     path = content.path
     try:
         text = raw.decode("utf-8")
@@ -191,7 +192,8 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
 
 
 def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[Fact]]:
-    """The header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind it."""
+    """Return the header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind
+    it."""
     path, size = content.path, len(content)
     damage = Fact.of(Kind.HEADER_SIZE, declared=length, nbytes=size)
     raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
@@ -230,7 +232,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_layout(content: Content, header: Mapping[str, Any]) -> int:
-    """The size of all tensors, once every one's dtype, shape and offsets agree and they leave no gap and no overlap."""
+    """Return the size of all tensors, once every one's dtype, shape and offsets agree and they leave no gap and no
+    overlap."""
     path = content.path
     position = 0
     for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
@@ -259,12 +262,12 @@ def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
 
 
 def _shown_shape(shape: list[int]) -> str:
-    """A shape in a message: a file may give a tensor any number of dimensions."""
+    """Return a shape in a message: a file may give a tensor any number of dimensions."""
     return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
 
 
 def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
-    """The bytes of a tensor by its dtype and shape."""
+    """Return the bytes of a tensor by its dtype and shape."""
     name, shape = record["dtype"], record["shape"]
     dtype = BY_SAFETENSORS.get(name)
     if dtype is None:
@@ -283,12 +286,12 @@ def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
 
 
 def shape_of(dtype: DType, shape: list[int]) -> tuple[int, ...]:
-    """The shape that torch gives a tensor of a dtype."""
+    """Return the shape that torch gives a tensor of a dtype."""
     return (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
 
 
 def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
-    """The offsets of a tensor, once its record has the form that the specification asks for."""
+    """Return the offsets of a tensor, once its record has the form that the specification asks for."""
     if not isinstance(record, dict):
         raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it is a {type(record).__name__}")
     for name in ("dtype", "shape", "data_offsets"):
@@ -314,7 +317,7 @@ def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
 
 
 def padding_behind(content: Content, start: int, surplus: int) -> bool:
-    """Whether the bytes that a file has too many are the padding of a header that declares itself without it."""
+    """Return whether the bytes that a file has too many are the padding of a header that declares itself without it."""
     return (
         0 < surplus < ALIGNMENT
         and (start + surplus) % ALIGNMENT == 0

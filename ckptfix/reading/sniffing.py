@@ -35,12 +35,12 @@ _PACKED = (
 
 
 def is_zip(content: Content) -> bool:
-    """Whether the content starts as a zip archive does."""
+    """Return whether the content starts as a zip archive does."""
     return bytes(content.buffer[:4]) in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def is_torchscript_zip(content: Content) -> bool:
-    """Whether the content is a zip archive with the members of torch.jit.save.
+    """Return whether the content is a zip archive with the members of torch.jit.save.
 
     One that has lost its directory is known by what is left: the pickle begins with a class of the archive's code."""
     if bytes(content.buffer[:4]) != b"PK\x03\x04":
@@ -53,26 +53,26 @@ def is_torchscript_zip(content: Content) -> bool:
 
 
 def is_torch_package_zip(content: Content) -> bool:
-    """Whether the content is a zip archive with the members of torch.package."""
+    """Return whether the content is a zip archive with the members of torch.package."""
     return is_zip(content) and is_torch_package(member_names(content))
 
 
 def is_torch_export_zip(content: Content) -> bool:
-    """Whether the content is a zip archive with the members of torch.export."""
+    """Return whether the content is a zip archive with the members of torch.export."""
     return is_zip(content) and is_torch_export(member_names(content))
 
 
 def is_safetensors(content: Content) -> bool:
-    """Whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of its
-    length. White space in front of it is against the specification, and the library reads it all the same.
-    """
+    """Return whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of
+    its length. White space in front of it is against the specification, and the library reads it all the same."""
     head = bytes(content.buffer[8:64])
     length = int.from_bytes(content.buffer[:8], "little")
     return head[:1] == b"{" or (length <= SAFETENSORS_HEADER_LIMIT and head.lstrip(_SPACES)[:1] == b"{")
 
 
 def is_torch_tar(content: Content) -> bool:
-    """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
+    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of
+    them."""
     if not may_be_tar(content):
         return False
     from ckptfix.reading.torch_files import torch_tar
@@ -81,28 +81,30 @@ def is_torch_tar(content: Content) -> bool:
 
 
 def may_be_tar(content: Content) -> bool:
-    """Whether the first record has the magic of a tar archive, or a number where such a record has its checksum."""
+    """Return whether the first record has the magic of a tar archive, or a number where such a record has its
+    checksum."""
     record = bytes(content.buffer[:512])
     checksum = record[_TAR_CHECKSUM].strip(b" \0")
     return record[_TAR_MAGIC] == b"ustar" or checksum[:1] in (b"\x80", b"\xff") or checksum.isdigit()
 
 
 def is_pickle(content: Content) -> bool:
-    """Whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and 1."""
+    """Return whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and
+    1."""
     head = bytes(content.buffer[:2])
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
 
 
 def may_be_packed(content: Content) -> bool:
-    """Whether the content begins as a compressed stream or a tar archive does."""
+    """Return whether the content begins as a compressed stream or a tar archive does."""
     return may_be_tar(content) or bytes(content.buffer[:256]).startswith(_PACKED)
 
 
 def may_be_rank(path: str) -> bool:
-    """Whether a file is named like one of several that the ranks of a training wrote, each a part."""
+    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
     return _RANK.search(path) is not None
 
 
 def may_be_json(content: Content) -> bool:
-    """Whether the content starts as a JSON object does."""
+    """Return whether the content starts as a JSON object does."""
     return bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf" + _SPACES)[:1] == b"{"

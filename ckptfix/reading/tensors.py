@@ -44,7 +44,7 @@ class Builder:
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
     def build(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor of a spec, on CPU (a live tensor stays on its device)."""
+        """Return the tensor of a spec, on CPU (a live tensor stays on its device)."""
         try:
             tensor = self._sparse(spec) if spec.parts else self._strided(spec)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -154,17 +154,17 @@ def _mapped(file: OpenFile) -> mmap | None:
 
 
 def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None = None) -> torch.Tensor:
-    """The tensor of one spec; only the bytes that it covers are read, but for a proof of its storage."""
+    """Return the tensor of one spec; only the bytes that it covers are read, except for a proof of its storage."""
     return Builder([spec], path, alarm).build(spec)
 
 
 def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
-    """The tensor of a key; with a ``DamageWarning`` where its storage fails its checksum."""
+    """Return the tensor of a key; with a ``DamageWarning`` where its storage fails its checksum."""
     return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
 
 
 def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
-    """The state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
+    """Return the state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
     The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot.
     """
@@ -195,7 +195,7 @@ def revive_tree(value: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]
 
 
 def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection[Storage]:
-    """The storages of these keys' entries that no other entry has a part in, in order."""
+    """Return the storages of these keys' entries that no other entry has a part in, in order."""
     found: dict[bool, dict[Storage, None]] = {True: {}, False: {}}
     for key, entry in checkpoint.entries.items():
         for spec in tensors_in(entry):
@@ -205,9 +205,8 @@ def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection
 
 
 def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
-    """An entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists and
-    dicts. ``made`` keeps what is done, so that an object that stands in two places, or in itself, stays one.
-    """
+    """Return an entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists
+    and dicts. ``made`` keeps what is done, so that an object that stands in two places, or in itself, stays one."""
     if isinstance(value, TensorSpec):
         return builder.build(value)
     if id(value) in made:
@@ -241,7 +240,7 @@ def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name. Raises ``UnreadableError`` where this torch is too old to know it."""
+    """torch's dtype of a name. Raises ``UnreadableError`` if this torch is too old to know it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnreadableError(
@@ -251,7 +250,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
-    """The values of a strided tensor in row-major order, conjugated or negated where the spec says so."""
+    """Return the values of a strided tensor in row-major order, conjugated or negated where the spec says so."""
     if not spec.numel:
         return memoryview(b"")
     if not spec.math_bits:

@@ -38,7 +38,7 @@ _MOST_KEYS = 100
 
 
 def _is_fixed(finding: Finding, report: Report, telling: Telling) -> bool:
-    """Whether the defect is gone from what was written; after a dry run none is."""
+    """Return whether the defect is gone from what was written; after a dry run none is."""
     return finding in report.applied and telling.mode is not Mode.DRY_RUN
 
 
@@ -79,7 +79,7 @@ class SarifLog:
 
 
 def _rule(finding: Finding) -> dict[str, Any]:
-    """The description of the rule that made a finding, from its manual."""
+    """Return the description of the rule that made a finding, from its manual."""
     headline, _, manual = _MANUALS[finding.code].manual.partition("\n")
     summary = headline.partition(": ")[2]
     source = re.search(r"https://[^\s,)]+", manual.partition("## Sources")[2])
@@ -115,7 +115,7 @@ def _location(source: str) -> dict[str, Any]:
 
 
 def _uri(source: str) -> str:
-    """A path as a URI: one below the working directory stays relative, which GitHub maps to the repository."""
+    """Return a path as a URI: one below the working directory stays relative, which GitHub maps to the repository."""
     if "://" in source:
         return source
     path = Path(os.path.normpath(source))
@@ -131,7 +131,8 @@ _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice
 
 
 def github_lines(report: Report, telling: Telling) -> Iterator[str]:
-    """One workflow command for each finding; what was fixed is a notice. A failed forward test has its own finding."""
+    """Yield one workflow command for each finding; what was fixed is a notice. A failed forward test has its own
+    finding."""
     for finding in report.findings:
         fixed = _is_fixed(finding, report, telling)
         command = "notice" if fixed else _COMMANDS[finding.level]
@@ -139,7 +140,7 @@ def github_lines(report: Report, telling: Telling) -> Iterator[str]:
 
 
 def github_error(source: str, message: str) -> str:
-    """The workflow command for a file that could not be checked."""
+    """Return the workflow command for a file that could not be checked."""
     return _command("error", source, "ckptfix", message)
 
 

@@ -125,7 +125,7 @@ def _how(edit: Assemble, users: Mapping[str, int]) -> str:
 
 
 def rename_pattern(key: str, to: str) -> tuple[str, str]:
-    """A rename without the segments that it leaves alone.
+    """Return a rename without the segments that it leaves alone.
 
     Each stretch of kept segments is ``{…}``. ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``,
     ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``.
@@ -146,7 +146,8 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
 
 
 def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
-    """Which segments of ``long`` make up ``short``, the last possible ones; None where it is not contained in it."""
+    """Return which segments of ``long`` make up ``short``, the last possible ones; None if it is not contained in
+    it."""
     kept = [False] * len(long)
     position = len(short) - 1
     for n in reversed(range(len(long))):
@@ -157,7 +158,7 @@ def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
 
 
 def _breaks(kept: list[bool]) -> set[int]:
-    """The positions in the list of kept segments before which something was left out."""
+    """Return the positions in the list of kept segments before which something was left out."""
     breaks, number = set(), 0
     for n, is_kept in enumerate(kept):
         if is_kept:
@@ -192,7 +193,8 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
 
 
 def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:
-    """A line with the number of keys for ``{}`` and the folded keys: behind it where they fit, else indented below."""
+    """Return a line with the number of keys for ``{}`` and the folded keys: after it where they fit, else indented
+    below."""
     keys = list(keys)
     if not keys:
         return []
@@ -208,7 +210,7 @@ def _of(edits: Iterable[Edit], kind: type[E]) -> list[E]:
 
 
 def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, list[E]]]:
-    """The edits by what ``key`` says of them, in the order of first occurrence."""
+    """Yield the edits by what ``key`` says of them, in the order of first occurrence."""
     groups: dict[K, list[E]] = {}
     for edit in edits:
         groups.setdefault(key(edit), []).append(edit)

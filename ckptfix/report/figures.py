@@ -8,7 +8,7 @@ from typing import Any
 
 
 def quantity(number: int) -> str:
-    """A count in three figures: ``999``, ``11.7 M``, ``1.24 G``."""
+    """Return a count in three figures: ``999``, ``11.7 M``, ``1.24 G``."""
     return _scaled(number, ("", " k", " M", " G", " T", " P"))
 
 
@@ -18,7 +18,7 @@ def elements(numel: int) -> str:
 
 
 def size(nbytes: int) -> str:
-    """A size in bytes in three figures and powers of 1000: ``512 B``, ``46.8 MB``."""
+    """Return a size in bytes in three figures and powers of 1000: ``512 B``, ``46.8 MB``."""
     return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB", " PB"))
 
 
@@ -38,7 +38,7 @@ def _three(value: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share in per cent that says 100 only of the whole, and 0 only of nothing: ``99.99 %``, ``< 0.01 %``."""
+    """Return a share in per cent that says 100 only of the whole, and 0 only of nothing: ``99.99 %``, ``< 0.01 %``."""
     if part >= whole:
         return "100 %"
     if part == 0:
@@ -48,7 +48,8 @@ def percent(part: int, whole: int) -> str:
 
 
 def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:
-    """A tensor's dtype and shape: ``float32[64, 3, 7, 7]``, ``int64[]``; ``float32[?]`` for a shape not known yet."""
+    """Return a tensor's dtype and shape: ``float32[64, 3, 7, 7]``, ``int64[]``; ``float32[?]`` for a shape not known
+    yet."""
     return f"{dtype}[{'?' if shape is None else ', '.join(map(str, shape))}]"
 
 
@@ -60,7 +61,7 @@ def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> It
 
 
 def cut(text: str, length: int) -> str:
-    """The text, its end replaced by an ellipsis where it is longer."""
+    """Return the text, its end replaced by an ellipsis where it is longer."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -38,7 +38,7 @@ class Fold:
         return math.prod(len(slot) for slot in self.slots)
 
     def unfold(self) -> Iterator[str]:
-        """The keys, the last alternatives running fastest."""
+        """Return the keys, the last alternatives running fastest."""
         return map(".".join, product(*self.slots))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> 
 
 
 def folded_lines(keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None) -> list[str]:
-    """The folded keys as lines, at most ``limit`` and one that counts the rest."""
+    """Return the folded keys as lines, at most ``limit`` and one that counts the rest."""
     folds = fold_keys(keys, spec)
     shown = folds if limit is None or len(folds) <= limit else folds[: limit - 1]
     lines = [f"{fold}  {fold.spec}".rstrip() + (f"  ({fold.count})" if fold.count > 1 else "") for fold in shown]
@@ -93,7 +93,7 @@ def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern
 def _merged(
     patterns: dict[Pattern, int], position: int, kind: Callable[[Slot], str | None], ranks: dict[str, int]
 ) -> dict[Pattern, int]:
-    """The patterns after merging those that differ in this position alone, where both slots are of one kind."""
+    """Return the patterns after merging those that differ in this position alone, where both slots are of one kind."""
     groups: dict[tuple[str | None, Pattern], list[Pattern]] = {}
     for pattern in patterns:
         of_kind = kind(pattern[position])
@@ -125,7 +125,7 @@ def _name_kind(slot: Slot) -> str | None:
 
 
 def _stem(slot: Slot) -> str | None:
-    """What numbered names have in front of their number (``layer`` of ``layer1, layer2``), None for others."""
+    """Return what numbered names have in front of their number (``layer`` of ``layer1, layer2``), None for others."""
     matches = [_NUMBERED.fullmatch(segment) for segment in slot]
     stems = {match[1] if match else None for match in matches}
     return stems.pop() if len(stems) == 1 else None

@@ -35,7 +35,7 @@ _VALUE_LENGTH = 60
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> dict[str, Any]:
-    """The facts as plain JSON data, the same that ``ckptfix inspect --output-format json`` prints."""
+    """Return the facts as plain JSON data, the same that ``ckptfix inspect --output-format json`` prints."""
     specs = checkpoint.specs
     storages = _storages(specs.values())
     dtypes: dict[str, dict[str, int]] = {}
@@ -98,7 +98,7 @@ def inspection_lines(
     verbose: bool = False,
     choices: Mapping[str, Any] | None = None,
 ) -> Iterator[Line]:
-    """The facts for people. ``choices`` are the options that a printed command repeats."""
+    """Yield the facts for people. ``choices`` are the options that a printed command repeats."""
     facts = inspect_checkpoint(checkpoint, file_size)
     limit = None if verbose else _SHOWN
     yield (
@@ -151,20 +151,20 @@ def inspection_lines(
 
 
 def size_on_disk(path: Path) -> int:
-    """The bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     if not path.is_dir():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:
-    """One line for each tensor, ``key dtype[shape]``, in the file's order."""
+    """Yield one line for each tensor, ``key dtype[shape]``, in the file's order."""
     for key, spec in checkpoint.specs.items():
         yield f"{key} {_spec_text(spec)}"
 
 
 def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
-    """The groups of keys that are one tensor: the same view of the same storage. Empty tensors are no ties."""
+    """Return the groups of keys that are one tensor: the same view of the same storage. Empty tensors are no ties."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for key, spec in specs.items():
         if spec.storage is not None and spec.numel:
@@ -173,7 +173,7 @@ def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
 
 
 def covered_bytes(specs: Iterable[TensorSpec]) -> int:
-    """The bytes of the storages that at least one tensor touches, between its first and its last element."""
+    """Return the bytes of the storages that at least one tensor touches, between its first and its last element."""
     extents: dict[int, list[tuple[int, int]]] = {}
     for spec in specs:
         for part in spec.strided_parts():
@@ -188,7 +188,7 @@ def covered_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def extras(checkpoint: Checkpoint) -> dict[str, str]:
-    """What lies beside the state_dict on the way to it, by its name in the container."""
+    """Return what lies beside the state_dict on the way to it, by its name in the container."""
     found: dict[str, str] = {}
     place: tuple[PathPart, ...] = ()
     here = checkpoint.root
@@ -204,7 +204,7 @@ def extras(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
-    """The classes of the objects in the container that are neither tensors nor built in, with their number."""
+    """Return the classes of the objects in the container that are neither tensors nor built in, with their number."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     pending = [root]
@@ -222,7 +222,7 @@ def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
 
 
 def _is_known(value: Opaque) -> bool:
-    """Whether an object has a plain form that its class is known for, or is a module of torch's own."""
+    """Return whether an object has a plain form that its class is known for, or is a module of torch's own."""
     name = str(value.cls)
     is_torch = name.startswith("torch.") and is_module(value)
     return known_form(value) is not None or name in NATIVE or name.startswith(_PACKAGES) or is_torch
@@ -237,7 +237,7 @@ def _counts(numbers: Mapping[str, int]) -> list[str]:
 
 
 def describe(value: object) -> str:
-    """A value of a container in a few words."""
+    """Return a value of a container in a few words."""
     if isinstance(value, TensorSpec):
         return _spec_text(value)
     if isinstance(value, Opaque):

@@ -73,7 +73,7 @@ def _head(likeness: Likeness) -> str:
 
 
 def _differences(likeness: Likeness) -> Iterator[str]:
-    """What keeps a file from being the nearest model."""
+    """Yield what keeps a file from being the nearest model."""
     if likeness.prefix:
         yield f"under `{likeness.prefix}`"
     if likeness.missing:
@@ -87,7 +87,7 @@ def _differences(likeness: Likeness) -> Iterator[str]:
 
 
 def _modules(keys: Collection[str]) -> str:
-    """The modules of keys, as short as they are told apart."""
+    """Return the modules of keys, as short as they are told apart."""
     for depth in (1, 2, 3):
         counts = Counter(".".join(key.split(".")[:depth]) for key in keys)
         if len(counts) > 1 or depth == 3 or all(key.count(".") <= depth for key in keys):

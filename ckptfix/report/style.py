@@ -52,7 +52,8 @@ class Paper:
 
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Paper:
-        """The paper that a stream is: colours on a terminal, unless ``NO_COLOR`` or ``FORCE_COLOR`` says otherwise."""
+        """Return the paper that a stream is: colours on a terminal, unless ``NO_COLOR`` or ``FORCE_COLOR`` says
+        otherwise."""
         if environment.get("NO_COLOR"):
             color = False
         elif environment.get("FORCE_COLOR"):
@@ -63,7 +64,7 @@ class Paper:
         return cls(color, getattr(stream, "encoding", None) or "utf-8", width)
 
     def write(self, lines: Iterable[Line]) -> str:
-        """The lines as one text that ends in a line break; the empty text for no lines."""
+        """Return the lines as one text that ends in a line break; the empty text for no lines."""
         return "".join(
             "".join(self._piece(piece) for piece in row).rstrip() + "\n" for line in lines for row in self._rows(line)
         )

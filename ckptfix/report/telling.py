@@ -41,7 +41,7 @@ class Telling:
 
 
 def message_with_count(finding: Finding) -> str:
-    """The message and the number of keys, unless the message tells that number itself."""
+    """Return the message and the number of keys, unless the message tells that number itself."""
     number = len(finding.keys)
     if not number or str(number) in finding.message.replace("`", " ").split():
         return finding.message

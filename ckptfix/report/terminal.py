@@ -32,7 +32,7 @@ _KEY_WIDTH = 60
 
 
 def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
-    """The whole account of one file."""
+    """Yield the whole account of one file."""
     yield headline(report, telling)
     yield (Span(f"  {_what_it_is(report)}", "faint"),)
     for finding in report.findings:
@@ -87,7 +87,7 @@ def loading_code(report: Report) -> str:
 
 
 def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:
-    """One line for each finding: ``path: CODE name: message (n keys) [fixable]``."""
+    """Yield one line for each finding: ``path: CODE name: message (n keys) [fixable]``."""
     for finding in report.findings:
         yield (
             f"{report.source}: ",
@@ -121,7 +121,7 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
 
 
 def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
-    """The headline of a file without defects that remain."""
+    """Return the headline of a file without defects that remain."""
     notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
     if report.exit_code:
         failed = report.smoke is not None and report.smoke.passed is False
@@ -173,7 +173,7 @@ _DONE: Mapping[type[Edit], str] = {
 
 
 def _done_text(report: Report) -> str:
-    """What the edits did, counted: ``74 keys renamed, 3 keys filled``."""
+    """Return what the edits did, counted: ``74 keys renamed, 3 keys filled``."""
     counts: Counter[str] = Counter()
     renamed: set[str] = set()
     for edit in report.edits:
@@ -189,7 +189,7 @@ def _done_text(report: Report) -> str:
 
 
 def _proof(report: Report) -> str:
-    """How the written file was proved."""
+    """Return how the written file was proved."""
     if report.smoke is not None and report.smoke.passed:
         return "loads strictly, forward test passed"
     if report.target is not None:
@@ -269,7 +269,7 @@ def _figures_text(figures: Any) -> str:
 
 
 def _evidence_text(evidence: dict[str, Any]) -> str:
-    """The plain figures of the evidence in words; what is nested is shown beside the keys, or with ``-v``."""
+    """Return the plain figures of the evidence in words; what is nested is shown beside the keys, or with ``-v``."""
     return _joined(_words({name: value for name, value in evidence.items() if not isinstance(value, dict)}))
 
 

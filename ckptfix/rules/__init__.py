@@ -26,7 +26,7 @@ class Needs(Enum):
     FORWARD_TEST = "forward test"
 
     def are_met(self, context: Context) -> bool:
-        """Whether it is there. The forward test comes after the rules, and makes its findings itself."""
+        """Return whether it is there. The forward test comes after the rules, and makes its findings itself."""
         if self is Needs.TARGET:
             return context.target is not None
         if self is Needs.VALUES:
@@ -74,7 +74,7 @@ class Listed:
         return self.rule.manual
 
     def propose(self, context: Context) -> Iterator[Finding]:
-        """The findings of the rule."""
+        """Return the findings of the rule."""
         return self.rule.propose(context) if self._has_something_to_say(context) else iter(())
 
     def _has_something_to_say(self, context: Context) -> bool:

@@ -140,13 +140,13 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
 
 
 def _is_map(old: Shape, new: Shape) -> bool:
-    """Whether the shapes are of positions in two dimensions with the channels before or after them."""
+    """Return whether the shapes are of positions in two dimensions with the channels before or after them."""
     is_4d = len(old) == len(new) == 4 and old[0] == new[0] == 1
     return is_4d and (old[1] == new[1]) != (old[3] == new[3])
 
 
 def _is_input(shape: Shape, target: Target) -> bool:
-    """Whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
+    """Return whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
     weights = (slot.shape for key, slot in target.slots.items() if key.endswith("weight") and slot.shape is not None)
     return next((each for each in weights if len(each) >= 3), None) == shape
 
@@ -284,7 +284,7 @@ def _recipes(
 
 
 def _is_of_images(key: str, pair: tuple[Shape, Shape], target: Target, tensors: Mapping[str, Shape]) -> bool:
-    """Whether positions are those of patches of an image, and not of a text."""
+    """Return whether positions are those of patches of an image, and not of a text."""
     old, new = pair
     if len(old) == 4 or _grid_of_model(key, new, target) is not None:
         return True

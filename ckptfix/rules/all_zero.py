@@ -127,7 +127,7 @@ def _is_sound(figures: TensorStatistics) -> bool:
 
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
-    """Those that neither start at zero in the model nor, without a model, have a name that says so."""
+    """Return those that neither start at zero in the model nor, without a model, have a name that says so."""
     if not zero:
         return []
     if initial := context.initial:
@@ -136,7 +136,8 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
-    """Those that may be buffers, or zero because nothing was trained yet. A model that knows both has told already."""
+    """Return those that may be buffers, or zero because nothing was trained yet. A model that knows both has told
+    already."""
     if not suspects or context.initial:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
@@ -147,7 +148,7 @@ def _excused(suspects: list[str], matrices: list[str], context: Context) -> list
 
 
 def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
-    """The zero matrices that are zero in each of the blocks, of which there are two at least."""
+    """Return the zero matrices that are zero in each of the blocks, of which there are two at least."""
     members: dict[str, set[str]] = defaultdict(set)
     for key in matrices:
         for name in (_role(key), _role(key, 3), _place(key)):
@@ -156,42 +157,42 @@ def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
 
 
 def _role(key: str, names: int = 2) -> str:
-    """What a matrix is in each of the blocks that have one: its last names, without numbers."""
+    """Return what a matrix is in each of the blocks that have one: its last names, without numbers."""
     return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-names:])
 
 
 def _place(key: str) -> str:
-    """The same by the whole path without numbers, but for that of the layer itself: one of a Sequential."""
+    """Return the same by the whole path without numbers, except for that of the layer itself: one of a Sequential."""
     *blocks, layer, leaf = ["", *key.split(".")]
     return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
 
 
 def _may_start_at_zero(key: str) -> bool:
-    """Whether it is a last layer, or an embedding that is a parameter of its own (``time_embeddings``)."""
+    """Return whether it is a last layer, or an embedding that is a parameter of its own (``time_embeddings``)."""
     return is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")
 
 
 def _is_adapter_at_start(zero: list[str], statistics: Statistics) -> bool:
-    """Whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
+    """Return whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
     return all(key.startswith("base_model.model.") for key in statistics) and all(map(is_zero_by_design, zero))
 
 
 def _is_trained(context: Context) -> bool:
-    """Whether the file says that steps were made: then a last layer that started at zero has left it."""
+    """Return whether the file says that steps were made: then a last layer that started at zero has left it."""
     found = context.statistics.items() if context.statistics is not None else ()
     counted = any(figures.maximum > 0 for key, figures in found if split_key(key)[1] == NUM_BATCHES_TRACKED)
     return counted or was_stepped(context.checkpoint.root)
 
 
 def _zero_companions(norm: Norm | None, statistics: Statistics) -> Iterator[str]:
-    """The weight and bias of the norm after a matrix where both are zero."""
+    """Yield the weight and bias of the norm after a matrix where both are zero."""
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):
         yield from found
 
 
 def _untrained_adapter(statistics: Statistics) -> tuple[str, ...]:
-    """The B matrices of an adapter if all of them, two at least, are zero beside their A."""
+    """Return the B matrices of an adapter if all of them, two at least, are zero beside their A."""
     named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
     pairs = [key for key in named if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]
     return tuple(pairs) if len(pairs) > 1 and all(statistics[key].all_zero for key in pairs) else ()

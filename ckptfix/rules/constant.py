@@ -86,6 +86,6 @@ def _is_flat(tensor: object) -> bool:
 
 
 def _is_by_design(value: float, spec: TensorSpec) -> bool:
-    """Whether it is 1 or a mean, as precise as the dtype is."""
+    """Return whether it is 1 or a mean, as precise as the dtype is."""
     means = (1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
     return any(math.isclose(abs(value), mean, rel_tol=1e-2) for mean in (1.0, *means))

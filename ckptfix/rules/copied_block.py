@@ -107,7 +107,8 @@ def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _M
 
 
 def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, length: int) -> bool:
-    """Whether two runs of blocks are equal, what is around them differs, and one of them ends inside of a row."""
+    """Return whether two runs of blocks are equal, what is around them differs, and one of them ends inside of a
+    row."""
     before = min(_compared(start - matrix.start) for matrix, start in ((one, at), (other, to)))
     after = min(_compared(matrix.stop - start - length) for matrix, start in ((one, at), (other, to)))
     mine, theirs = (
@@ -134,5 +135,5 @@ def _compared(rest: int) -> int:
 
 
 def _is_repeated(data: bytes) -> bool:
-    """Whether a block is a few numbers over and over, as an initialisation may be."""
+    """Return whether a block is a few numbers over and over, as an initialisation may be."""
     return len(set(memoryview(data[: len(data) // 8 * 8]).cast("Q"))) < len(data) // 32

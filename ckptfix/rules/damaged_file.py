@@ -101,7 +101,8 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """The tensors whose bytes may be others than were saved, by the reason; ``.`` stands for all without a checksum."""
+    """Yield the tensors whose bytes may be others than were saved, by the reason; ``.`` stands for all without a
+    checksum."""
     reasons: dict[str, list[str]] = {}
     for fact in checkpoint.remarks:
         if fact.kind is Kind.DOUBTFUL_VALUES:
@@ -121,7 +122,7 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
-    """What is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
+    """Yield what is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
     of_kind: dict[Kind, list[Fact]] = {}
     for fact in context.checkpoint.remarks:
         of_kind.setdefault(fact.kind, []).append(fact)
@@ -163,7 +164,7 @@ def _has_checksum(spec: TensorSpec) -> bool:
 
 
 def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The tensors in the storage that ends where bytes follow which belong to nothing."""
+    """Return the tensors in the storage that ends where bytes follow which belong to nothing."""
     last = {fact.place for fact in checkpoint.remarks if fact.kind is Kind.LAST_STORAGE}
     return tuple(
         key
@@ -173,7 +174,7 @@ def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
-    """How many tensors, and which share of all numbers of the file, where all sizes are known."""
+    """Return how many tensors, and which share of all numbers of the file, where all sizes are known."""
     said = f"{len(lost)} of {counted(len(checkpoint.specs) + len(checkpoint.lost), 'tensor')} lost"
     sizes = [spec.numel for spec in lost.values() if spec is not None]
     total = sum(spec.numel for spec in (*checkpoint.specs.values(), *checkpoint.lost.values()) if spec is not None)
@@ -183,7 +184,8 @@ def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
 
 
 def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | None:
-    """The fill from ``--fill FILE`` under the same key; None where the file does not have it in the shape of ``spec``.
+    """Return the fill from ``--fill FILE`` under the same key; None if the file does not have it in the shape of
+    ``spec``.
 
     With a target the rule on missing keys fills, under the names that the target has."""
     if context.donor is None or context.target is not None:

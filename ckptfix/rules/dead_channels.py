@@ -65,7 +65,8 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
-    """The dead channels of a matrix or of a norm. The second look is taken only if the scan met zeros or faint rows."""
+    """Return the dead channels of a matrix or of a norm. The second look is taken only if the scan met zeros or faint
+    rows."""
     spec, figures = context.checkpoint.specs[key], statistics[key]
     if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
         return ()

@@ -165,9 +165,8 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _started_so(matrix: _Matrix, witness: Witness) -> bool:
-    """Whether a matrix may have started as small as it is: gradients arrived and decay does not explain it, or it is
-    not a layer's own weight (hash grids, gates) and nothing says that no gradient arrived.
-    """
+    """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it, or
+    it is not a layer's own weight (hash grids, gates) and nothing says that no gradient arrived."""
     said = witness.on(matrix.key, matrix.share)
     if said.saw_no_gradient is not None or said.alignment is not None:
         return said.saw_no_gradient is False and not said.is_untouched and not said.agrees
@@ -191,11 +190,11 @@ class _Matrix:
         return self.figures.rms / self.start
 
     def is_cured_by(self, figures: TensorStatistics) -> bool:
-        """Whether other values would be large enough."""
+        """Return whether other values would be large enough."""
         return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
 
     def companions(self, statistics: Statistics) -> Iterator[str]:
-        """The vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
+        """Yield the vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
             yield bias
@@ -216,7 +215,7 @@ class _Matrix:
 
 
 def _matrices(context: Context, statistics: Statistics) -> dict[str, TensorStatistics]:
-    """The matrices that are large enough and have a value other than zero."""
+    """Return the matrices that are large enough and have a value other than zero."""
     specs = context.checkpoint.specs
     return {
         key: figures
@@ -261,7 +260,8 @@ def _decayed_matrices(
 
 
 def _started_tiny(rms: Mapping[str, float]) -> set[str]:
-    """The matrices that were never larger: many of one RMS that is a power of ten, as an initialiser is given it.
+    """Return the matrices that were never larger: many of one RMS that is a power of ten, as an initialiser is given
+    it.
 
     SAM and BLIP in transformers start at 1e-10."""
     near = {key: round(math.log10(share)) for key, share in rms.items() if share > 0}
@@ -275,21 +275,23 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:
-    """Whether the matrix is small throughout: hardly an exact zero, or nothing but the last subnormal steps to zero."""
+    """Return whether the matrix is small throughout: hardly an exact zero, or nothing but the last subnormal steps to
+    zero."""
     return not figures.nonfinite and (
         figures.zeros < 0.01 * figures.numel or figures.zeros + figures.subnormals == figures.numel
     )
 
 
 def _is_drawn_tiny(figures: TensorStatistics) -> bool:
-    """Whether the largest value is a power of ten: hash tables of radiance fields start within 1e-4 of zero."""
+    """Return whether the largest value is a power of ten: hash tables of radiance fields start within 1e-4 of zero."""
     power = 10.0 ** round(math.log10(figures.absmax))
     is_round = power >= TINIEST and ROUND * power < figures.absmax <= power * (1 + 1e-6)
     return is_round and figures.absmax < 2 * figures.rms
 
 
 def _is_decayed(matrix: _Matrix) -> bool:
-    """Whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by design."""
+    """Return whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by
+    design."""
     may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
     least = OF_HEAD if may_start_small else OF_EMBEDDING if matrix.is_embedding else OF_START
     if matrix.start == 0 or matrix.share >= least:
@@ -305,7 +307,8 @@ def _is_decayed(matrix: _Matrix) -> bool:
 
 
 def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistics) -> bool:
-    """Whether the norm after the matrix was updated and divides by what the matrix gives, and not just by its eps."""
+    """Return whether the norm after the matrix was updated and divides by what the matrix gives, and not just by its
+    eps."""
     variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
     batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
     if variance is None or (batches is not None and batches.maximum == 0):
@@ -411,7 +414,7 @@ class Witness:
         return counted_steps(self.context.checkpoint.root) or batches or None
 
     def on(self, key: str, share: float) -> Corroboration:
-        """What the file says of a matrix of which this share of its start is left."""
+        """Return what the file says of a matrix of which this share of its start is left."""
         training = self._trainings.get(key)
         if training is None:
             group = strongest_decay(self.context.checkpoint.root) or {}
@@ -442,8 +445,8 @@ PROVEN = 0.1
 def light_decay(
     rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: set[str], witness: Witness
 ) -> Iterator[Finding]:
-    """Those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found`` are
-    the matrices that were reported already."""
+    """Yield those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found``
+    are the matrices that were reported already."""
     proven: dict[str, Corroboration] = {}
     light: dict[str, Corroboration] = {}
     for key, figures in matrices.items() if witness.knows_parameters else ():
@@ -478,7 +481,7 @@ def light_decay(
 
 
 def counted_matrices(found: Sized) -> str:
-    """The subject of a message, with its verb."""
+    """Return the subject of a message, with its verb."""
     return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
 
 

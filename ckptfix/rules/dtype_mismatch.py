@@ -97,7 +97,7 @@ def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
-    """A cast for every tensor whose dtype differs from the target's in a way that matters."""
+    """Yield a cast for every tensor whose dtype differs from the target's in a way that matters."""
     quantised = {key for layer in wanted_layers(checkpoint.specs, target).values() for key in layer.parts.values()}
     for key, spec in checkpoint.specs.items():
         if key in quantised:
@@ -108,7 +108,7 @@ def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
 
 
 def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, dict[str, float]]:
-    """What overflows, by key."""
+    """Return what overflows, by key."""
     if sort != "overflow" or context.statistics is None:
         return {}
     return {"absmax": {cast.key: context.statistics[cast.key].absmax for cast in casts}}
@@ -130,6 +130,6 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
 
 
 def _rank(dtype: str) -> int:
-    """Where a kind of numbers stands: each can hold those before it, integers being the first."""
+    """Return where a kind of numbers stands: each can hold those before it, integers being the first."""
     kind = DTYPES[dtype]
     return 3 if kind.is_quantized else 2 if kind.is_complex else 1 if kind.is_float else 0

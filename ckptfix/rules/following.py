@@ -89,7 +89,7 @@ def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
 
 
 def _is_negligible(edit: Edit) -> bool:
-    """Whether an edit changes values by less than a step of training: those that are set to zero were 1e-38."""
+    """Return whether an edit changes values by less than a step of training: those that are set to zero were 1e-38."""
     return isinstance(edit, Zero) and edit.which == "subnormal"
 
 
@@ -203,12 +203,12 @@ class Change:
 
 
 def _parents(key: str) -> set[str]:
-    """The modules that a key is in."""
+    """Return the modules that a key is in."""
     return {key[:at] for at, letter in enumerate(key) if letter == "."}
 
 
 def _is_renamed_alike(old: str, new: str) -> bool:
-    """Whether a key has one or two other segments at most, as in a later release of the same model."""
+    """Return whether a key has one or two other segments at most, as in a later release of the same model."""
     ours, theirs = old.split("."), new.split(".")
     head = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     tail = 0
@@ -218,7 +218,7 @@ def _is_renamed_alike(old: str, new: str) -> bool:
 
 
 def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Whether a tensor is a parameter, as far as its name, its dtype and the target say."""
+    """Return whether a tensor is a parameter, as far as its name, its dtype and the target say."""
     from ckptfix.values.roles import is_buffer
 
     dtype = DTYPES[spec.dtype]
@@ -456,7 +456,7 @@ def _carried(
 
 
 def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape]) -> bool:
-    """Whether all tensors of some rows have an element for each of their parameter, and all else is equal."""
+    """Return whether all tensors of some rows have an element for each of their parameter, and all else is equal."""
     if any(row.keys() != rows[0].keys() for row in rows) or () in shapes:
         return False
     for name in rows[0]:

@@ -94,7 +94,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _explains(number: int, checkpoint: Checkpoint, target: Target) -> bool:
-    """Whether this many keys in their places are most of the file or of the target.
+    """Return whether this many keys in their places are most of the file or of the target.
 
     Two norms of one width agree on a prefix by chance in a file whose layers all have other names.
     """
@@ -118,9 +118,8 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
 def _ranked(
     free: Mapping[str, object], wanted: AbstractSet[str], target: Target
 ) -> list[tuple[Prefixes, dict[str, str]]]:
-    """Every prefix that could be taken off or put on, with the renames of tensors that the target confirms, the most
-    of them first, then the shorter change.
-    """
+    """Return every prefix that could be taken off or put on, with the renames of tensors that the target confirms, the
+    most of them first, then the shorter change."""
     suffixes: dict[str, list[str]] = defaultdict(list)
     for key in wanted:
         for suffix in _suffixes(key):
@@ -139,9 +138,8 @@ def _ranked(
 
 
 def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> int:
-    """How many keys have to agree on a change before it is believed. One will do where there is no other, or where a
-    part of the same prefix has been confirmed already (`model.` beside `model.backbone.`).
-    """
+    """Return how many keys have to agree on a change before it is believed. One will do where there is no other, or
+    where a part of the same prefix has been confirmed already (`model.` beside `model.backbone.`)."""
     is_related = any(
         mine and other and (mine.startswith(other) or other.startswith(mine))
         for change in chosen
@@ -153,18 +151,16 @@ def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> 
 def _is_another_set(
     prefixes: Prefixes, matches: Mapping[str, str], free: Iterable[str], placed: AbstractSet[str]
 ) -> bool:
-    """Whether a good part of the keys under a prefix would fall on places that are taken: then they are a second set of
-    weights, and its rest must not be mixed into the first.
-    """
+    """Return whether a good part of the keys under a prefix would fall on places that are taken: then they are a second
+    set of weights, and its rest must not be mixed into the first."""
     taken, put = prefixes
     conflicts = sum(key.startswith(taken) and put + key[len(taken) :] in placed for key in free)
     return 4 * conflicts > len(matches)
 
 
 def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
-    """Whether most of the keys would have a place without what stands in front of them, which another key is in: they
-    are of a second set of weights, and its `ema.up.` is no `down.` of the first.
-    """
+    """Return whether most of the keys would have a place without what stands in front of them, which another key is in:
+    they are of a second set of weights, and its `ema.up.` is no `down.` of the first."""
     second = sum(any("." in rest and rest in placed for rest in list(_suffixes(key))[1:]) for key in keys)
     return 2 * second > len(keys)
 
@@ -172,9 +168,8 @@ def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
 def _is_rival(
     matches: Mapping[str, str], names: AbstractSet[str], theirs: Mapping[str, str], is_complete: bool
 ) -> bool:
-    """Whether another change claims the same keys, or the same places (``names``), about as well. One that would give
-    them the same names is a part of this one: `4.0.` and `layer1.0.` of `4.` and `layer1.`.
-    """
+    """Return whether another change claims the same keys, or the same places (``names``), about as well. One that would
+    give them the same names is a part of this one: `4.0.` and `layer1.0.` of `4.` and `layer1.`."""
     if theirs.items() <= matches.items():
         return False
     overlap = max(sum(key in matches for key in theirs), sum(name in names for name in theirs.values()))
@@ -184,14 +179,15 @@ def _is_rival(
 def _with_followers(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
 ) -> dict[str, str]:
-    """The renames, and those of the keys that the target has under the same prefix in another shape or as no tensor."""
+    """Return the renames, and those of the keys that the target has under the same prefix in another shape or as no
+    tensor."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
     return {key: name for key, name in names.items() if key in matches or name in wanted}
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """The key and its endings at segment borders, the longest first."""
+    """Yield the key and its endings at segment borders, the longest first."""
     position = 0
     for _ in range(MAX_DEPTH + 1):
         yield key[position:]
@@ -218,7 +214,7 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
 
 
 def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
-    """How to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
+    """Return how to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
         text = "give the keys the names that the target has for them: nothing in the file tells which are which"

@@ -93,7 +93,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
 
 
 def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
-    """The edits that give a counter this form; none for what is fine, or for what is no counter at all."""
+    """Return the edits that give a counter this form; none for what is fine, or for what is no counter at all."""
     cure: list[Edit] = []
     if spec.numel != 1 or spec.storage is None:
         return cure
@@ -111,7 +111,7 @@ def _is_number(dtype: str) -> bool:
 
 
 def _value(spec: TensorSpec) -> float:
-    """The value of a counter. It is one element, so that a rule may read it without asking for the values."""
+    """Return the value of a counter. It is one element, so that a rule may read it without asking for the values."""
     import numpy as np
 
     from ckptfix.values.decode import encoding
@@ -125,6 +125,6 @@ def _value(spec: TensorSpec) -> float:
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Whether a dtype holds a value, and the value is a whole number."""
+    """Return whether a dtype holds a value, and the value is a whole number."""
     is_signed = not dtype.startswith("uint")
     return value.is_integer() and abs(value) < 2 ** _DIGITS.get(dtype, 0) and (is_signed or value >= 0)

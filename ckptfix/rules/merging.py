@@ -87,7 +87,7 @@ def find_merge(
 
 
 def _is_copied(adapter: Adapter, key: str) -> bool:
-    """Whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
+    """Return whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
     return _is_named((adapter.config or {}).get("modules_to_save") or (), key.rpartition(".")[0])
 
 
@@ -392,7 +392,7 @@ class _Names:
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
+    """Return whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if not isinstance(targets, list) or not isinstance(excluded, list) or config.get("layers_pattern"):
         return False
@@ -416,7 +416,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 class _Orientation:
-    """Whether layers have the inputs first, as Conv1D of transformers has: their shapes say so, but for square ones,
+    """Whether layers have the inputs first, as Conv1D of transformers has: their shapes say so, except for square ones,
     for which those beside them speak, and the configuration if there are none."""
 
     def __init__(self, adapter: Adapter, layers: list[tuple[AdapterLayer, TensorSpec]]) -> None:
@@ -513,7 +513,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
 
 
 def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
-    """Whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
+    """Return whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
     targets = (adapter.settings(layer) or {}).get("target_parameters")
     return isinstance(targets, list) and any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
 

@@ -128,7 +128,7 @@ def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Whether most values are next to nothing beside the largest, and the same bits are an ordinary matrix."""
+    """Return whether most values are next to nothing beside the largest, and the same bits are an ordinary matrix."""
     import numpy as np
 
     if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
@@ -137,7 +137,7 @@ def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 
 def _is_reversed(spec: TensorSpec) -> bool:
-    """Whether the values make an ordinary matrix once the bytes of each are reversed."""
+    """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
     import numpy as np
 
     stored = encoding(spec.dtype)
@@ -148,7 +148,7 @@ def _is_reversed(spec: TensorSpec) -> bool:
 
 
 def _is_ordinary(numbers: Array) -> bool:
-    """Whether numbers have the figures of a trained matrix."""
+    """Return whether numbers have the figures of a trained matrix."""
     import numpy as np
 
     if not np.isfinite(numbers).all():

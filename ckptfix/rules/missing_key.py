@@ -86,7 +86,7 @@ def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
-    """The missing keys, tied ones together. A key whose twin is in the file is left to the rule on ties."""
+    """Yield the missing keys, tied ones together. A key whose twin is in the file is left to the rule on ties."""
     checkpoint = context.checkpoint
     uncounted = context.settings.is_for_torch_before(COUNTED_SINCE)
     seen: set[str] = set()
@@ -100,7 +100,8 @@ def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
 
 
 def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | None:
-    """The fill for the first key of a tied group from where the user said, None where there is nothing that fits."""
+    """Return the fill for the first key of a tied group from where the user said, None if there is nothing that
+    fits."""
     key = group[0]
     slot = target.slots.get(key)
     if slot is None or context.settings.fill is None or _is_of_another_model(context, target):
@@ -117,13 +118,13 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
 
 
 def _is_of_another_model(context: Context, target: Target) -> bool:
-    """Whether nothing of the file is for the target: then a fill would make a model of fillings alone."""
+    """Return whether nothing of the file is for the target: then a fill would make a model of fillings alone."""
     entries = context.checkpoint.entries
     return bool(entries) and entries.keys().isdisjoint(target.slots.keys() | target.entries)
 
 
 def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
-    """How much of the target the keys are, in words and in figures. Tied keys count once."""
+    """Return how much of the target the keys are, in words and in figures. Tied keys count once."""
     first = {key: target.tie_of.get(key, (key,))[0] for key in (*target.slots, *keys)}
     parameters = {name for key, name in first.items() if key in target.slots and target.slots[key].kind == PARAMETER}
     missing = {first[key] for key in keys} & parameters
@@ -139,7 +140,7 @@ def _origin(context: Context) -> str:
 
 
 def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:
-    """What to do about keys that were not filled, given what was asked for already."""
+    """Yield what to do about keys that were not filled, given what was asked for already."""
     fill = context.settings.fill
     if is_of_another_model(context.checkpoint, target):
         yield from NAME_THE_MODEL
@@ -204,9 +205,8 @@ def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Colle
 
 
 def other_layout(checkpoint: Checkpoint, target: Target) -> str:
-    """How the leftover tensors of the file may hold the missing ones of the target, as a remedy; empty where they do
-    not seem to.
-    """
+    """Return how the leftover tensors of the file may hold the missing ones of the target, as a remedy; empty if
+    they do not seem to."""
     known = target.slots.keys() | target.entries
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
@@ -247,7 +247,7 @@ def other_layout(checkpoint: Checkpoint, target: Target) -> str:
 
 
 def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """What to say where the missing tensors have the shapes of those left over."""
+    """Return what to say where the missing tensors have the shapes of those left over."""
     shapes, wanted = Counter(left.values()), Counter(gone.values())
     is_telling = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
     if not is_telling or not wanted <= shapes:
@@ -270,7 +270,7 @@ def _without_numbers(key: str) -> str:
 
 
 def _without_adapter(key: str) -> tuple[str, str]:
-    """What the layer was called before peft put an adapter to it, and before it wrapped the model."""
+    """Return what the layer was called before peft put an adapter to it, and before it wrapped the model."""
     plain = key.replace(".base_layer.", ".")
     return plain, plain.removeprefix("base_model.model.")
 
@@ -291,7 +291,8 @@ class _Sum:
 def _rearranged(
     left: Mapping[str, Shape], gone: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Mapping[str, Shape], Mapping[str, Shape]]]:
-    """The innermost modules in which as many elements are left over as are missing, in tensors of other shapes."""
+    """Yield the innermost modules in which as many elements are left over as are missing, in tensors of other
+    shapes."""
     mine, theirs = _sums(left), _sums(gone)
     equal = {path for path, own in mine.items() if path in theirs and own.numel == theirs[path].numel > 1}
     outer = {above for path in equal for above in _paths(path)}
@@ -314,7 +315,7 @@ def _sums(tensors: Mapping[str, Shape]) -> dict[str, _Sum]:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """The modules that a name is in."""
+    """Yield the modules that a name is in."""
     at = name.find(".")
     for _ in range(DEEPEST):
         if at < 0:

@@ -76,7 +76,7 @@ def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Findin
 
 
 def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
-    """Paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
+    """Yield paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
     specs = checkpoint.specs
     for module in _with_leaf(checkpoint, "running_mean"):
         mean, variance = specs[module + "running_mean"], specs.get(module + "running_var")
@@ -87,13 +87,13 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _with_leaf(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Paths of the modules that have a tensor of this name, each with its closing dot."""
+    """Return paths of the modules that have a tensor of this name, each with its closing dot."""
     candidates = [key for key in checkpoint.specs if key.endswith(name)]
     return [module for module, leaf in map(split_key, candidates) if leaf == name]
 
 
 def _incomplete(checkpoint: Checkpoint) -> list[str]:
-    """The uncounted modules that are a BatchNorm by what the file alone says."""
+    """Return the uncounted modules that are a BatchNorm by what the file alone says."""
     uncounted = list(_uncounted(checkpoint))
     if not uncounted:
         return []
@@ -109,11 +109,12 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
 
 
 def _is_lost(checkpoint: Checkpoint, counter: str) -> bool:
-    """Whether a damaged file had the counter, under this name or with a wrapper's name in front: it was not zero."""
+    """Return whether a damaged file had the counter, under this name or with a wrapper's name in front: it was not
+    zero."""
     return any(key == counter or key.endswith(f".{counter}") for key in checkpoint.lost)
 
 
 def _version(checkpoint: Checkpoint, module: str) -> int:
-    """The version that ``_metadata`` gives a module, 0 where it says nothing."""
+    """Return the version that ``_metadata`` gives a module, 0 if it says nothing."""
     version = (checkpoint.metadata or {}).get(module.removesuffix("."), {}).get("version")
     return version if isinstance(version, int) else 0

@@ -58,9 +58,8 @@ def missing_wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _new_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """The prefix that all keys of the target have for all keys of the file, where that agrees with the target more than
-    the names without wrappers do: a model with `a` and `module.a` inside has two keys of one bare name.
-    """
+    """Return the prefix that all keys of the target have for all keys of the file, where that agrees with the target
+    more than the names without wrappers do: a model with `a` and `module.a` inside has two keys of one bare name."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(target.accepts(new.get(key, key), spec.shape) for key, spec in checkpoint.specs.items())
@@ -74,7 +73,7 @@ def _new_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
 
 
 def _shared_wrappers(keys: Iterable[str]) -> list[str]:
-    """The segments of wrappers that all keys begin with, the last segment of a key not counted."""
+    """Return the segments of wrappers that all keys begin with, the last segment of a key not counted."""
     shared: list[str] = []
     for parts in zip(*(key.split(".")[:-1] for key in keys), strict=False):
         if len(set(parts)) != 1 or parts[0] not in {MODULE, *WRAPPER_SEGMENTS}:
@@ -84,7 +83,8 @@ def _shared_wrappers(keys: Iterable[str]) -> list[str]:
 
 
 def _by_bare_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """The keys without a place for which the target has exactly one name, once one of them agrees in shape too."""
+    """Return the keys without a place for which the target has exactly one name, once one of them agrees in shape
+    too."""
     wanted = _by_bare_name((*target.slots, *target.entries))
     present = _by_bare_name(checkpoint.entries)
     new: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _by_bare_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
 
 
 def _fresh_counters(checkpoint: Checkpoint, target: Target, new: Mapping[str, str]) -> Iterator[Fill]:
-    """The missing counters of AveragedModels around the whole target, where anything of the file is for it."""
+    """Yield the missing counters of AveragedModels around the whole target, where anything of the file is for it."""
     names = {new.get(key, key) for key in checkpoint.entries}
     if names.isdisjoint(target.slots):
         return

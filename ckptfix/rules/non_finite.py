@@ -92,7 +92,7 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
 
 
 def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
-    """Whether a buffer is NaN throughout, as the model itself begins with it."""
+    """Return whether a buffer is NaN throughout, as the model itself begins with it."""
     if figures.nan != figures.numel or is_running_statistic(key) or key not in context.initial:
         return False
     if not is_buffer(key, context.checkpoint.specs[key], context.target):
@@ -102,7 +102,7 @@ def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
-    """What the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
+    """Return what the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
     if replace := replacements.of(rule.code, key, _is_finite):
         return (replace,)
     if is_running_statistic(key):

@@ -85,7 +85,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:
-    """The scale of every matrix that is large enough and has a value other than zero."""
+    """Return the scale of every matrix that is large enough and has a value other than zero."""
     specs = context.checkpoint.specs
     return {
         key: _scale(figures, spec)
@@ -96,7 +96,7 @@ def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:
 
 
 def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Mapping[str, float]:
-    """The median scale of the others of its kind for every matrix that has enough of them."""
+    """Return the median scale of the others of its kind for every matrix that has enough of them."""
     kinds: dict[str, dict[str, float]] = {}
     for key, scale in scales.items():
         kinds.setdefault(kind(key, specs[key]), {})[key] = scale

@@ -142,7 +142,7 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
 
 
 def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
-    """Whether the model wants the plain weight, and has no place for what is beside the codes."""
+    """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
     if target is None:
         return True
     slot = target.slots.get(f"{path}weight")
@@ -173,7 +173,7 @@ def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) ->
 
 
 def _is_in_rows(layer: QuantisedLayer, context: Context) -> bool:
-    """Whether the codes are in row order, and not in one of those that bitsandbytes had for older processors."""
+    """Return whether the codes are in row order, and not in one of those that bitsandbytes had for older processors."""
     if "weight_format" not in layer.parts:
         return True
     spec = context.checkpoint.specs[layer.parts["weight_format"]]

@@ -66,7 +66,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     wrappers = _wrappers(checkpoint, target, given)
     key_of = {without_first(key, wrappers): key for key in checkpoint.entries}
     entries = {name: checkpoint.entries[key] for name, key in key_of.items()}
-    # A rule may rename what is no tensor; any other step than a name needs a shape.
+    # A rule may rename what is not a tensor; any other step than a name needs a shape.
     shapes = {name: entry.shape if isinstance(entry, TensorSpec) else () for name, entry in entries.items()}
     wanted = None
     if target is not None:

@@ -76,7 +76,7 @@ class Rewrite:
     both_ways: bool = True
 
     def names(self, key: str) -> Iterator[str]:
-        """What the key is called on the other side, from whichever side it comes."""
+        """Yield what the key is called on the other side, from whichever side it comes."""
         for before, after in ((self.old, self.new), (self.new, self.old))[: 1 + self.both_ways]:
             if match := re.fullmatch(_pattern(before), key):
                 yield after.format(**match.groupdict())
@@ -127,7 +127,7 @@ def renamed_by_release(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _renames(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[Rename, str]]:
-    """Every rename that the target confirms, with the rewrite that it undoes; at most one for a key."""
+    """Yield every rename that the target confirms, with the rewrite that it undoes; at most one for a key."""
     for key, spec in checkpoint.specs.items():
         if key in target.slots or key in target.entries:
             continue

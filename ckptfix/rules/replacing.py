@@ -59,12 +59,12 @@ class Replacements:
     context: Context
 
     def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
-        """What replaces the values of a key that a rule found broken; None where nothing was asked for, or nothing
-        sound is there. ``is_sound`` is what the rule thinks of the new figures."""
+        """Return what replaces the values of a key that a rule found broken; None if nothing was asked for, or
+        nothing sound is there. ``is_sound`` is what the rule thinks of the new figures."""
         return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else None
 
     def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
-        """The same for a key that has to go with one that is replaced, whether it was named or not."""
+        """Return the same for a key that has to go with one that is replaced, whether it was named or not."""
         spec = self.context.checkpoint.specs[key]
         edit, found = self._offer(key, spec, is_sound)
         if found is None or found.shape != spec.shape or not is_sound(_figures(found, spec.dtype)):
@@ -83,7 +83,7 @@ class Replacements:
         return found
 
     def sound_twin(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Twin | None:
-        """The first other copy of a key that is sound."""
+        """Return the first other copy of a key that is sound."""
         dtype = self.context.checkpoint.specs[key].dtype
         statistics = self.context.statistics
         is_zero = statistics is not None and key in statistics and statistics[key].all_zero
@@ -137,7 +137,7 @@ def _is_plain(spec: TensorSpec) -> bool:
 
 
 def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
-    """The figures of a tensor in the dtype of the one whose place it takes."""
+    """Return the figures of a tensor in the dtype of the one whose place it takes."""
     if spec.dtype != dtype:
         from ckptfix.values.casting import cast_spec
 

@@ -80,7 +80,8 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
 def _findings(
     rule: Rule, level: Level, wrong: list[_RunningStatistics], what: str, context: Context
 ) -> Iterator[Finding]:
-    """One finding for the norms that a flag cures, and one for the others. Notes are no defects, and left alone."""
+    """Yield one finding for the norms that a flag cures, and one for the others. Notes are not defects, and left
+    alone."""
     replacements = Replacements(context)
     cures = [() if level is Level.NOTE else _cure(rule, norm, context, replacements) for norm in wrong]
     for is_cured in (True, False):
@@ -140,7 +141,7 @@ class _RunningStatistics:
 
     @property
     def batches(self) -> int | None:
-        """How many batches were counted; None where the file does not say (before torch 0.4.1)."""
+        """How many batches were counted; None if the file does not say (before torch 0.4.1)."""
         counter = self._sibling(NUM_BATCHES_TRACKED)
         return None if counter is None or counter.numel != 1 else int(counter.maximum)
 
@@ -212,7 +213,7 @@ class _RunningStatistics:
         }
 
     def sibling_key(self, name: str) -> str:
-        """The key of another tensor of the norm."""
+        """Return the key of another tensor of the norm."""
         return self.variance_key.removesuffix("running_var") + name
 
     def _sibling(self, name: str) -> TensorStatistics | None:

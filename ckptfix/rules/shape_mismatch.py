@@ -152,7 +152,7 @@ def _case_findings(
     edits: tuple[Adapt, ...],
     left: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """What a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
+    """Yield what a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
     for recipe in dict.fromkeys(edit.recipe for edit in edits):
         mine = tuple(edit for edit in edits if edit.recipe == recipe)
         yield rule.finding(
@@ -206,8 +206,8 @@ def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Targe
 
 
 def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
-    """Whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such as the
-    sides of a kernel: nothing but their order tells them apart."""
+    """Return whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such
+    as the sides of a kernel: nothing but their order tells them apart."""
     runs = [[0]]
     for axis in range(1, len(axes)):
         if all(shape[axis] == shape[axis - 1] for shape in shapes):
@@ -262,19 +262,19 @@ def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remed
 
 
 def _is_plain(spec: TensorSpec) -> bool:
-    """Whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
+    """Return whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
     return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
 
 
 def _differ_by_ones(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether the longer shape is the shorter one with axes of one element behind it, or before it."""
+    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
     short, long = sorted((one, other), key=len)
     ones = (1,) * (len(long) - len(short))
     return bool(ones) and long in (short + ones, ones + short)
 
 
 def _is_transposed(file: list[int] | None, target: list[int] | None) -> bool:
-    """Whether one has the axes of the other in another order. A vector in two dimensions has no order."""
+    """Return whether one has the axes of the other in another order. A vector in two dimensions has no order."""
     if file is None or target is None:
         return False
     return file != target and sorted(file) == sorted(target) and sum(size > 1 for size in file) > 1

@@ -47,7 +47,7 @@ def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _is_sound(spec: TensorSpec) -> bool:
-    """Whether each index is one of the shape. Blocks count as many rows and columns as their values have."""
+    """Return whether each index is one of the shape. Blocks count as many rows and columns as their values have."""
     values = spec.parts["values"]
     if "indices" in spec.parts:
         indices = spec.parts["indices"]

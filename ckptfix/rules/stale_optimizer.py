@@ -85,7 +85,7 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yield the optimizers but for those of other state_dicts in the file, each with the sets that it fits alike."""
+    """Yield the optimizers except for those of other state_dicts in the file, each with the sets that it fits alike."""
     sets = _other_sets(checkpoint)
     own = path_name(checkpoint.container)
     owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
@@ -100,7 +100,7 @@ def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator
 
 
 def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
-    """Return the state_dicts beside the one that is repaired, but for averages, which no optimizer trains."""
+    """Return the state_dicts beside the one that is repaired, except for averages, which no optimizer trains."""
     found: dict[str, Layout] = {}
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container or any(mark in candidate.name.lower() for mark in AVERAGED):

@@ -73,7 +73,7 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _ties(checkpoint: Checkpoint, target: Target) -> Iterator[Tie]:
-    """A tie for every missing key of a group that the file has a fitting member of."""
+    """Yield a tie for every missing key of a group that the file has a fitting member of."""
     for group in target.ties:
         stored = [key for key in group if key in checkpoint.specs and target.accepts(key, checkpoint.specs[key].shape)]
         if stored:
@@ -81,7 +81,8 @@ def _ties(checkpoint: Checkpoint, target: Target) -> Iterator[Tie]:
 
 
 def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]]:
-    """The stored keys of every group whose values differ, in the order of the model: the last is what a load keeps."""
+    """Yield the stored keys of every group whose values differ, in the order of the model: the last is what a load
+    keeps."""
     for group in target.ties:
         specs = {key: checkpoint.specs[key] for key in group if key in checkpoint.specs}
         comparable = [spec for spec in specs.values() if spec.storage is not None and spec.quantizer is None]
@@ -90,7 +91,8 @@ def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]
 
 
 def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
-    """Whether two tensors hold the same bytes. Those of another shape or dtype are not compared, and count as equal."""
+    """Return whether two tensors hold the same bytes. Those of another shape or dtype are not compared, and count as
+    equal."""
     if one.view == other.view or (one.dtype, one.shape) != (other.dtype, other.shape):
         return True
     blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)

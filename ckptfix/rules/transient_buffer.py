@@ -121,7 +121,7 @@ def _leaves(keys: list[str]) -> list[str]:
 
 
 def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
-    """Whether the target does not want a stored buffer and can do without its values."""
+    """Return whether the target does not want a stored buffer and can do without its values."""
     if key in target.slots or key in target.entries:
         return False
     spec = checkpoint.specs[key]
@@ -129,7 +129,7 @@ def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
 
 
 def _different(extra: list[str], context: Context, target: Target) -> dict[str, float]:
-    """The superfluous buffers whose values are not the model's own, with the largest difference of each.
+    """Return the superfluous buffers whose values are not the model's own, with the largest difference of each.
 
     Compared to a few units of the coarser dtype, and no closer than 1e-3: the cosine of a large angle depends on the
     device that worked it out.
@@ -161,14 +161,16 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
 
 
 def _is_computed(key: str, spec: TensorSpec) -> bool:
-    """Whether the values of a buffer follow from the configuration and matter: floats, but no mask or counter."""
+    """Return whether the values of a buffer follow from the configuration and matter: floats, but no mask or
+    counter."""
     leaf = split_key(key)[1]
     is_dense_float = DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1 and spec.storage is not None
     return is_dense_float and "mask" not in leaf and (leaf in _ROTARY or not is_transient(key, spec.shape))
 
 
 def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:
-    """Whether a key holds a running statistic that InstanceNorm saved before 0.4.0 and does not track in the target.
+    """Return whether a key holds a running statistic that InstanceNorm saved before 0.4.0 and does not track in the
+    target.
 
     Later files have a version in ``_metadata`` or a counter; theirs were in use: to drop them would change the results.
     """
@@ -184,12 +186,12 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
 
 
 def _fills(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
-    """Buffers of a known name that the target wants, the file lacks, and a fresh model has."""
+    """Return buffers of a known name that the target wants, the file lacks, and a fresh model has."""
     return (fill for fill in _known(target) if fill.key not in checkpoint.entries)
 
 
 def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
-    """Buffers of a known name that the file has for another size of the model, such as another window."""
+    """Return buffers of a known name that the file has for another size of the model, such as another window."""
     return (
         fill
         for fill in _known(target)
@@ -198,7 +200,7 @@ def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
 
 
 def _known(target: Target) -> Iterator[Fill]:
-    """Fills for the buffers of a known name that a fresh model has."""
+    """Yield fills for the buffers of a known name that a fresh model has."""
     if target.initial is not None:
         for key, slot in target.slots.items():
             if slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):

@@ -111,7 +111,7 @@ def _is_comparable(spec: TensorSpec) -> bool:
 
 
 def _is_suspect(figures: TensorStatistics) -> bool:
-    """Whether a tensor may be broken, as far as its own figures say."""
+    """Return whether a tensor may be broken, as far as its own figures say."""
     return bool(figures.nonfinite) or figures.all_zero or figures.rms < NOTHING_LEFT
 
 

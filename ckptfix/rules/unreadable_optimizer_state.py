@@ -71,6 +71,6 @@ def _classes(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _is_taken_apart(optimizer: Optimizer) -> bool:
-    """Whether the objects were made plain data when the file was written."""
+    """Return whether the objects were made plain data when the file was written."""
     rows = (optimizer.row(number) for number in optimizer.ids)
     return any(isinstance(value, dict) and composed_class(value) for row in rows for value in row.values())

@@ -100,7 +100,8 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
-    """The counters of AveragedModels around the whole model: each stands where all other keys go on with ``module``."""
+    """Return the counters of AveragedModels around the whole model: each stands where all other keys go on with
+    ``module``."""
     if target is not None and any(is_counter(key) for key in target.slots):
         return ()
     specs = checkpoint.specs
@@ -138,9 +139,8 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mappi
 
 
 def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
-    """Each key that the target does not know by the first cut that it wants; where there are such, then those too that
-    it knows in another shape.
-    """
+    """Return each key that the target does not know by the first cut that it wants; where there are such, then those
+    too that it knows in another shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
     names = {
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]

@@ -48,19 +48,20 @@ COUNTER = "n_averaged"
 
 
 def has_wrapper_segment(path: str) -> bool:
-    """Whether a reserved segment stands anywhere in the key or module path."""
+    """Return whether a reserved segment stands anywhere in the key or module path."""
     return _may_have_segment(path) and not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
 
 
 def strip_segments(path: str) -> str:
-    """The key or module path without its reserved segments."""
+    """Return the key or module path without its reserved segments."""
     if not _may_have_segment(path):
         return path
     return ".".join(part for part in path.split(".") if part not in WRAPPER_SEGMENTS)
 
 
 def without_segments(paths: Iterable[str]) -> dict[str, str]:
-    """Those of the keys or module paths that have reserved segments, each with what it is called without them."""
+    """Return those of the keys or module paths that have reserved segments, each with what it is called without
+    them."""
     suspects = [path for path in paths if "._" in path or path.startswith("_")]
     return {path: strip_segments(path) for path in suspects if has_wrapper_segment(path)}
 
@@ -71,9 +72,8 @@ def _may_have_segment(path: str) -> bool:
 
 
 def bare(key: str) -> str:
-    """The key without reserved segments and without ``module`` anywhere before its last segment: the same for every
-    wrapping.
-    """
+    """Return the key without reserved segments and without ``module`` anywhere before its last segment: the same for
+    every wrapping."""
     if MODULE not in key and not _may_have_segment(key):
         return key
     *path, name = strip_segments(key).split(".")
@@ -81,12 +81,12 @@ def bare(key: str) -> str:
 
 
 def is_counter(key: str) -> bool:
-    """Whether the key is where an AveragedModel around the whole model keeps its counter."""
+    """Return whether the key is where an AveragedModel around the whole model keeps its counter."""
     return key.endswith(COUNTER) and bare(key) == COUNTER
 
 
 def leading_modules(key: str) -> int:
-    """How many segments ``module`` the key begins with, its last segment not counted."""
+    """Return how many segments ``module`` the key begins with, its last segment not counted."""
     count = 0
     while key.startswith(_LEADING, count * len(_LEADING)):
         count += 1
@@ -94,18 +94,18 @@ def leading_modules(key: str) -> int:
 
 
 def shared_modules(keys: Collection[str]) -> int:
-    """How many segments ``module`` all of the keys begin with."""
+    """Return how many segments ``module`` all of the keys begin with."""
     # What the first and the last of a sorted list begin with, all between them begin with.
     return min(leading_modules(min(keys)), leading_modules(max(keys))) if keys else 0
 
 
 def without_first(key: str, count: int) -> str:
-    """The key without its first ``count`` segments."""
+    """Return the key without its first ``count`` segments."""
     return ".".join(key.split(".", count)[count:])
 
 
 def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
-    """A name that two keys would have after the renames; None where all stay apart."""
+    """Return a name that two keys would have after the renames; None if all stay apart."""
     keys = tuple(keys)
     names = [new.get(key, key) for key in keys]
     if all(names) and len(set(names)) == len(names):
@@ -119,9 +119,8 @@ def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
 
 
 def two_sets(keys: Iterable[str]) -> str | None:
-    """A name that two keys would have without their reserved segments: then the file holds a wrapped set of weights and
-    another one, and no rule may move either of them out of the other's way.
-    """
+    """Return a name that two keys would have without their reserved segments: then the file holds a wrapped set of
+    weights and another one, and no rule may move either of them out of the other's way."""
     keys = tuple(keys)
     new = without_segments(keys)
     return colliding(keys, new) if new else None
@@ -159,7 +158,7 @@ def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collec
 
 
 def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:
-    """The paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
+    """Yield the paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
     metadata = context.checkpoint.metadata
     if new:
         metadata = rename_metadata(metadata, {key: new.get(key, key) for key in context.checkpoint.entries})

@@ -87,7 +87,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _is_of_sectors(spec: TensorSpec, hole: Hole) -> bool:
-    """Whether a hole begins and ends where sectors of the file do. It is known to a word."""
+    """Return whether a hole begins and ends where sectors of the file do. It is known to a word."""
     place = located(spec.storage.source) if spec.storage is not None else None
     if place is None:
         return False
@@ -96,7 +96,8 @@ def _is_of_sectors(spec: TensorSpec, hole: Hole) -> bool:
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Whether there are as many zeros as a hole has, a few of them where a part of it may be outside of the tensor.
+    """Return whether there are as many zeros as a hole has, a few of them where a part of it may be outside of the
+    tensor.
 
     Most tensors have not one, and so their bytes need not be read once more."""
     if spec.storage is None:
@@ -115,7 +116,7 @@ def _is_dense_elsewhere(spec: TensorSpec, zeros: int, hole: Hole) -> bool:
 
 
 def _lies_across_rows(spec: TensorSpec, hole: Hole) -> bool:
-    """Whether the hole begins or ends in the middle of a row of a matrix. It is known to a word."""
+    """Return whether the hole begins or ends in the middle of a row of a matrix. It is known to a word."""
     first, stop = spec.extent
     if not spec.is_contiguous or hole.stop <= first or hole.start >= stop:
         return False

@@ -25,14 +25,13 @@ Guess = tuple[Input, ...]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether the model speaks the protocol of ``PreTrainedModel``: a config and the name of its main input."""
+    """Return whether the model speaks the protocol of ``PreTrainedModel``: a config and the name of its main input."""
     return hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str)
 
 
 def transformers_inputs(model: nn.Module) -> list[Guess]:
-    """The inputs worth trying, likeliest first: the main input alone, with decoder tokens, with all that a two-tower
-    model takes; then those that few models want.
-    """
+    """Return the inputs worth trying, likeliest first: the main input alone, with decoder tokens, with all that a
+    two-tower model takes; then those that few models want."""
     config: Any = model.config
     text = _part(config, "text_config", "decoder")
     known = {
@@ -56,7 +55,7 @@ def transformers_inputs(model: nn.Module) -> list[Guess]:
 
 
 def _part(config: Any, *names: str) -> Any:
-    """The first part of a composed config that is there, else the config itself."""
+    """Return the first part of a composed config that is there, else the config itself."""
     return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
 
 
@@ -74,7 +73,7 @@ def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
 
 
 def tokens(name: str, config: Any) -> RandomInput | None:
-    """A batch of tokens below the vocabulary's size and no longer than the model's positions."""
+    """Return a batch of tokens below the vocabulary's size and no longer than the model's positions."""
     vocabulary = _number(config, "vocab_size", "n_vocab")
     longest = _number(config, "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
     if vocabulary is None:
@@ -93,7 +92,7 @@ def _pixels(config: Any) -> RandomInput | None:
 
 
 def _waveform(config: Any) -> RandomInput:
-    """A second of sound; with its channels for a codec, or as the spectrogram of an audio transformer."""
+    """Return a second of sound; with its channels for a codec, or as the spectrogram of an audio transformer."""
     bins, frames, channels = (_number(config, name) for name in ("num_mel_bins", "max_length", "audio_channels"))
     shape = (frames, bins) if bins and frames else (channels, _SAMPLES) if channels else (_SAMPLES,)
     return RandomInput((BATCH, *shape), None, "input_values")
@@ -117,7 +116,7 @@ def _number(config: Any, *names: str) -> int | None:
 
 
 def diffusers_inputs(model: nn.Module) -> list[Guess]:
-    """The inputs of a denoiser of diffusers, by the names of forward's arguments; empty for any other model."""
+    """Return the inputs of a denoiser of diffusers, by the names of forward's arguments; empty for any other model."""
     config: Any = getattr(model, "config", None)
     channels = _number(config, "in_channels", "in_chans")
     parameters = inspect.signature(model.forward).parameters
@@ -145,7 +144,7 @@ _LATENT = 32
 
 
 def _beside(config: Any) -> Iterator[RandomInput]:
-    """What a denoiser may take beside the latents, as far as its configuration has it."""
+    """Yield what a denoiser may take beside the latents, as far as its configuration has it."""
     yield RandomInput((BATCH,), (0, 1000), "timestep")
     names = ("encoder_hid_dim", "caption_channels", "joint_attention_dim", "text_embed_dim", "text_dim")
     widths = [width for name in (*names, "cross_attention_dim") if (width := getattr(config, name, None))]
@@ -167,7 +166,7 @@ def _beside(config: Any) -> Iterator[RandomInput]:
 
 
 def clip_inputs(model: nn.Module) -> list[Guess]:
-    """An image and a text for a model of both that names its sizes, as those of open_clip do; else empty."""
+    """Return an image and a text for a model of both that names its sizes, as those of open_clip do; else empty."""
     size: Any = getattr(getattr(model, "visual", None), "image_size", None)
     length, vocabulary = _number(model, "context_length"), _number(model, "vocab_size")
     if size is None or length is None or vocabulary is None or _arity(model) > 2:
@@ -190,7 +189,7 @@ _LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "max_len", "block_siz
 
 
 def derive_inputs(model: nn.Module) -> list[Guess]:
-    """The inputs worth trying, likeliest first; empty for a model whose layers say nothing about its input."""
+    """Return the inputs worth trying, likeliest first; empty for a model whose layers say nothing about its input."""
     stated = transformers_inputs(model) if is_transformers_model(model) else diffusers_inputs(model)
     if stated:
         return stated
@@ -214,7 +213,7 @@ def derive_inputs(model: nn.Module) -> list[Guess]:
 
 
 def _arity(model: nn.Module) -> int:
-    """How many positional arguments ``forward`` insists on; a model of two towers gets the same input twice."""
+    """Return how many positional arguments ``forward`` insists on; a model of two towers gets the same input twice."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # compiled code has no signature
@@ -274,7 +273,7 @@ def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...
 
 
 def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
-    """The image size that the model itself states, as vision transformers do."""
+    """Yield the image size that the model itself states, as vision transformers do."""
     for module in model.modules():
         for name in _SIZE_NAMES:
             size: Any = getattr(module, name, None)
@@ -287,7 +286,8 @@ def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _timm_input(model: nn.Module) -> Guess:
-    """The image that timm's configuration of the model states; empty for other models. A last resort: it is large."""
+    """Return the image that timm's configuration of the model states; empty for other models. A last resort: it is
+    large."""
     stated = getattr(model, "pretrained_cfg", None)
     size = stated.get("input_size") if isinstance(stated, Mapping) else None
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) and n > 0 for n in size):

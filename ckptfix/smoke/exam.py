@@ -119,7 +119,7 @@ def _examine(job: Job, progress: Progress) -> Outcome:
 
 
 def _load(job: Job, progress: Progress) -> Subject:
-    """The model with the values of the file, on its device, in eval mode."""
+    """Return the model with the values of the file, on its device, in eval mode."""
     from ckptfix.modules.factory import build_module
 
     progress.so_far = Outcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
@@ -141,7 +141,7 @@ def _load(job: Job, progress: Progress) -> Subject:
 
 
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
-    """The state_dict of the file. A torch file must also be one that ``torch.load(weights_only=True)`` takes.
+    """Return the state_dict of the file. A torch file must also be one that ``torch.load(weights_only=True)`` takes.
 
     Raises ``UnreadableError`` otherwise.
     """
@@ -163,7 +163,7 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
 
 def _refusal(error: Exception) -> str:
-    """The cause out of torch's message, whose first lines advise to turn its safety off."""
+    """Return the cause out of torch's message, whose first lines advise to turn its safety off."""
     cause = str(error).rpartition("WeightsUnpickler error: ")[2]
     return cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
 
@@ -189,9 +189,9 @@ def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> 
 
 
 def _settling(tried: Tried) -> Pass | None:
-    """The pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
+    """Return the pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
 
-    None where all that failed are guesses.
+    None if all that failed are guesses.
     """
     if tried and (tried[-1][1].outcome.failure is None or not tried[-1][1].outcome.derived):
         return tried[-1][1]
@@ -200,7 +200,7 @@ def _settling(tried: Tried) -> Pass | None:
 
 
 def recheck_in_float32(run: Pass, subject: Subject) -> Outcome:
-    """The outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
+    """Return the outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
     import torch
 
     if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
@@ -223,7 +223,7 @@ def _look_further(run: Pass, subject: Subject, job: Job, progress: Progress) -> 
 
 
 def _may_be_innocent(outcome: Outcome) -> bool:
-    """Whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
+    """Return whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
     if outcome.failure is not None:
         return outcome.failure.origin is not None and outcome.failure.blame == MODEL
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
@@ -295,7 +295,7 @@ Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
 def redraw(subject: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> Pass | None:
-    """The first pass that is good once other numbers stand in an input of the same shape; None without one.
+    """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
 
     Random noise is no image: its negative values make NaN in a root or a logarithm, and a detector finds nothing in it.
     """
@@ -321,9 +321,8 @@ def _may_be_the_numbers(outcome: Outcome) -> bool:
 
 
 def has_sound_weights(outcome: Outcome) -> bool:
-    """Whether the module that made the first value that is not finite has weights that can be right, as far as is
-    known.
-    """
+    """Return whether the module that made the first value that is not finite has weights that can be right, as far as
+    is known."""
     return outcome.origin is None or not outcome.origin.broken
 
 
@@ -347,9 +346,8 @@ class Control:
         self._seed = first.seed
 
     def build(self, setting: Setting) -> Subject | None:
-        """The control, to run as the first model did; None where the factory gives the first model again, or one of
-        other shapes (lazy layers take any input), or does not run twice: then nothing can be compared.
-        """
+        """Return the control, to run as the first model did; None if the factory gives the first model again, or one
+        of other shapes (lazy layers take any input), or does not run twice: then nothing can be compared."""
         from ckptfix.modules.factory import build_module
 
         gc.collect()
@@ -364,13 +362,14 @@ class Control:
 
 
 def contrast(control: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> str:
-    """What to add to a test without a verdict: that the control takes an input on which the loaded model failed."""
+    """Return what to add to a test without a verdict: that the control takes an input on which the loaded model
+    failed."""
     runs = any(forward(control, control.arguments(guess), base).outcome.failure is None for guess, _ in tried)
     return CONTRAST if runs else ""
 
 
 def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
-    """The outcome of a pass that made values that are not finite, after the control has run on the same input.
+    """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
 
     Where the control makes none, the file is at fault after all. -Inf alone, in both, is the model's own way to say
     "never", and no defect.
@@ -390,7 +389,7 @@ def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
 
 
 def _anatomy(model: nn.Module) -> Anatomy:
-    """The shapes of the model's tensors; a lazy one has none yet."""
+    """Return the shapes of the model's tensors; a lazy one has none yet."""
     from torch.nn.parameter import is_lazy
 
     tensors = chain(model.named_parameters(), model.named_buffers())
@@ -402,7 +401,7 @@ _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 
 def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome) -> Outcome:
-    """The outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
+    """Return the outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
     import torch
 
     # A check in float32 may have converted the model since the pass in eval mode.
@@ -424,7 +423,7 @@ def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome)
 
 
 def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
-    """The pass with a batch of at least two, unless the model takes no more than one."""
+    """Return the pass with a batch of at least two, unless the model takes no more than one."""
     if arguments.batch > 1:
         return attempt(subject, arguments, base)
     run = attempt(subject, arguments.doubled(), replace(base, notes=(_DOUBLED,)))
@@ -465,7 +464,7 @@ def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject
 
 
 def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | None:
-    """A number that depends on every finite value of the outputs; None where none carries a gradient.
+    """Return a number that depends on every finite value of the outputs; None if none carries a gradient.
 
     A random projection: the gradient of a plain sum is zero behind a softmax or a norm.
     """
@@ -503,5 +502,5 @@ def _look(subject: Subject) -> Gradients:
 
 
 def _where(printed: str) -> str:
-    """The innermost line of the user's code in the traceback that the detection wrote, innermost last."""
+    """Return the innermost line of the user's code in the traceback that the detection wrote, innermost last."""
     return user_line(reversed(re.findall(r'File "(.+)", line (\d+), in (\S+)', printed)))

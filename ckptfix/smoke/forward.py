@@ -46,7 +46,7 @@ def check_device_name(name: str) -> None:
 
 
 def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
-    """The device of this name, and what to say about it. ``auto`` is CUDA where it works, otherwise the CPU.
+    """Return the device of this name, and what to say about it. ``auto`` is CUDA where it works, otherwise the CPU.
 
     ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
     where another device was asked for by name and does not work.
@@ -70,7 +70,7 @@ def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
 
 
 def _visible() -> str:
-    """What the user's own restriction lets torch see, in words; empty without one."""
+    """Return what the user's own restriction lets torch see, in words; empty without one."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return ""
@@ -78,7 +78,7 @@ def _visible() -> str:
 
 
 def _fault(device: torch.device) -> str:
-    """Why the device cannot multiply two small matrices; empty where it can."""
+    """Return why the device cannot multiply two small matrices; empty if it can."""
     import torch
 
     try:
@@ -120,7 +120,7 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating parameter, float32 for a model that has none."""
+    """Return the dtype of the first floating parameter, float32 for a model that has none."""
     import torch
 
     ordinary = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -128,7 +128,7 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype that takes half the memory; None for one that cannot be reduced."""
+    """Return the dtype that takes half the memory; None for one that cannot be reduced."""
     import torch
 
     if dtype == torch.float64:
@@ -158,7 +158,8 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters that hold more NaN than the file gives them under any of their names (tied ones have several)."""
+    """Return the parameters that hold more NaN than the file gives them under any of their names (tied ones have
+    several)."""
     import torch
 
     names: dict[int, list[str]] = {}
@@ -187,7 +188,7 @@ def _fill_with_nan(model: nn.Module) -> None:
 
 
 def _can_be_nan(parameter: torch.Tensor) -> bool:
-    """Whether the element type has NaN and torch can count it; a lazy parameter has no elements yet."""
+    """Return whether the element type has NaN and torch can count it; a lazy parameter has no elements yet."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -196,7 +197,7 @@ def _can_be_nan(parameter: torch.Tensor) -> bool:
 
 
 def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeError) -> NotLoadedError:
-    """What the strict load found, counted instead of listed."""
+    """Return what the strict load found, counted instead of listed."""
     import torch
 
     wanted = model.state_dict()
@@ -290,7 +291,8 @@ class Trace:
 
 
 def _weights(module: nn.Module) -> tuple[Figures, ...]:
-    """The module's own tensors, and those of its children that cannot be right: its code may use them directly."""
+    """Return the module's own tensors, and those of its children that cannot be right: its code may use them
+    directly."""
     own, below = (
         [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)] for recurse in (False, True)
     )
@@ -321,7 +323,7 @@ class Subject:
         return Setting(self.device, self.seed, self.dtype if self.is_converted else None)
 
     def arguments(self, given: Iterable[Input]) -> Arguments:
-        """The tensors for this model."""
+        """Return the tensors for this model."""
         return make_arguments(given, self.dtype, self.device, self.seed)
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -346,7 +348,7 @@ class Setting:
     converted: torch.dtype | None = None
 
     def prepare(self, model: nn.Module) -> tuple[Subject, tuple[str, ...]]:
-        """The model in eval mode, on the device, and what to say about its way there."""
+        """Return the model in eval mode, on the device, and what to say about its way there."""
         dtype, notes = place(model.eval(), self.device)
         subject = Subject(model, self.device, dtype, self.seed)
         if self.converted is not None:
@@ -364,11 +366,11 @@ class Pass:
     outputs: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def detached(self) -> Pass:
-        """The same with outputs that share no memory with the model, whose values may change."""
+        """Return the same with outputs that share no memory with the model, whose values may change."""
         return replace(self, outputs=tuple((name, tensor.detach().cpu().clone()) for name, tensor in self.outputs))
 
     def noting(self, *notes: str) -> Pass:
-        """The same with more to say."""
+        """Return the same with more to say."""
         return replace(self, outcome=replace(self.outcome, notes=(*self.outcome.notes, *notes)))
 
 
@@ -425,7 +427,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def attempt(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
-    """The forward pass, tried again where another way to run it may help."""
+    """Return the forward pass, tried again where another way to run it may help."""
     run = forward(subject, arguments, base)
     if is_cudnn_failure(run.outcome.failure):
         run = _without_cudnn(subject, run, base)
@@ -447,7 +449,7 @@ def _without_cudnn(subject: Subject, failed: Pass, base: Outcome) -> Pass:
 
 
 def _in_one_dtype(subject: Subject, failed: Pass, base: Outcome) -> Pass:
-    """The whole model in the widest dtype that it holds, at least float32; that changes no value."""
+    """Return the whole model in the widest dtype that it holds, at least float32; that changes no value."""
     import torch
 
     held = {parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point()}
@@ -476,7 +478,7 @@ def _blaming_the_code(failed: Pass, dtype: torch.dtype) -> Pass:
 
 
 def _with_less(subject: Subject, failed: Pass, base: Outcome) -> Pass:
-    """The batch halved down to 1, then the whole model in reduced precision."""
+    """Return the batch halved down to 1, then the whole model in reduced precision."""
     full = size = failed.arguments.batch
     run = failed
     while size > 1 and is_out_of_memory(run.outcome.failure):

@@ -66,7 +66,7 @@ Input = RandomInput | FileInput
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[Input, ...]:
-    """The inputs that these texts mean; raises ``UsageError`` of one line for the first that means nothing."""
+    """Return the inputs that these texts mean; raises ``UsageError`` of one line for the first that means nothing."""
     inputs = tuple(_parse(text) for text in texts)
     names = [given.name for given in inputs if given.name]
     for name in names:
@@ -102,7 +102,7 @@ against 0 … 1 or against ImageNet's normalisation by more than 50."""
 
 
 def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
-    """Raises ``UsageError`` where the input holds NaN, or infinities that no mask would hold."""
+    """Raises ``UsageError`` if the input holds NaN, or infinities that no mask would hold."""
     values = values_of(tensor)
     if values.numel() == 0 or bool(values.isfinite().all()):
         return
@@ -116,7 +116,7 @@ def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
 
 
 def _whole_channels(tensor: torch.Tensor) -> str:
-    """The channels (dimension 1) that are NaN throughout, while others are not; empty where there are none."""
+    """Return the channels (dimension 1) that are NaN throughout, while others are not; empty if there are none."""
     if tensor.ndim < 3:
         return ""
     bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
@@ -124,7 +124,8 @@ def _whole_channels(tensor: torch.Tensor) -> str:
 
 
 def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
-    """What to say of an image or a signal of which a channel is constant while others vary: its scaling went wrong."""
+    """Return what to say of an image or a signal of which a channel is constant while others vary: its scaling went
+    wrong."""
     if tensor.ndim < 3 or not tensor.is_floating_point() or not tensor.numel() or tensor[0, 0].numel() < 2:
         return []
     flat = tensor.transpose(0, 1).flatten(1)
@@ -183,7 +184,7 @@ def _scale_text(layer: str, ratio: float, low: float, high: float) -> str:
 
 
 def _is_trained(norm: Any) -> bool:
-    """Whether the statistics ever moved: they start as mean 0 and variance 1."""
+    """Return whether the statistics ever moved: they start as mean 0 and variance 1."""
     return not (bool((norm.running_mean == 0).all()) and bool((norm.running_var == 1).all()))
 
 
@@ -198,7 +199,7 @@ class Arguments:
 
     @property
     def batch(self) -> int:
-        """The size of the first dimension; 1 where there is none."""
+        """The size of the first dimension; 1 if there is none."""
         return next((tensor.shape[0] for tensor in self._tensors() if tensor.ndim), 1)
 
     @property
@@ -214,12 +215,14 @@ class Arguments:
         return {name: _listed(value) for name, value in made.items()}
 
     def first(self, size: int) -> Arguments:
-        """The first ``size`` of the batch; tensors of another first dimension have no part in it and stay whole."""
+        """Return the first ``size`` of the batch; tensors of another first dimension have no part in it and stay
+        whole."""
         batch = self.batch
         return self._with(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
 
     def doubled(self) -> Arguments:
-        """The batch twice, the second time with the last dimension reversed, so that no two samples are the same."""
+        """Return the batch twice, the second time with the last dimension reversed, so that no two samples are the
+        same."""
         import torch
 
         batch = self.batch
@@ -228,7 +231,7 @@ class Arguments:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Arguments:
-        """The same on another device, the floating ones in another dtype."""
+        """Return the same on another device, the floating ones in another dtype."""
         return self._with(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -249,8 +252,8 @@ def _listed(value: Any) -> Any:
 
 
 def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Arguments:
-    """The tensors of the inputs, on the device; floating ones have this dtype, whatever their file says, and so have
-    images of bytes, which no layer takes.
+    """Return the tensors of the inputs, on the device; floating ones have this dtype, whatever their file says, and so
+    have images of bytes, which no layer takes.
 
     Random numbers are drawn on the CPU, so that a seed means the same input everywhere. Raises ``UsageError`` for a
     file that holds no tensors, or values that are not finite.
@@ -302,8 +305,8 @@ def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:
 
 
 def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """The tensors of a file, by name where there are several. Raises ``UsageError`` for one that holds anything else,
-    or values that are not finite."""
+    """Yield the tensors of a file, by name where there are several. Raises ``UsageError`` for one that holds anything
+    else, or values that are not finite."""
     import torch
 
     found = list(_named_tensors(_read(given.path)))
@@ -328,7 +331,7 @@ def _named_tensors(value: Any) -> Iterator[tuple[str | None, Any]]:
 
 
 def _read(path: str) -> Any:
-    """What the file holds; it runs no code of the file."""
+    """Return what the file holds; it runs no code of the file."""
     import pickle
 
     import numpy as np

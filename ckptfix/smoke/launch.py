@@ -47,7 +47,7 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
     """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
     environment variables beside the parent's.
 
-    Raises ``UsageError`` where the arguments of the factory cannot be said in JSON.
+    Raises ``UsageError`` if the arguments of the factory cannot be said in JSON.
     """
     with temporary_folder_beside(Path(tempfile.gettempdir(), "forward-test")) as folder:
         answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
@@ -97,7 +97,7 @@ def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str
 
 
 def _environment() -> dict[str, str]:
-    """The parent's; what can be imported here can be imported there, and a crash loses nothing that was printed.
+    """Return the parent's; what can be imported here can be imported there, and a crash loses nothing that was printed.
 
     The user's folder is left out: the child adds it once torch is there, which must not import a ``random.py`` of it.
     """
@@ -120,8 +120,8 @@ def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
 
 
 def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
-    """The last stage, the outcome up to there, whether it is the answer, and that of another job. A line cut off by a
-    crash is nothing."""
+    """Return the last stage, the outcome up to there, whether it is the answer, and that of another job. A line cut off
+    by a crash is nothing."""
     stage, outcome, answered = "start", Outcome(), False
     for line in _text(path).splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -142,7 +142,7 @@ NO_ANSWER = "no answer"
 
 
 def death(ending: Ending, timeout: float) -> Failure:
-    """The failure of a child that gave no answer, from how it ended."""
+    """Return the failure of a child that gave no answer, from how it ended."""
     blame = ENVIRONMENT if ending.stage == "input" else BLAME_OF_STAGE.get(ending.stage, ENVIRONMENT)
     name = signal_name(-ending.returncode)
     if ending.timed_out:
@@ -159,7 +159,7 @@ def death(ending: Ending, timeout: float) -> Failure:
 
 
 def _last_line(printed: str) -> str:
-    """The last of what was printed, in brackets: where Python itself gave up, that is its error."""
+    """Return the last of what was printed, in brackets: where Python itself gave up, that is its error."""
     return f" ({printed.splitlines()[-1].strip()})" if printed else ""
 
 
@@ -169,7 +169,7 @@ def signal_name(number: int) -> str:
 
 
 def _where(stack: str) -> str:
-    """The innermost line of the user's code on the stack that faulthandler wrote, innermost first."""
+    """Return the innermost line of the user's code on the stack that faulthandler wrote, innermost first."""
     return user_line(re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.rpartition("Current thread")[2]))
 
 

@@ -27,11 +27,11 @@ BATCH = 32
 
 
 def measure_with(model: nn.Module | str, arguments: Arguments = (), seed: int = 0) -> Measure:
-    """What measures running statistics with a model, given or made by a factory; a given one is not changed.
+    """Return what measures running statistics with a model, given or made by a factory; a given one is not changed.
 
     It takes the checkpoint with all other values in place, the keys that are wanted, and the path of the data: one
     tensor (``.npy``, ``.pt``, ``.safetensors``) with the samples along its first dimension, or several by the names of
-    forward's arguments. Raises ``TargetError`` where the rest of the checkpoint does not fit the model, and for data
+    forward's arguments. Raises ``TargetError`` if the rest of the checkpoint does not fit the model, and for data
     that gives no usable statistics; what the model itself raises comes through."""
 
     def measure(checkpoint: Checkpoint, keys: Collection[str], path: str) -> Mapping[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def _is_unusable(norm: Any) -> bool:
 
 
 def _batches(path: str) -> Iterator[Any]:
-    """The data of a file in batches, as a tensor or by the names of arguments."""
+    """Yield the data of a file in batches, as a tensor or by the names of arguments."""
     import torch
 
     found = {

@@ -88,7 +88,7 @@ class Origin:
         return tuple(self.key(figures.tensor) for figures in broken)
 
     def key(self, tensor: str) -> str:
-        """The key of one of its tensors in the state_dict."""
+        """Return the key of one of its tensors in the state_dict."""
         return f"{self.module}.{tensor}" if self.module else tensor
 
 
@@ -203,7 +203,7 @@ def from_plain(kind: Any, data: Any) -> Any:
 
 
 def module_name(path: str, kind: str) -> str:
-    """A module as a reader looks for it: ``features.3 (Conv2d)``; the model itself has no path."""
+    """Return a module as a reader looks for it: ``features.3 (Conv2d)``; the model itself has no path."""
     return f"{path} ({kind})" if path else f"the model itself ({kind})"
 
 
@@ -219,7 +219,7 @@ _DEPTH = 16  # outputs nest a few levels; deeper is a cycle
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested tuples, lists, dicts, dataclasses and named tuples, with its path (``logits``,
+    """Yield every tensor in nested tuples, lists, dicts, dataclasses and named tuples, with its path (``logits``,
     ``hidden[2]``).
 
     transformers' ModelOutput is an OrderedDict, a PackedSequence a named tuple.
@@ -245,7 +245,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe(name: str, tensor: torch.Tensor) -> str:
-    """A tensor in the report: ``float32[2, 10]``, with its path where it has one: ``logits: float32[2, 10]``."""
+    """Return a tensor in the report: ``float32[2, 10]``, with its path where it has one: ``logits: float32[2, 10]``."""
     shown = shape_of(tensor)
     return f"{name}: {shown}" if name else shown
 
@@ -257,14 +257,13 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype in the report: ``float32``."""
+    """Return a dtype in the report: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values as one real, dense, floating tensor; empty for integers, which are always finite, and on the
-    meta device.
-    """
+    """Return the stored values as one real, dense, floating tensor; empty for integers, which are always finite, and on
+    the meta device."""
     import torch
 
     values = tensor.detach()
@@ -286,7 +285,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def figures_of(name: str, tensor: torch.Tensor) -> Figures:
-    """The figures of one tensor; a single pass where all is finite, as it nearly always is."""
+    """Return the figures of one tensor; a single pass where all is finite, as it nearly always is."""
     shown, values = shape_of(tensor), values_of(tensor)
     if values.numel() == 0:
         return Figures(name, shown)
@@ -367,7 +366,7 @@ def diagnose(
     depth: int = 0,
     origin: Origin | None = None,
 ) -> Failure:
-    """What to say of an error that was raised in this stage.
+    """Return what to say of an error that was raised in this stage.
 
     ``running`` is path and class of the innermost running module, ``depth`` how many were running, ``origin`` the
     module that had made NaN before.
@@ -387,38 +386,36 @@ def diagnose(
 
 
 def holds_for_any_input(failure: Failure) -> bool:
-    """Whether another input could not have helped: the environment gave way, the weights are broken, names of the code
-    are missing, or the code leaves the process.
-    """
+    """Return whether another input could not have helped: the environment gave way, the weights are broken, names of
+    the code are missing, or the code leaves the process."""
     if failure.blame in (ENVIRONMENT, CHECKPOINT):
         return True
     return failure.error.startswith(("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "SystemExit"))
 
 
 def is_out_of_memory(failure: Failure | None) -> bool:
-    """Whether memory ran out, on the device or in the process."""
+    """Return whether memory ran out, on the device or in the process."""
     return failure is not None and bool(_OUT_OF_MEMORY.search(failure.error) or failure.error.startswith("MemoryError"))
 
 
 def is_cudnn_failure(failure: Failure | None) -> bool:
-    """Whether cuDNN gave way, which says that torch may do without it."""
+    """Return whether cuDNN gave way, which says that torch may do without it."""
     return failure is not None and bool(_CUDNN.search(failure.error)) and not is_out_of_memory(failure)
 
 
 def is_dtype_mismatch(failure: Failure | None) -> bool:
-    """Whether two dtypes met (Double and Float, Half and Float), or one that the device does not compute in."""
+    """Return whether two dtypes met (Double and Float, Half and Float), or one that the device does not compute in."""
     return failure is not None and bool(_DTYPE.search(failure.error))
 
 
 def is_sticky(text: str) -> bool:
-    """Whether the GPU is lost to the process, and the line that reported it need not be the true one."""
+    """Return whether the GPU is lost to the process, and the line that reported it need not be the true one."""
     return bool(_STICKY.search(text))
 
 
 def blame_of_assert(printed: str) -> str | None:
-    """Whose fault a device-side assert is, from what the kernel printed: an index too large is the input's; None where
-    it printed nothing that says so.
-    """
+    """Return whose fault a device-side assert is, from what the kernel printed: an index too large is the input's; None
+    where it printed nothing that says so."""
     return INPUT if _INDEX_ASSERT.search(printed) else None
 
 
@@ -452,7 +449,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The user's own part of the traceback; empty where none of the user's code ran."""
+    """Return the user's own part of the traceback; empty if none of the user's code ran."""
     if isinstance(error, TargetError):
         return error.traceback_text
     frames = error.__traceback__
@@ -464,7 +461,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the user's code that the error passed through: ``model.py:12 in forward``."""
+    """Return the innermost line of the user's code that the error passed through: ``model.py:12 in forward``."""
     last = error.__cause__ if isinstance(error, TargetError) and error.__cause__ is not None else error
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(last.__traceback__)]
     return user_line((code.co_filename, line, code.co_name) for code, line in reversed(frames))
@@ -481,7 +478,7 @@ def _is_user_code(frame: FrameType) -> bool:
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a source file is neither of ckptfix, nor of torch, nor of Python itself."""
+    """Return whether a source file is neither of ckptfix, nor of torch, nor of Python itself."""
     above = Path(name).parents
     of_python = Path(traceback.__file__).parent in above and "site-packages" not in Path(name).parts
     return not (name.startswith("<") or of_python or any(folder in above for folder in _libraries()))
@@ -489,6 +486,6 @@ def is_user_file(name: str) -> bool:
 
 @cache
 def _libraries() -> tuple[Path, ...]:
-    """The folders of ckptfix and of torch, which need not be imported for this."""
+    """Return the folders of ckptfix and of torch, which need not be imported for this."""
     specs = (find_spec("ckptfix"), find_spec("torch"))
     return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)

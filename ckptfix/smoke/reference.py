@@ -38,7 +38,8 @@ LARGEST_FOR_CPU = 500_000_000
 
 
 def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "float32") -> Comparison:
-    """The outputs of one model in two runs; ``theirs`` is the reference, ``dtype`` that in which they were computed.
+    """Return the outputs of one model in two runs; ``theirs`` is the reference, ``dtype`` that in which they were
+    computed.
 
     A value that is finite in one alone is infinitely far from the other.
     """
@@ -68,7 +69,8 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
 
 
 def compare_with_cpu(subject: Subject, run: Pass, base: Outcome) -> Comparison:
-    """What the CPU gives on the same input, against what this device gave. The model is on the CPU afterwards."""
+    """Return what the CPU gives on the same input, against what this device gave. The model is on the CPU
+    afterwards."""
     import torch
 
     dtype = dtype_name(subject.dtype)
@@ -108,14 +110,14 @@ class Reference:
 
     @classmethod
     def of(cls, settings: Settings, source: str) -> Reference | None:
-        """The reference that was asked for, None without one; ``source`` is the file that is repaired."""
+        """Return the reference that was asked for, None without one; ``source`` is the file that is repaired."""
         asked = settings.smoke_settings.compare
         if asked == SOURCE:
             return cls(source, source, settings.weights, settings.member, settings.salvage)
         return None if asked is None else cls(asked, asked)
 
     def open(self) -> Checkpoint:
-        """The checkpoint as it is. Raises ``UnreadableError`` where the file holds none."""
+        """Return the checkpoint as it is. Raises ``UnreadableError`` if the file holds none."""
         from ckptfix.reading.opening import open_file
 
         return open_file(self.file, self.weights, salvage=self.salvage, member=self.member)
@@ -124,9 +126,8 @@ class Reference:
 def compare_with_reference(
     reference: Reference, tested: Checkpoint, build: Callable[[], nn.Module], run: Pass, base: Outcome
 ) -> Comparison:
-    """The outputs of a pass with the weights of the file ``tested`` against those that the weights of the reference
-    give in a new model of ``build``.
-    """
+    """Return the outputs of a pass with the weights of the file ``tested`` against those that the weights of the
+    reference give in a new model of ``build``."""
     label = reference.label
     try:
         model = build()
@@ -159,7 +160,7 @@ def _with_safe_names(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
 
 
 def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:
-    """Whether two stored tensors differ in a bit, or in their form."""
+    """Return whether two stored tensors differ in a bit, or in their form."""
     from ckptfix.reading.tensors import row_major_bytes
 
     if right is None or (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):

@@ -85,7 +85,7 @@ def run_smoke(
 
 
 def lost_the_gpu(ending: Ending) -> bool:
-    """Whether a kernel went wrong: CUDA then reports it at some later line, or kills the process."""
+    """Return whether a kernel went wrong: CUDA then reports it at some later line, or kills the process."""
     parts = (ending.outcome, ending.outcome.training)
     if any(part is not None and part.failure is not None and is_sticky(part.failure.error) for part in parts):
         return True
@@ -93,13 +93,13 @@ def lost_the_gpu(ending: Ending) -> bool:
 
 
 def _second(first: Ending, second: Ending) -> Ending:
-    """What counts after a second child: its answer, or the first where the error did not come again."""
+    """Return what counts after a second child: its answer, or the first where the error did not come again."""
     told, note = (second, _TRUE_LINE) if lost_the_gpu(second) else (first, _NOT_AGAIN)
     return replace(told, outcome=replace(told.outcome, notes=(*told.outcome.notes, note)))
 
 
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
-    """What the ending of the child comes to. An answer counts even where the process crashed on its way out.
+    """Return what the ending of the child comes to. An answer counts even where the process crashed on its way out.
 
     Once there is a verdict, a crash or a time-out of what comes after it changes nothing but what it was about.
     """
@@ -136,9 +136,8 @@ def _complete(ending: Ending, timeout: float) -> Outcome:
 
 
 def _with_assert(outcome: Outcome, printed: str) -> Outcome:
-    """The outcome once it is known which assert a kernel printed. A derived input that was out of range proves
-    nothing.
-    """
+    """Return the outcome once it is known which assert a kernel printed. A derived input that was out of range proves
+    nothing."""
     failure = outcome.failure
     if failure is None or not is_sticky(f"{failure.error} {printed}") or blame_of_assert(printed) != INPUT:
         return outcome
@@ -156,7 +155,7 @@ def _passed(outcome: Outcome) -> bool | None:
 
 
 def _checks(outcome: Outcome) -> tuple[str, ...]:
-    """What was looked at beyond the pass in eval mode, a line each."""
+    """Return what was looked at beyond the pass in eval mode, a line each."""
     checks = []
     if outcome.training is not None:
         said = "failed" if outcome.training.failure else "not finite" if outcome.training.non_finite else "finite"
@@ -186,7 +185,7 @@ def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
 
 
 def _lacks_counters(result: Checkpoint) -> bool:
-    """Whether this torch refuses it: a BatchNorm of ``_metadata`` version 2 has to have its counter."""
+    """Return whether this torch refuses it: a BatchNorm of ``_metadata`` version 2 has to have its counter."""
     for key in result.specs:
         path, name = split_key(key)
         version = (result.metadata or {}).get(path.removesuffix("."), {}).get("version")
@@ -232,7 +231,7 @@ _STAGE = {
 
 
 def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
-    """What a finished test found; ``printed`` is the tail of what the model printed."""
+    """Return what a finished test found; ``printed`` is the tail of what the model printed."""
     found = [forward_odd_input.finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
     if outcome.undecided:
         return [*found, _not_run(outcome), *_incomparable(outcome)]
@@ -248,7 +247,8 @@ def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
 
 
 def _not_run(outcome: Outcome) -> Finding:
-    """A warning and no error: the strict load was proven, and a guess that fails says nothing against the file."""
+    """Return a warning and no error: the strict load was proven, and a guess that fails says nothing against the
+    file."""
     message = f"the forward test could not be run: {outcome.undecided}"
     return forward_fails.finding(
         Level.WARNING, message, evidence={"device": outcome.device}, remedies=(_INPUT, _NO_TEST)
@@ -280,7 +280,7 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
 
 
 def _is_slow(failure: Failure) -> bool:
-    """Whether the model had no end yet, which is no fault of its code as far as is known."""
+    """Return whether the model had no end yet, which is no fault of its code as far as is known."""
     return failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
 
 
@@ -354,7 +354,7 @@ def _culprit(origin: Origin) -> str:
 
 
 def _statistics(origin: Origin | None) -> tuple[str, ...]:
-    """The running statistics of the module, where it has any."""
+    """Return the running statistics of the module, where it has any."""
     if origin is None:
         return ()
     names = (figures.tensor for figures in origin.weights if figures.tensor in ("running_mean", "running_var"))

@@ -46,7 +46,7 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
-    """Whether the tensor is a plain one of floats, which can be computed with."""
+    """Return whether the tensor is a plain one of floats, which can be computed with."""
     is_plain = spec.storage is not None and not (spec.parts or spec.quantizer or spec.math_bits)
     return is_plain and DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1
 

@@ -61,7 +61,8 @@ class CastBytes:
 
 
 def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine likes.
+    """Return whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine
+    likes.
 
     Always true for a dtype of floats or complex numbers.
     """
@@ -77,7 +78,7 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
-    """The spec of a tensor converted to another dtype; the values are converted when they are read."""
+    """Return the spec of a tensor converted to another dtype; the values are converted when they are read."""
     storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path), parts=spec.storages)
     return replace(spec, dtype=dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})
 
@@ -187,14 +188,15 @@ WITHOUT_ZERO = "float8_e8m0fnu"
 
 
 def can_be_zeroed(spec: TensorSpec) -> bool:
-    """Whether the tensor is a plain one of floats."""
+    """Return whether the tensor is a plain one of floats."""
     is_plain = spec.storage is not None and not (spec.parts or spec.math_bits or spec.quantizer)
     stored = encoding(spec.dtype)
     return is_plain and stored is not None and stored.smallest_normal > 0 and spec.dtype != WITHOUT_ZERO
 
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
-    """The tensor with all its non-finite or all its subnormal numbers zero; they are changed when they are read."""
+    """Return the tensor with all its non-finite or all its subnormal numbers zero; they are changed when they are
+    read."""
     storage = Storage(f"without {which}", ZeroedBytes(spec, which, path), parts=spec.storages)
     return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
 
@@ -211,7 +213,7 @@ class ZeroedBytes:
         self._row_major: memoryview | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the changed tensor."""
+        """Return bytes ``start`` to ``stop`` of the changed tensor."""
         import numpy as np
 
         size = self._encoding.unit.itemsize

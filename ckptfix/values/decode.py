@@ -82,7 +82,7 @@ class _Minifloat:
         return 7 - self.exponent
 
     def value(self, code: int) -> float:
-        """The number that a byte stands for."""
+        """Return the number that a byte stands for."""
         sign = -1.0 if code & 0x80 else 1.0
         exponent, fraction = (code & 0x7F) >> self.mantissa, code & ((1 << self.mantissa) - 1)
         if self.specials == "ieee" and exponent == (1 << self.exponent) - 1:
@@ -114,8 +114,8 @@ _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float
 
 @cache
 def encoding(dtype: str) -> Encoding | None:
-    """How a dtype (a name of ``core.dtypes``) stores its numbers; None where an element is no single number (packed
-    bits)."""
+    """Return how a dtype (a name of ``core.dtypes``) stores its numbers; None if an element is no single number
+    (packed bits)."""
     import numpy as np
 
     if dtype in _COMPLEX:

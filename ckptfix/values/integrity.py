@@ -1,4 +1,4 @@
-"""What the bytes of a whole storage say about damage: its checksum, or a hole of zeros where there is none."""
+"""What the bytes of a whole storage say about damage: its checksum, or a hole of zeros if there is none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def longest_holes(storages: Sequence[Storage]) -> list[Hole]:
 
 
 def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
-    """Every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
+    """Yield every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
     found: dict[int, tuple[Storage, list[str]]] = {}
     for key, entry in checkpoint.entries.items():
         for part in entry.strided_parts() if isinstance(entry, TensorSpec) else tensors_in(entry):

@@ -142,7 +142,7 @@ def _merged_rows(source: MergedBytes, first: int, last: int) -> memoryview:
 
 @lru_cache(maxsize=2)
 def _layers(source: MergedBytes) -> list[_Layer]:
-    """The layers of the adapters with their factors in memory."""
+    """Return the layers of the adapters with their factors in memory."""
     return [
         _Layer(source, delta, [_factor(factor, source, delta) for factor in factors])
         for delta, factors in zip(source.deltas, source.factors, strict=True)

@@ -51,7 +51,8 @@ class Training:
         return None if self.second_moments is None else tensor_statistics(self.second_moments).all_zero
 
     def predicted_share(self, steps: int | None) -> float | None:
-        """Which share of its start a parameter without any gradient still has after so many steps; None if unknown.
+        """Return which share of its start a parameter without any gradient still has after so many steps; None if
+        unknown.
 
         A scheduler is taken to have lowered the rate evenly, so
         that half of what it started from is the mean."""
@@ -64,26 +65,27 @@ class Training:
 
 
 def strongest_decay(root: object) -> dict[str, float] | None:
-    """``lr``, ``momentum`` and ``weight_decay`` of the parameter group with the most decay; None where no optimizer is
+    """``lr``, ``momentum`` and ``weight_decay`` of the parameter group with the most decay; None if no optimizer is
     there."""
     groups = [_hyperparameters(group) for optimizer in _optimizers(root) for group in _groups(optimizer)]
     return max(groups, key=lambda group: group.get("weight_decay", 0.0), default=None)
 
 
 def counted_steps(root: object) -> int | None:
-    """How many steps the trainer says that it made; None where it does not."""
+    """Return how many steps the trainer says that it made; None if it does not."""
     counts = [root.get(name) for name in COUNTERS] if isinstance(root, Mapping) else []
     return max((count for count in counts if type(count) is int and count > 0), default=None)
 
 
 def was_stepped(root: object) -> bool:
-    """Whether the optimizer or the trainer says that training has begun."""
+    """Return whether the optimizer or the trainer says that training has begun."""
     states = (optimizer.get("state") for optimizer in _optimizers(root))
     return counted_steps(root) is not None or any(isinstance(state, Mapping) and state for state in states)
 
 
 def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Training]:
-    """What the file's optimizer says of each parameter, by key; empty if nothing tells which of its numbers is which.
+    """Return what the file's optimizer says of each parameter, by key; empty if nothing tells which of its numbers is
+    which.
 
     Names by a recipe count only if the file has moments to confirm them, and all recipes that fit agree.
     """
@@ -99,7 +101,7 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
 
 
 def alignment(weight: TensorSpec, other: TensorSpec) -> float | None:
-    """The cosine between a tensor and its momentum, in blocks; None where they are not stored alike."""
+    """Return the cosine between a tensor and its momentum, in blocks; None if they are not stored alike."""
     import numpy as np
 
     if not all(spec.storage is not None and encoding(spec.dtype) and spec.is_contiguous for spec in (weight, other)):
@@ -124,7 +126,7 @@ def _numbers_of(spec: TensorSpec) -> Iterator[Array]:
 
 
 def _factor(rate: float, momentum: float) -> float:
-    """What a step of SGD leaves of a weight that only decays, in the long run.
+    """Return what a step of SGD leaves of a weight that only decays, in the long run.
 
     With momentum m and decay r that is the larger root of z² - (1 + m - r) z + m, about 1 - r / (1 - m)."""
     middle = (1 + momentum - rate) / 2
@@ -161,7 +163,7 @@ def _training(group: Mapping[str, object], row: Mapping[str, object]) -> Trainin
 
 
 def _count(step: object) -> int | None:
-    """A step count, an int before torch 1.12 and a 0-d tensor since."""
+    """Return a step count, an int before torch 1.12 and a 0-d tensor since."""
     if isinstance(step, TensorSpec) and step.numel == 1 and step.has_data:
         return int(tensor_statistics(step).maximum)
     return int(step) if isinstance(step, (int, float)) and math.isfinite(step) else None

@@ -1,4 +1,4 @@
-"""What a tensor is to its model: told by the target where there is one, else by its name.
+"""What a tensor is to its model: recognised by the target if there is one, else by its name.
 
 Names are read by segments. The tables below hold names that are in use; where a name says nothing, a tensor counts as
 a parameter.
@@ -74,19 +74,20 @@ _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
 def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Whether the tensor is a buffer of its model. Only a module knows; a target from a file was guessed itself."""
+    """Return whether the tensor is a buffer of its model. Only a module knows; a target from a file was guessed
+    itself."""
     if target and target.modules is not None and key in target.slots:
         return target.slots[key].kind == BUFFER
     return is_buffer_name(key, spec.shape) or bool(_SCRATCH.search(split_key(key)[1]))
 
 
 def is_running_statistic(key: str) -> bool:
-    """Whether the key names a statistic of batch or instance norm."""
+    """Return whether the key names a statistic of batch or instance norm."""
     return split_key(key)[1] in RUNNING_STATISTICS
 
 
 def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Whether infinities belong there: attention masks hold -Inf, unused range observers hold both."""
+    """Return whether infinities belong there: attention masks hold -Inf, unused range observers hold both."""
     if is_running_statistic(key):
         return False
     if target and target.modules is not None and key in target.slots:
@@ -98,24 +99,23 @@ def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
 
 
 def is_zero_by_design(key: str) -> bool:
-    """Whether matrices of this name are commonly initialised with zeros."""
+    """Return whether matrices of this name are commonly initialised with zeros."""
     return bool(_ZERO_BY_DESIGN.search(key))
 
 
 def is_head(key: str) -> bool:
-    """Whether the name is that of a last layer."""
+    """Return whether the name is that of a last layer."""
     return bool(_HEAD.search(key))
 
 
 def is_scale_free(key: str) -> bool:
-    """Whether the layer divides this matrix by its norm, so that its scale means nothing."""
+    """Return whether the layer divides this matrix by its norm, so that its scale means nothing."""
     return bool(_SCALE_FREE.search(key))
 
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above 1, or
-    the weight of a layer with one output.
-    """
+    """Return whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above
+    1, or the weight of a layer with one output."""
     shape = spec.shape
     if len(shape) < 2 or spec.numel < 2:
         return False
@@ -127,23 +127,23 @@ def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
 
 
 def is_layers_own(key: str) -> bool:
-    """Whether the name is that of a layer's weight; any other may be a buffer as well as a parameter."""
+    """Return whether the name is that of a layer's weight; any other may be a buffer as well as a parameter."""
     leaf = split_key(key)[1]
     return bool(_LAYERS_OWN.search(leaf)) and not _NOISE.search(leaf)
 
 
 def is_embedding(key: str) -> bool:
-    """Whether the name is that of an embedding, a codebook, or learned positions."""
+    """Return whether the name is that of an embedding, a codebook, or learned positions."""
     return bool(_EMBEDDING.search(key))
 
 
 def usual_rms(spec: TensorSpec) -> float:
-    """The RMS of a matrix or kernel after torch's default initialisation: uniform within 1/sqrt(fan_in)."""
+    """Return the RMS of a matrix or kernel after torch's default initialisation: uniform within 1/sqrt(fan_in)."""
     return 1 / math.sqrt(3 * math.prod(spec.shape[1:]))
 
 
 def kind(key: str, spec: TensorSpec) -> str:
-    """The family whose magnitudes can be compared: ``convolution``, ``embedding`` or ``linear``."""
+    """Return the family whose magnitudes can be compared: ``convolution``, ``embedding`` or ``linear``."""
     if len(spec.shape) > 2:
         return "convolution"
     return "embedding" if is_embedding(key) else "linear"
@@ -156,7 +156,7 @@ class Norm:
     keys: Mapping[str, str]
 
     def figures(self, name: str, statistics: Mapping[str, TensorStatistics]) -> TensorStatistics | None:
-        """The statistics of its ``weight``, ``bias``, ``running_var`` …, where the file has it."""
+        """Return the statistics of its ``weight``, ``bias``, ``running_var`` …, where the file has it."""
         return statistics.get(self.keys.get(name, ""))
 
     @property
@@ -186,7 +186,7 @@ def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, N
 
 
 def _norm(specs: Mapping[str, TensorSpec], keys: list[str], shape: tuple[int, ...]) -> Norm | None:
-    """The keys of a module as a norm, if they are one's and all its vectors have this shape."""
+    """Return the keys of a module as a norm, if they are one's and all its vectors have this shape."""
     if len(keys) > 2 * len(_OF_NORM):  # `weight` and `.weight` both are of the module without a name
         return None
     members = {key.rpartition(".")[2]: key for key in reversed(keys)}

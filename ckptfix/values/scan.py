@@ -172,7 +172,7 @@ _FAINT = {
 
 
 def _has_faint(block: memoryview, at: int, row: int, dtype: str) -> bool:
-    """Whether a row that begins in the block does so with a number below ``FAINT`` that is not zero.
+    """Return whether a row that begins in the block does so with a number below ``FAINT`` that is not zero.
 
     Bits without a sign are ordered as the magnitudes are; less one, zero is the largest."""
     unit, bound = _FAINT[dtype]
@@ -218,7 +218,7 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
     """Return the places along the first dimension with at least ``least`` numbers of a kind.
 
     ``chosen`` makes a mask of an array of float32 or float64. Empty for what has no channels: a 0-d or sparse tensor,
-    and one that repeats a single channel. Raises ``UnreadableError`` where the bytes are not in the file.
+    and one that repeats a single channel. Raises ``UnreadableError`` if the bytes are not in the file.
     """
     import numpy as np
 

@@ -36,7 +36,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._asked: set[str] = set()
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
-        """The statistics of an edited view of the checkpoint. What both share is not computed again."""
+        """Return the statistics of an edited view of the checkpoint. What both share is not computed again."""
         other = Statistics(checkpoint, self._narrowing)
         other._of_view = self._of_view
         other._task = self._task
@@ -51,12 +51,12 @@ class Statistics(Mapping[str, TensorStatistics]):
         return figures
 
     def items(self) -> ItemsView[str, TensorStatistics]:
-        """All of them, computed side by side."""
+        """Return all of them, computed side by side."""
         self.compute()
         return super().items()
 
     def values(self) -> ValuesView[TensorStatistics]:
-        """All of them, computed side by side."""
+        """Return all of them, computed side by side."""
         self.compute()
         return super().values()
 
@@ -103,28 +103,28 @@ def _is_numeric(spec: TensorSpec) -> bool:
 
 
 def _view(spec: TensorSpec) -> tuple[object, ...]:
-    """What two specs of the same numbers in the same places have in common."""
+    """Return what two specs of the same numbers in the same places have in common."""
     if not spec.parts:
         return spec.view
     return (spec.layout, *(part.view for part in spec.parts.values()))
 
 
 def _values(spec: TensorSpec) -> TensorSpec | None:
-    """The strided tensor that holds the numbers: the tensor itself, or the values of a sparse one."""
+    """Return the strided tensor that holds the numbers: the tensor itself, or the values of a sparse one."""
     return spec.parts.get("values") if spec.parts else spec if spec.has_data else None
 
 
 def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> TensorStatistics:
-    """The statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
+    """Return the statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
 
-    Raises ``UnreadableError`` where the bytes are not in the file.
+    Raises ``UnreadableError`` if the bytes are not in the file.
     """
     parts = _parts(spec, narrowing)
     return _assemble(spec, parts, looks(parts))
 
 
 def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
-    """What has to be looked at; nothing for a tensor without elements."""
+    """Return what has to be looked at; nothing for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
     return parts_of(values, narrowing) if values.numel else []
@@ -143,7 +143,7 @@ def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -
 
 
 def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
-    """The statistics of all elements from those of the distinct ones."""
+    """Return the statistics of all elements from those of the distinct ones."""
     times, first = walk.repetition, figures.first_nonfinite
     if times == 1 and first is None:
         return figures
@@ -161,7 +161,8 @@ def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
 
 
 def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStatistics:
-    """The statistics of a sparse tensor from those of its stored values and the number of zeros that it leaves out."""
+    """Return the statistics of a sparse tensor from those of its stored values and the number of zeros that it leaves
+    out."""
     finite = figures.numel - figures.nonfinite
     share = finite / (finite + implicit) if finite + implicit else 0.0
     return figures._replace(

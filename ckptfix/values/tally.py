@@ -145,7 +145,7 @@ def magnitudes(values: Array) -> Array:
 
 
 def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-    """The figures of one block of float32 or float64."""
+    """Return the figures of one block of float32 or float64."""
     import numpy as np
 
     found = Tally(len(values))
@@ -175,7 +175,7 @@ def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None
 
 
 def _moments(finite: Array, absmax: float) -> tuple[float, float]:
-    """The mean and the RMS."""
+    """Return the mean and the RMS."""
     import numpy as np
 
     wide, scale = finite.astype(np.float64), 1.0

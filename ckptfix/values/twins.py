@@ -46,7 +46,7 @@ class Twin:
 
 
 def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
-    """What the container holds under a key of one of its sets of weights; None where there is nothing."""
+    """Return what the container holds under a key of one of its sets of weights; None if there is nothing."""
     if not place:
         return checkpoint.entries.get(key)
     candidate = next((candidate for candidate in checkpoint.candidates if candidate.name == place), None)
@@ -54,7 +54,8 @@ def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
 
 
 def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]]:
-    """The other sets of weights that are of the same model, by name, each with the twins of the keys that it has."""
+    """Yield the other sets of weights that are of the same model, by name, each with the twins of the keys that it
+    has."""
     specs = checkpoint.specs
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container:
@@ -68,7 +69,7 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
 
 
 def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Twin]:
-    """The twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
+    """Return the twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
 
     Two names of one stored tensor are none: what is broken under the one is broken under the other."""
     specs = checkpoint.specs
@@ -88,7 +89,7 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
 
 
 def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, object]:
-    """The state_dict of a candidate."""
+    """Return the state_dict of a candidate."""
     place = checkpoint.root
     for part in candidate.path:
         inside = place if isinstance(place, Mapping) else dict(enumerate(place)) if isinstance(place, list) else {}
@@ -97,7 +98,7 @@ def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, objec
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
-    """For the keys of one set the key and the spec of the other with the same name, but for segments in front of it.
+    """For the keys of one set the key and the spec of the other with the same name, except for segments in front of it.
 
     One set may have been renamed already, and the other may have been saved from inside of a wrapper."""
     by_tail: dict[str, list[str]] = {}
@@ -115,7 +116,7 @@ def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -
 
 
 def _average_names(key: str) -> Iterator[str]:
-    """The names under which the average of a key may stand beside it."""
+    """Yield the names under which the average of a key may stand beside it."""
     yield _AVERAGED[0] + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
     for raw, averaged in _PREFIXES:
         if key.startswith(raw) and not key.startswith(averaged):
@@ -123,7 +124,7 @@ def _average_names(key: str) -> Iterator[str]:
 
 
 def _embedding_ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
-    """The input and output embedding of a language model if the file has one of each, in one shape and dtype."""
+    """Return the input and output embedding of a language model if the file has one of each, in one shape and dtype."""
     inputs = [key for key in specs if key.endswith(_EMBEDDINGS)]
     heads = [key for key in specs if key.endswith(_HEADS)]
     if len(inputs) != 1 or len(heads) != 1:

@@ -81,9 +81,10 @@ class Walk:
         return self.is_plain or self._merged in ((), ((self.distinct, 1),))
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-        """The bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the next.
+        """Yield the bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the
+        next.
 
-        Of a run, those of the elements ``start`` to ``stop`` alone can be asked for. Raises ``UnreadableError`` where
+        Of a run, those of the elements ``start`` to ``stop`` alone can be asked for. Raises ``UnreadableError`` if
         the bytes are not in the file.
         """
         storage, itemsize = self.spec.storage, self.spec.itemsize
@@ -95,7 +96,7 @@ class Walk:
             yield from self._scattered_blocks(storage.source)
 
     def _scattered_blocks(self, source: ByteSource) -> Iterator[memoryview]:
-        """The blocks of a walk that leaves out elements on its way, or meets one twice."""
+        """Yield the blocks of a walk that leaves out elements on its way, or meets one twice."""
         import numpy as np
 
         itemsize, dims_in_memory = self.spec.itemsize, self._merged
@@ -115,7 +116,7 @@ class Walk:
                 yield memoryview(view.tobytes())
 
     def logical_order(self, positions: Array) -> Array:
-        """Positions in the walk as row-major indices among the distinct elements."""
+        """Return positions in the walk as row-major indices among the distinct elements."""
         import numpy as np
 
         shape = self.spec.shape
@@ -126,7 +127,7 @@ class Walk:
         )
 
     def flat_index(self, index: int) -> int:
-        """A row-major index among the distinct elements as one among all elements."""
+        """Return a row-major index among the distinct elements as one among all elements."""
         steps = contiguous_strides(self.spec.shape)
         flat = 0
         for axis in reversed(self.axes):
@@ -148,7 +149,7 @@ class Walk:
 
 
 def _span(dims: Dims) -> int:
-    """How many elements of the storage lie between the first and the last, both included."""
+    """Return how many elements of the storage lie between the first and the last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in dims)
 
 

@@ -36,7 +36,8 @@ def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
 
 
 def writer_for(form: str, for_torch: str | None) -> Write:
-    """The function that writes a format; an old ``--for-torch`` gets the legacy container, the only one it reads."""
+    """Return the function that writes a format; an old ``--for-torch`` gets the legacy container, the only one it
+    reads."""
     if form == SAFETENSORS:
         return safetensors_write.write
     if for_torch is not None and Version(for_torch) < Version(FIRST_ZIP):
@@ -69,7 +70,8 @@ def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path
 
 
 def _open(path: Path) -> int:
-    """A descriptor to write a file and read it back, also where it has the permissions of a source that is read-only.
+    """Return a descriptor to write a file and read it back, also where it has the permissions of a source that is
+    read-only.
 
     Without O_TRUNC: ext4 would start to write when the file is closed, and keep us waiting."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else stat.S_IWUSR

@@ -50,7 +50,7 @@ class PickleWriter:
         self._alive: list[Any] = []
 
     def dump(self, root: Any) -> bytes:
-        """The whole pickle of ``root``."""
+        """Return the whole pickle of ``root``."""
         self._out, self._done = [b"\x80\x02"], bytearray()
         self._save(root)
         self._out.append(b".")
@@ -278,7 +278,8 @@ class PickleWriter:
 
 
 def _is_of_moments(value: Global) -> bool:
-    """Whether a global makes torchao's low-bit moments, and is written as it is: ``import torchao`` allows them."""
+    """Return whether a global makes torchao's low-bit moments, and is written as it is: ``import torchao`` allows
+    them."""
     return str(value) == "torch._utils._rebuild_wrapper_subclass" or is_low_bit_moment(str(value))
 
 

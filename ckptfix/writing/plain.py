@@ -42,12 +42,12 @@ _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "
 
 
 def is_native_global(value: Global) -> bool:
-    """Whether a global is a dtype, layout or quantisation scheme of torch, which ``weights_only`` accepts."""
+    """Return whether a global is a dtype, layout or quantisation scheme of torch, which ``weights_only`` accepts."""
     return value.module == "torch" and (value.name in DTYPES or value.name in _QSCHEMES or is_layout(value))
 
 
 def is_layout(value: Global) -> bool:
-    """Whether a global is a layout of torch, which pickles as a call."""
+    """Return whether a global is a layout of torch, which pickles as a call."""
     return value.module == "torch" and value.name in _LAYOUTS
 
 
@@ -63,7 +63,8 @@ def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
 
 
 def _is_odd_key(key: Any) -> bool:
-    """Whether a key is one that a checkpoint has as text, and that torch reads as it is: a number, or a tuple."""
+    """Return whether a key is one that a checkpoint has as text, and that torch reads as it is: a number, or a
+    tuple."""
     return (
         key is None
         or type(key) in (int, float, bool)
@@ -72,7 +73,7 @@ def _is_odd_key(key: Any) -> bool:
 
 
 def state_dict_tree(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
-    """The entries of a checkpoint as the dict that torch saves, with ``_metadata`` as its attribute."""
+    """Return the entries of a checkpoint as the dict that torch saves, with ``_metadata`` as its attribute."""
     state_dict: OrderedDict[str, Any] = OrderedDict(checkpoint.entries)
     if checkpoint.metadata is not None:
         state_dict.__dict__["_metadata"] = OrderedDict(
@@ -91,7 +92,7 @@ class _Plainer:
         self._open: set[int] = set()
 
     def convert(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
-        """The plain form of a value at a place."""
+        """Return the plain form of a value at a place."""
         if depth > DEPTH_LIMIT:
             raise HostileError(
                 f"{self.checkpoint.path}: data nested deeper than {DEPTH_LIMIT} around the weights; do not use this "
@@ -253,18 +254,19 @@ _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)\w+\.\w+")
 
 
 def today(name: Global) -> str:
-    """The name of a class or function as Python 3 has it; torch.save writes many under that of Python 2."""
+    """Return the name of a class or function as Python 3 has it; torch.save writes many under that of Python 2."""
     module = MODULE_ALIASES.get(name.module, name.module)
     return f"{module}.{_RENAMED.get(name.name, name.name) if module == 'builtins' else name.name}"
 
 
 def known_form(value: Opaque) -> Callable[[Opaque], Any] | None:
-    """What makes the natural form of a known class, whether Python 2 or 3 named it; None for an unknown one."""
+    """Return what makes the natural form of a known class, whether Python 2 or 3 named it; None for an unknown one."""
     return _KNOWN.get(f"{MODULE_ALIASES.get(value.cls.module, value.cls.module)}.{value.cls.name}")
 
 
 def natural_form(value: Opaque) -> Any:
-    """What an object of a class held, in the form that comes nearest to it. Its members are not converted yet."""
+    """Return what an object of a class held, in the form that comes nearest to it. Its members are not converted
+    yet."""
     name = str(value.cls)
     if (known := known_form(value)) is not None:
         return known(value)
@@ -295,7 +297,7 @@ def natural_form(value: Opaque) -> Any:
 
 
 def _path(value: Opaque) -> str:
-    """A path, whose pickle has its parts: the first is the root or drive."""
+    """Return a path, whose pickle has its parts: the first is the root or drive."""
     separator = "\\" if "Windows" in value.cls.name else "/"
     parts = [str(part) for part in value.args]
     first = parts[0] if parts else ""
@@ -303,7 +305,7 @@ def _path(value: Opaque) -> str:
 
 
 def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``Optimizer.state_dict()``: parameters by their number; None where an object is no optimizer."""
+    """``Optimizer.state_dict()``: parameters by their number; None if an object is no optimizer."""
     groups, state = attributes.get("param_groups"), attributes.get("state")
     state = state.pairs if isinstance(state, Opaque) else state
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -373,7 +375,7 @@ def _clock(data: bytes) -> str:
 
 
 def _zoned(value: Opaque, text: str) -> Any:
-    """A moment with its offset from UTC, where it has one; as a record where its zone is a name."""
+    """Return a moment with its offset from UTC, where it has one; as a record where its zone is a name."""
     if len(value.args) < 2 or value.args[1] is None:
         return text
     zone = value.args[1]
@@ -402,7 +404,7 @@ def _timedelta(value: Opaque) -> Any:
 
 
 def _range(value: Opaque) -> Any:
-    """The numbers of a range, or its arguments where they are too many."""
+    """Return the numbers of a range, or its arguments where they are too many."""
     if 1 <= len(value.args) <= 3 and all(type(bound) is int for bound in value.args) and value.args[2:] != (0,):
         numbers = range(*value.args)
         if not numbers[_LONGEST_RANGE:]:

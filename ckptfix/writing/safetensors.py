@@ -91,14 +91,13 @@ def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int
 
 
 def _is_proved_by_copy(spec: TensorSpec, storage: Storage) -> bool:
-    """Whether all that the checksum of a storage is about passes when the tensor is copied."""
+    """Return whether all that the checksum of a storage is about passes when the tensor is copied."""
     return is_open(storage) and not storage.parts and is_range(spec) and spec.extent == (0, storage.nbytes)
 
 
 def _data_start(least: int, order: list[TensorSpec]) -> int:
-    """Where the tensors begin, at ``least`` or behind it: at a multiple of ``ALIGNMENT``, and of large ones in order
-    where the first of them keeps its place in a page, and with it those that followed it in the source.
-    """
+    """Return where the tensors begin, at ``least`` or after it: at a multiple of ``ALIGNMENT``, and of large ones in
+    order where the first of them keeps its place in a page, and with it those that followed it in the source."""
     start = least + -least % ALIGNMENT
     position = 0
     for spec in order:

@@ -24,7 +24,8 @@ from ckptfix.writing.output import Write, Written, flushing, write_to
 
 
 def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
-    """The state_dict in parts of at most ``limit`` bytes of tensors, in its order; a larger tensor is a part alone.
+    """Return the state_dict in parts of at most ``limit`` bytes of tensors, in its order; a larger tensor is a part
+    alone.
 
     Tensors that share a storage stay together, so that a tie stays a tie. The ``_metadata`` lies in the first part."""
     parts: list[OrderedDict[str, Any]] = [OrderedDict()]
@@ -72,7 +73,7 @@ class ShardNames:
         return max((self.index, self.output.with_name(self.shards[0])), key=lambda path: len(path.name))
 
     def check_free(self) -> None:
-        """Raise ``WriteError`` where one of the files is there already."""
+        """Raise ``WriteError`` if one of the files is there already."""
         for name in (self.index.name, *self.shards):
             if (self.output.parent / name).exists():
                 raise WriteError(f"{self.output.parent / name}: is there already; move it away, or name another output")
@@ -86,7 +87,7 @@ Verify = Callable[[Path, Checkpoint, Path, Sequence[Written]], None]
 def temporary_shards(
     output: Path, checkpoint: Checkpoint, limit: int, write: Write, verify: Verify
 ) -> Iterator[tuple[Path, ShardNames]]:
-    """The index of the checkpoint in shards, in a temporary folder beside the output, written and verified.
+    """Provide the index of the checkpoint in shards, in a temporary folder beside the output, written and verified.
 
     The folder is gone at the end. ``checkpoint`` is a state_dict without a container around it."""
     parts = split(checkpoint, limit)

@@ -44,7 +44,7 @@ class Placement:
                 self.itemsizes.append(spec.itemsize)
 
     def __call__(self, spec: TensorSpec) -> tuple[StorageRef, int]:
-        """Where the bytes of a strided tensor are in the new file, and its offset there in elements."""
+        """Return where the bytes of a strided tensor are in the new file, and its offset there in elements."""
         region, offset = self._regions.of(spec)
         return self._refs[id(region)], offset
 
@@ -83,7 +83,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 def _place(region: Region) -> int | None:
-    """Where a region lies in its file, where its bytes are a range of one."""
+    """Return where a region lies in its file, where its bytes are a range of one."""
     place = located(region.storage.source)
     return None if place is None else place.offset + region.start
 
@@ -176,7 +176,7 @@ class ZipWriter:
         self._end = offset + len(header) + size
 
     def _end_of_members(self) -> int:
-        """Where the file ends, and the last member with it."""
+        """Return where the file ends, and the last member with it."""
         end = self._file.tell()
         if end != self._end:
             last = self._members[-1]

@@ -25,19 +25,19 @@ def accepted(job: Job, report: Report) -> list[Finding]:
 
 
 def is_smoke_refused(job: Job, report: Report) -> bool:
-    """Whether the forward test failed, and the user did not accept what it found."""
+    """Return whether the forward test failed, and the user did not accept what it found."""
     found = [finding for finding in report.remaining if finding.code.startswith("RUN") and finding.level > Level.NOTE]
     is_accepted = bool(found) and not [finding for finding in found if finding not in accepted(job, report)]
     return report.smoke is not None and report.smoke.passed is False and not is_accepted
 
 
 def is_refused(job: Job, report: Report) -> bool:
-    """Whether no file may be written, for a reason that the report has."""
+    """Return whether no file may be written, for a reason that the report has."""
     return is_smoke_refused(job, report) or bool(refusal(report, parsed_settings(job.treatment.settings)))
 
 
 def is_open(job: Job, report: Report) -> bool:
-    """Whether something is left to decide."""
+    """Return whether something is left to decide."""
     return is_refused(job, report) or bool(_left(job, report))
 
 

@@ -93,7 +93,7 @@ def name_in(stem: str) -> str | None:
 
 
 def _exact(known: Likeness) -> Architecture:
-    """The first of the models that are built exactly so."""
+    """Return the first of the models that are built exactly so."""
     title = known.names[0].partition("/")[2]
     evidence = (f"every name and shape is that of {likeness_text(known)}",)
     if known.model is None:
@@ -102,7 +102,7 @@ def _exact(known: Likeness) -> Architecture:
 
 
 def _by_class(classes: Iterable[str]) -> Architecture | None:
-    """The class of a whole model."""
+    """Return the class of a whole model."""
     word, _ = next(iter(Counter(each for each in classes if "." in each).most_common(1)), ("", 0))
     module, _, own = word.rpartition(".")
     model = f"{'your_script' if module == '__main__' else module}:{own}"
@@ -110,7 +110,7 @@ def _by_class(classes: Iterable[str]) -> Architecture | None:
 
 
 def _by_family(shapes: Shapes) -> Architecture | None:
-    """The family that one telling name gives away."""
+    """Return the family that one telling name gives away."""
     for family in parse_toml(_FAMILIES)["family"]:
         expression = re.compile(family["pattern"])
         if (key := next(filter(expression.fullmatch, shapes), None)) is not None:
@@ -120,7 +120,7 @@ def _by_family(shapes: Shapes) -> Architecture | None:
 
 
 def _by_name(stems: Sequence[str]) -> Architecture:
-    """What only the names of the files say."""
+    """Return what only the names of the files say."""
     name = next((name for stem in stems if (name := name_in(stem)) is not None), None)
     if name is None:
         return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
@@ -130,7 +130,7 @@ def _by_name(stems: Sequence[str]) -> Architecture:
 
 
 def _named(found: Architecture, stems: Sequence[str]) -> list[str]:
-    """What the names of the files say of an architecture that is sure, for and against."""
+    """Return what the names of the files say of an architecture that is sure, for and against."""
     if found.confidence is not Confidence.EXACT:
         return []
     named = Counter(name for stem in stems if (name := name_in(stem)) is not None)
@@ -200,7 +200,7 @@ def _group(number: int, group: Group, found: Architecture, groups: Found) -> Ite
 
 
 def _is_active(found: Architecture) -> bool:
-    """Whether a model line counts as it is: only if each name and shape is proven to be the model's."""
+    """Return whether a model line counts as it is: only if each name and shape is proven to be the model's."""
     return (found.model or found.like) is not None and found.confidence is Confidence.EXACT
 
 
@@ -222,7 +222,7 @@ def _differences(one: Layout, other: Layout) -> str:
 
 
 def _circumstances(group: Group) -> Iterator[str]:
-    """What is not the same in all files of a group, or what a newcomer has to know of them."""
+    """Yield what is not the same in all files of a group, or what a newcomer has to know of them."""
     sights = group.sights
     for prefix, names in _by(sights, lambda sight: sight.prefix):
         # Without a model, the rules remove only what is certainly a wrapper's.
@@ -239,7 +239,7 @@ def _circumstances(group: Group) -> Iterator[str]:
 
 
 def _weights(group: Group) -> Iterator[str]:
-    """The state_dicts of files that hold several: a choice that is the user's."""
+    """Yield the state_dicts of files that hold several: a choice that is the user's."""
     first = group.sights[0]
     if not first.candidates:
         return
@@ -251,7 +251,7 @@ def _weights(group: Group) -> Iterator[str]:
 
 
 def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
-    """What is not known, and what can be done about it."""
+    """Yield what is not known, and what can be done about it."""
     unknown = [group for group, architecture in found if architecture.confidence is Confidence.UNKNOWN]
     unread = [sight for sight in sights if sight.layout is None]
     if not (unknown or unread):
@@ -271,7 +271,8 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
 
 
 def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str, list[str]]]:
-    """The names of the files by something that is said of them, the most frequent first; without the empty text."""
+    """Return the names of the files by something that is said of them, the most frequent first; without the empty
+    text."""
     found: dict[str, list[str]] = {}
     for sight in sights:
         if said := key(sight):

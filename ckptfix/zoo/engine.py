@@ -310,7 +310,7 @@ def main() -> None:
 
 
 def _fault_of_model(model: str) -> str | None:
-    """Why a model line of a table names nothing; None if it names something."""
+    """Return why a model line of a table names nothing; None if it names something."""
     from ckptfix.core.options import key_text
     from ckptfix.errors import CkptfixError
     from ckptfix.modules.factory import resolve

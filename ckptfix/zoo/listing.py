@@ -79,7 +79,7 @@ class Looks(Enum):
 
 
 def by_name(name: str) -> Looks | None:
-    """What the name alone says: a checkpoint, or an index; None where the bytes have to."""
+    """Return what the name alone says: a checkpoint, or an index; None if the bytes have to."""
     last = name.rpartition("/")[2]
     if last.endswith(".index.json"):
         return Looks.INDEX
@@ -87,14 +87,13 @@ def by_name(name: str) -> Looks | None:
 
 
 def is_surely_other(name: str) -> bool:
-    """Whether a name is one that checkpoints do not have. Where a look at the bytes is a request over a network, it is
-    saved.
-    """
+    """Return whether a name is one that checkpoints do not have. Where a look at the bytes is a request over a network,
+    it is saved."""
     return _OTHERWISE.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def by_bytes(name: str, head: bytes) -> Looks:
-    """What the first bytes say of a file whose name says nothing."""
+    """Return what the first bytes say of a file whose name says nothing."""
     if head.startswith(_LFS):
         return Looks.CHECKPOINT if _POINTED.fullmatch(name) else Looks.OTHER
     if head[:1] == b"{":
@@ -121,7 +120,7 @@ def _look_into(head: bytes, depth: int) -> Looks:
 
 
 def _zip(head: bytes) -> Looks:
-    """A zip archive by its first member, which is at its front."""
+    """Return a zip archive by its first member, which is at its front."""
     if head[:4] != b"PK\x03\x04":
         return Looks.DOUBTFUL if head[:4] == b"PK\x05\x06" else Looks.OTHER
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
@@ -129,7 +128,7 @@ def _zip(head: bytes) -> Looks:
 
 
 def _expanded(head: bytes, name: str) -> bytes:
-    """What the beginning of a compressed file begins with; nothing of bzip2, whose blocks are longer."""
+    """Return what the beginning of a compressed file begins with; nothing of bzip2, whose blocks are longer."""
     if name not in _DECODERS:
         return b""
     try:
@@ -139,7 +138,7 @@ def _expanded(head: bytes, name: str) -> bytes:
 
 
 def _tar(content: Content, depth: int) -> Looks:
-    """A tar archive by those of its files that begin in the head."""
+    """Return a tar archive by those of its files that begin in the head."""
     names = set()
     for name, start, size in tar_members.TarFiles(content).walk():
         names.add(PurePosixPath(name).name)
@@ -217,31 +216,30 @@ class Files:
         self._names = sorted(self.own)
 
     def folders(self) -> list[str]:
-        """The folders that have files, in order."""
+        """Return the folders that have files, in order."""
         return sorted(self._folders)
 
     def named(self, folder: str, pattern: re.Pattern[str]) -> list[Entry]:
-        """The files of a folder whose own names match."""
+        """Return the files of a folder whose own names match."""
         return [entry for entry in self._folders[folder] if pattern.fullmatch(_last(entry.name))]
 
     def has_folder(self, folder: str) -> bool:
-        """Whether a folder has files."""
+        """Return whether a folder has files."""
         return folder in self._folders
 
     def has_parts(self, folder: str) -> bool:
-        """Whether some files of a folder are already part of a group."""
+        """Return whether some files of a folder are already part of a group."""
         return any(entry.name in self.parts for entry in self._folders[folder])
 
     def below(self, folder: str) -> list[Entry]:
-        """The files of a folder and of all folders in it."""
+        """Return the files of a folder and of all folders in it."""
         first, end = (f"{folder}/", f"{folder}0") if folder else ("", "\U0010ffff")  # "0" comes next after "/"
         return [self.own[name] for name in self._names[bisect_left(self._names, first) : bisect_left(self._names, end)]]
 
 
 def whole_folders(place: Place, files: Files) -> Iterator[Item]:
-    """The folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch files,
-    and the shards of ranks.
-    """
+    """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
+    files, and the shards of ranks."""
     for folder in files.folders():
         parts = (
             _distributed(place, folder, files)
@@ -293,7 +291,7 @@ def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
 
 
 def indexed(place: Place, index: Entry, files: Files) -> Item | None:
-    """The index with those of its shards that are there; None if it is not an index after all."""
+    """Return the index with those of its shards that are there; None if it is not an index after all."""
     folder = index.name.rpartition("/")[0]
     content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
     try:
@@ -308,9 +306,8 @@ def indexed(place: Place, index: Entry, files: Files) -> Item | None:
 
 
 def unread(index: Entry, files: Files, fault: str) -> Item:
-    """An index that could not be fetched, with the numbered shards that its own name stands for: without it they would
-    pass for another checkpoint.
-    """
+    """Return an index that could not be fetched, with the numbered shards that its own name stands for: without it they
+    would pass for another checkpoint."""
     folder, _, last = index.name.rpartition("/")
     whole = last.removesuffix(".index.json")
     sets = [
@@ -320,7 +317,7 @@ def unread(index: Entry, files: Files, fault: str) -> Item:
 
 
 def numbered(files: Files) -> Iterator[Item]:
-    """The folders with numbered shards and no index, if opening them would give nothing else of them."""
+    """Yield the folders with numbered shards and no index, if opening them would give nothing else of them."""
     for folder, sets in sorted(files.shards.items()):
         # Data sets are numbered in the same way.
         named = chain.from_iterable(sets.values())
@@ -414,18 +411,18 @@ def read_list(text: str) -> list[str]:
 
 
 def _is_of_repository(name: str) -> bool:
-    """Whether a repository keeps the file for itself."""
+    """Return whether a repository keeps the file for itself."""
     return not _REPOSITORY.isdisjoint(name.split("/")[:-1])
 
 
 def _is_blob(name: str, caches: set[str]) -> bool:
-    """Whether the links in ``snapshots`` of a Hugging Face cache lead to the file."""
+    """Return whether the links in ``snapshots`` of a Hugging Face cache lead to the file."""
     match = _BLOB.match(name) if caches else None
     return match is not None and match[1] in caches
 
 
 def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
-    """The item of a file that is part of nothing else."""
+    """Return the item of a file that is part of nothing else."""
     looks, kind, fault = files.looks.get(entry.name), Kind.FILE, entry.fault
     if is_blob:
         kind, fault = Kind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
@@ -481,14 +478,14 @@ def _choice(patterns: Sequence[str], names: Sequence[str] | None) -> Callable[[s
 
 
 def _ways(name: str) -> Iterator[str]:
-    """A name, and the folders that it is in."""
+    """Yield a name, and the folders that it is in."""
     while name:
         yield name
         name = name.rpartition("/")[0]
 
 
 def _below(place: Place, text: str) -> str:
-    """A name of a list as one below the root: lists also hold whole paths and URLs, or begin with ``./``."""
+    """Return a name of a list as one below the root: lists also hold whole paths and URLs, or begin with ``./``."""
     name = text.removeprefix(f"{place.name}/")
     if place.root is not None and Path(name).is_absolute():
         name = os.path.relpath(name, place.root)
@@ -497,7 +494,7 @@ def _below(place: Place, text: str) -> str:
 
 @contextmanager
 def on_this_machine(place: Place, item: Item, folder: Path) -> Iterator[Path]:
-    """The local path of an item: its own, or that of a copy in ``folder``, which is removed at the end.
+    """Provide the local path of an item: its own, or that of a copy in ``folder``, which is removed at the end.
 
     Raises ``CkptfixError`` if it cannot be fetched, or is no longer what was listed."""
     try:

@@ -158,7 +158,7 @@ def line_of(entry: Mapping[str, Any]) -> bytes:
 
 
 def _source_of(line: bytes) -> str:
-    """The source of a line, which our lines begin with: they are long, and parsing all of them takes seconds."""
+    """Return the source of a line, which our lines begin with: they are long, and parsing all of them takes seconds."""
     if line.startswith(_BEGIN) and line.endswith(b"}\n"):
         return str(_DECODER.raw_decode(line.decode("ascii"), len(_BEGIN) - 1)[0])
     source = json.loads(line)[SOURCE]
@@ -239,7 +239,7 @@ class Record:
         return self.outcome is Outcome.FAILED or is_unseen
 
     def brief(self) -> Record:
-        """The record without what is long, and of no use to a later run."""
+        """Return the record without what is long, and of no use to a later run."""
         return replace(self, **_BRIEF)
 
     def line(self) -> bytes:

@@ -127,7 +127,7 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
 
 
 def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
-    """One expression that fully matches the names that any of the patterns means.
+    """Return one expression that fully matches the names that any of the patterns means.
 
     A pattern without ``/`` is about the last part of a name, wherever the file lies; one with ``/`` is about the whole
     name below the root. ``*`` and ``?`` stay inside of one part, ``**/`` is any number of folders, ``[…]`` are
@@ -164,5 +164,5 @@ def _meaning(match: re.Match[str]) -> str:
 
 
 def literal(name: str) -> str:
-    """The pattern that means this name and no other."""
+    """Return the pattern that means this name and no other."""
     return re.sub(r"([*?\[])", r"[\1]", name)

@@ -147,7 +147,7 @@ def digest_of(job: Job, path: Path) -> str:
 
 
 def _root_of(job: Job, path: Path) -> Path:
-    """The folder that the names of an item's files are relative to."""
+    """Return the folder that the names of an item's files are relative to."""
     depth = 0 if job.item.name == "." else job.item.name.count("/") + 1
     return path.parents[depth - 1] if depth else path
 
@@ -168,7 +168,7 @@ def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[St
 
 
 def _shards(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """The shards that were written, to be put in place, and their fields of the record."""
+    """Return the shards that were written, to be put in place, and their fields of the record."""
     # The index last: readers find the shards through it.
     files = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
     is_flushed = not _is_flushed_later(job)
@@ -180,12 +180,13 @@ def _shards(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict
 
 
 def _is_flushed_later(job: Job) -> bool:
-    """Whether the output need not be flushed now: the driver does that for many, or it goes to another machine."""
+    """Return whether the output need not be flushed now: the driver does that for many, or it goes to another
+    machine."""
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 
 def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, Any]:
-    """The fields of a record that a report fills."""
+    """Return the fields of a record that a report fills."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
     remarks = tuple(job.shown(remark, workplace) for remark in report.remarks)
@@ -196,7 +197,7 @@ def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, An
 
 
 def _with_name(job: Job, report: Report, sha256: str) -> Report:
-    """The report, with the finding that the hash in the source's name does not match its content."""
+    """Return the report, with the finding that the hash in the source's name does not match its content."""
     finding = None if job.item.parts else wrong_hash(job.item.name, sha256)
     if finding is None or not parsed_settings(job.treatment.settings).selects(finding.code):
         return report
@@ -230,7 +231,7 @@ def perform(job: Job, scratch: Path) -> Done:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether a model's code met too little memory."""
+    """Return whether a model's code met too little memory."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__
     return error is not None
@@ -259,7 +260,7 @@ def _perform(job: Job, workplace: Workplace) -> Done:
 
 
 def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
-    """What comes of an item that is at a path of this machine."""
+    """Return what comes of an item that is at a path of this machine."""
     if job.item.kind is Kind.OTHER:
         return mirrored(job, path, workplace)
     if job.adopts:
@@ -289,7 +290,7 @@ def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | N
 
 
 def _still_holds(known: Record, item: Item, source: Place, destination: Place, workplace: Workplace) -> bool:
-    """Whether the source and the output have the digests that an earlier run wrote down."""
+    """Return whether the source and the output have the digests that an earlier run wrote down."""
     names = [part.name for part in item.parts] or [item.name]
     if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), workplace):
         return False
@@ -300,7 +301,7 @@ def _still_holds(known: Record, item: Item, source: Place, destination: Place, w
 
 
 def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Workplace) -> str | None:
-    """The sha256 of files of a place; None if one is missing."""
+    """Return the sha256 of files of a place; None if one is missing."""
     names = list(names)
     if any(place.entry(name) is None for name in names):
         return None

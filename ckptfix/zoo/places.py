@@ -166,7 +166,7 @@ class _Walk:
     entered: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def files(self) -> Iterator[Entry]:
-        """The files below the root, in the order of their names."""
+        """Yield the files below the root, in the order of their names."""
         open_folders = [self._children("")]  # no recursion: a path has room for 2,000 nested folders
         while open_folders:
             name, child = next(open_folders[-1], ("", None))
@@ -183,7 +183,8 @@ class _Walk:
                 open_folders.append(self._children(name))
 
     def _children(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str] | Entry]]:
-        """What is in a folder by name, folders with ``/`` at the end; or one entry that says why there is nothing."""
+        """Return what is in a folder by name, folders with ``/`` at the end; or one entry that says why there is
+        nothing."""
         try:
             with os.scandir(f"{self.root}/{folder}") as found:
                 # A folder sorts as its files do, whose names go on with a slash.
@@ -207,7 +208,7 @@ class _Walk:
         return None
 
     def _target_inside(self, child: os.DirEntry[str]) -> str | None:
-        """Where below the root a link leads: that folder is walked under its own name, now or later."""
+        """Return where below the root a link leads: that folder is walked under its own name, now or later."""
         real, root = os.path.realpath(child.path), os.path.realpath(self.root)
         return os.path.relpath(real, root) if os.path.commonpath((real, root)) == root else None
 
@@ -360,7 +361,7 @@ class RemotePlace:
             return  # as it should be
 
     def _look(self, name: str) -> Entry | None:
-        """The file of a name as it is now, past what the backend remembers of a listing."""
+        """Return the file of a name as it is now, past what the backend remembers of a listing."""
         system, path = self._reached(name)
         system.invalidate_cache(path)
         try:
@@ -370,7 +371,7 @@ class RemotePlace:
         return _remote_entry(name, info) if info["type"] == "file" else None
 
     def _reached(self, name: str = "") -> tuple[AbstractFileSystem, str]:
-        """The file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
+        """Return the file system, and the path in it. fsspec keeps one of each kind for a process and its threads."""
         system, base = file_system(self.name)
         if not name:
             return system, base
@@ -388,7 +389,7 @@ def _remote_entry(name: str, info: Mapping[str, Any]) -> Entry:
 
 
 def _leads_out(name: str) -> str | None:
-    """Why a key cannot be the path of a file below a folder, which any text can be a key of."""
+    """Return why a key cannot be the path of a file below a folder, which any text can be a key of."""
     parts = name.split("/")
     if "" in parts or "." in parts or ".." in parts or "\0" in name:
         return "its name is not a path below a folder (it has empty parts, dots or NUL); rename it"
@@ -415,7 +416,7 @@ def open_place(text: str) -> Place:
 
 
 def is_local(text: str) -> bool:
-    """Whether a name is a folder of this machine."""
+    """Return whether a name is a folder of this machine."""
     return "://" not in text or text.startswith(SCHEMES)
 
 

@@ -128,7 +128,8 @@ class Plan:
         )
 
     def _treatment_of(self, item: Item) -> Treatment:
-        """What was decided for an item, now or in an earlier run for the same file; else the table's treatment."""
+        """Return what was decided for an item, now or in an earlier run for the same file; else the table's
+        treatment."""
         if self.decided is not None:
             return self.decided.treatment_of(item.name)
         common, before = self.table.treatment_of(item.name), self.known.get(item.name)
@@ -150,7 +151,7 @@ class Plan:
         return free_name(item.name if item.kind is not Kind.FILE else treatment.output_name(item.name))
 
     def _digest(self, treatment: Treatment, item: Item) -> str:
-        """What the result of an item depends on besides its bytes."""
+        """Return what the result of an item depends on besides its bytes."""
         if item.kind is Kind.OTHER:
             return self.others.value
         return treatment.digest(version())
@@ -182,12 +183,12 @@ def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> 
 
 
 def _plain(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """A decision as it comes back from JSON."""
+    """Return a decision as it comes back from JSON."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in decision.items()}
 
 
 def _names(item: Item, output: str) -> Iterable[str]:
-    """The names in the destination that an item certainly claims."""
+    """Return the names in the destination that an item certainly claims."""
     return (part.name for part in item.parts) if item.kind is Kind.FOLDER else (output,)
 
 

@@ -67,7 +67,7 @@ class Budget:
     _taken: list[Cost] = field(default_factory=list)
 
     def fits(self, cost: Cost) -> bool:
-        """Whether a job may begin beside those that run."""
+        """Return whether a job may begin beside those that run."""
         if not self._taken:
             return True
         memory = sum(taken.memory for taken in self._taken) + cost.memory
@@ -128,7 +128,7 @@ def _kilobytes(file: str, name: str) -> int | None:
 
 
 def _left_by_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Bytes below the limit of each control group that this process is in: its own, and all around that."""
+    """Yield bytes below the limit of each control group that this process is in: its own, and all around that."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
@@ -147,7 +147,7 @@ def _left_by_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def _cached(statistics: Path) -> int:
-    """Bytes of files in the cache, which is given up when memory is needed."""
+    """Return bytes of files in the cache, which is given up when memory is needed."""
     try:
         lines = statistics.read_text(encoding="ascii").splitlines()
     except OSError:

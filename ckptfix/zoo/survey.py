@@ -137,7 +137,8 @@ def each_on_this_machine(
 
 
 def _begun(place: Place, item: Item, folder: Path) -> Future[Path]:
-    """An item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C must not take minutes."""
+    """Return an item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C must not take
+    minutes."""
     future: Future[Path] = Future()
 
     def fetch() -> None:
@@ -184,7 +185,7 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
 
 
 def _salvaged(path: Path) -> int:
-    """How many tensors of a file that cannot be opened as it is are complete."""
+    """Return how many tensors of a file that cannot be opened as it is are complete."""
     try:
         return len(open_file(str(path), salvage=True).specs)
     except CkptfixError:
@@ -208,7 +209,7 @@ def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
 
 
 def _holder(names: Iterable[str]) -> str | None:
-    """The first segment of all names, if it is one that trainers use."""
+    """Return the first segment of all names, if it is one that trainers use."""
     first = {name.partition(".")[0] for name in names if not is_passing(name, ())}
     only = next(iter(first)) if len(first) == 1 else None
     return only if only in HOLDERS and all("." in name for name in names) else None
@@ -224,7 +225,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _class(checkpoint: Checkpoint) -> str:
-    """The class of a model that was saved whole; empty if none was."""
+    """Return the class of a model that was saved whole; empty if none was."""
     value = checkpoint.root
     for step in checkpoint.container:
         if isinstance(value, Opaque) and not is_module(value):
@@ -324,18 +325,18 @@ class _Names:
         yield from (self._anchored(literal(name), self.own[name]) for name in sorted(left))
 
     def _highest(self, folder: str, wanted: set[str]) -> str | None:
-        """The highest folder above, or the folder itself, all of whose files are wanted."""
+        """Return the highest folder above, or the folder itself, all of whose files are wanted."""
         parts = folder.split("/")
         places = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         return next((place for place in places if self.below[place] <= wanted), None)
 
     def _anchored(self, pattern: str, count: int) -> str:
-        """The pattern with a leading slash, if it would match something of that name elsewhere too."""
+        """Return the pattern with a leading slash, if it would match something of that name elsewhere too."""
         return pattern if "/" in pattern.rstrip("/") or count == 1 else f"/{pattern}"
 
 
 def _alike(names: set[str]) -> dict[str, set[str]]:
-    """Names by the pattern that they have with a star for each part that is not the same in all of them."""
+    """Return names by the pattern that they have with a star for each part that is not the same in all of them."""
     forms: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(dict)
     for name in names:
         folder, _, own = name.rpartition("/")

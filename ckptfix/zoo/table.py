@@ -158,7 +158,7 @@ class Table:
         return next((each for each, expression in self._expressions if expression.fullmatch(name)), self.rest)
 
     def excludes(self, name: str) -> bool:
-        """Whether a file is left out of the migration."""
+        """Return whether a file is left out of the migration."""
         return self._excluded.fullmatch(name) is not None
 
     def idle(self, names: Iterable[str]) -> list[str]:
@@ -242,7 +242,7 @@ def _no_such_key(key: str, value: object) -> str:
 def _options(
     where: str, folder: Path, table: Mapping[str, Any], keys: Mapping[str, Any], *others: str
 ) -> dict[str, Any]:
-    """The options of a table, with its template of outputs."""
+    """Return the options of a table, with its template of outputs."""
     output = table.get("output", "")
     if not isinstance(output, str):
         raise UsageError(f"{where}: output has to be a string, not {output!r:.60}")
@@ -257,7 +257,7 @@ def _treatment(
     given: Mapping[str, Any],
     place: str = "",
 ) -> Treatment:
-    """The treatment that a table, the defaults and the command line come to."""
+    """Return the treatment that a table, the defaults and the command line come to."""
     _check_patterns(where, patterns)
     chosen = {**_without_rival_target(common, own), **own}
     chosen = {**_without_rival_target(chosen, given), **given}
@@ -336,7 +336,7 @@ def _stamp(path: Path) -> list[int] | None:
 
 
 def _without_rival_target(choices: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices without their target, if ``other`` names one: ``like`` in a table outdoes ``model``."""
+    """Return the choices without their target, if ``other`` names one: ``like`` in a table outdoes ``model``."""
     rival = any(name in other for name in _TARGET if name != "model_args")
     return {name: value for name, value in choices.items() if not (rival and name in _TARGET)}
 

@@ -75,7 +75,8 @@ class Workspace:
 
 @contextmanager
 def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
-    """The workspace of a migration to this destination; its temporary files are gone at the end, its journals closed.
+    """Provide the workspace of a migration to this destination; its temporary files are gone at the end, its journals
+    closed.
 
     Raises ``UsageError`` if the destination is not empty and no migration, or is in use by another one.
     """
@@ -108,7 +109,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A temporary folder of this machine, gone at the end; with it go those of migrations that were killed."""
+    """Provide a temporary folder of this machine, gone at the end; with it go those of migrations that were killed."""
     for other in Path(tempfile.gettempdir()).glob(f"{AWAY}*"):
         with suppress(OSError, UsageError):  # it is another user's, in use, or gone meanwhile
             if time.time() - other.stat().st_mtime > _YOUNG:

@@ -27,7 +27,8 @@ _CHECKSUM = slice(148, 156)
 
 
 def sniff(content: Content) -> bool:
-    """Whether the content begins with the header of a tar archive: its checksum is right, or it has the magic."""
+    """Return whether the content begins with the header of a tar archive: its checksum is right, or it has the
+    magic."""
     return _header(_record(content, 0)) is not None or _broken_header(_record(content, 0)) is not None
 
 
@@ -63,7 +64,7 @@ class TarFiles:
     damage: list[Fact] = field(default_factory=list)
 
     def walk(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, offset and size of every file. Raises ``HostileError`` where there is no end of them."""
+        """Yield the name, offset and size of every file. Raises ``HostileError`` if there is no end of them."""
         content, long_name = self.content, None
         for count, (header, start) in enumerate(self._headers()):
             if count >= MEMBER_LIMIT:
@@ -82,8 +83,8 @@ class TarFiles:
                     yield name, start, size
 
     def _headers(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
-        """Each header, and where its data begins. One that fails its checksum is believed if another follows its data;
-        else the walk goes on at the next one that is sound."""
+        """Yield each header, and where its data begins. One that fails its checksum is believed if another follows its
+        data; else the walk goes on at the next one that is sound."""
         content, position = self.content, 0
         while position < len(content):
             record = _record(content, position)
@@ -118,7 +119,8 @@ class TarFiles:
         return not record.strip(b"\0") or _header(record) is not None
 
     def _next_header(self, position: int) -> int:
-        """Where the next header with a magic and a right checksum is; the end of the content where there is none."""
+        """Return where the next header with a magic and a right checksum is; the end of the content where there is
+        none."""
         while (found := self.content.buffer.find(b"ustar", position + _MAGIC.start)) >= 0:
             start = found - _MAGIC.start
             if start % RECORD == 0 and _header(_record(self.content, start)) is not None:

@@ -31,7 +31,7 @@ MEMORY_LIMIT = 8 << 20
 is handed on."""
 
 RATIO_LIMIT, RATIO_FLOOR = 50, 64 << 20
-"""How much larger than its compressed form a file may be, once it has so many bytes."""
+"""How much larger than its compressed form a file may be, once it has that many bytes."""
 
 DISK_RESERVE = 1 << 30
 """Bytes of the temporary folder's disk that are left free."""
@@ -49,7 +49,7 @@ class Expansion:
     def write(self, block: bytes, packed: int) -> None:
         """Add a block; ``packed`` is how many compressed bytes have been read for all of them so far.
 
-        Raises ``HostileError`` where the ratio is that of a bomb, ``UnreadableError`` where the disk has no room."""
+        Raises ``HostileError`` if the ratio is that of a bomb, ``UnreadableError`` where the disk has no room."""
         self.nbytes += len(block)
         if self.nbytes <= MEMORY_LIMIT:
             self._memory += block
@@ -89,7 +89,7 @@ class Expansion:
         return os.pread(self._file.fileno(), stop - start, start)
 
     def content(self, member: str) -> Content:
-        """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` where it is empty."""
+        """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` if it is empty."""
         if not self.nbytes:
             raise UnreadableError(f"{self.path}: what is packed in it is empty (0 bytes); fetch it again")
         if self._file is None:
@@ -106,7 +106,7 @@ What is wrong with the file is added to the list; the blocks then end early."""
 
 
 def expand(path: str, member: str, blocks: Blocks) -> Content:
-    """Return the content of a packed file, and its damage. Raises ``UnreadableError`` where the damage left nothing."""
+    """Return the content of a packed file, and its damage. Raises ``UnreadableError`` if the damage left nothing."""
     expansion = Expansion(path)
     damage: list[Fact] = []
     for block, packed in blocks(damage):
@@ -168,7 +168,8 @@ class Stream:
         return bytes(self.content.buffer[start : min(start + size, self.stop)])
 
     def _rescued(self, start: int, faulty: int, step: int) -> Iterator[bytes]:
-        """What is between the blocks that came out and the fault, which is in the packed bytes from ``faulty`` on."""
+        """Yield what is between the blocks that came out and the fault, which is in the packed bytes from ``faulty``
+        on."""
         decoder, skip, position = self.make_decoder(), self.expanded, start
 
         def limit() -> int:
@@ -202,7 +203,7 @@ _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
 """Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment."""
 
 _STREAMS, _STREAM = 10_000, 512
-"""Streams that may follow each other; more of them have to expand to so many bytes each. bgzip has 64 KB in one."""
+"""Streams that may follow each other; more of them have to expand to that many bytes each. bgzip has 64 KB in one."""
 
 _GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
 
@@ -217,7 +218,8 @@ class Compression:
     decoder: Callable[[], Any]
 
     def name_inside(self, name: str) -> str:
-        """What the file was called before it was compressed; it is the same name where the suffix says nothing."""
+        """Return what the file was called before it was compressed; it is the same name where the suffix says
+        nothing."""
         path = PurePath(name)
         if path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
             return f"{path.stem}.tar"
@@ -268,7 +270,8 @@ class Compression:
 
 
 def _behind_gzip_header(content: Content, start: int) -> int:
-    """Where the deflated bytes begin; the end of the content where the header has none (RFC 1952, section 2.3)."""
+    """Return where the deflated bytes begin; the end of the content where the header has none (RFC 1952, section
+    2.3)."""
     head = bytes(content.buffer[start : start + _HEADER])
     fixed = _GZIP_HEADER.match(head)
     if fixed is not None and fixed[1][0]:
@@ -285,7 +288,8 @@ def _behind_gzip_header(content: Content, start: int) -> int:
 
 
 def _trailer_fault(trailer: bytes, crc: int, expanded: int) -> str:
-    """What is wrong with the checksum and length after a gzip stream; nothing where they are right or cut off."""
+    """Return what is wrong with the checksum and length after a gzip stream; nothing if they are right or cut
+    off."""
     if len(trailer) < 8:
         return ""
     if int.from_bytes(trailer[:4], "little") != crc:
@@ -302,7 +306,7 @@ COMPRESSIONS = (
 
 
 def sniff(content: Content) -> Compression | None:
-    """Return the compression of the content by its first bytes, None where it has none."""
+    """Return the compression of the content by its first bytes, None if it has none."""
     head = bytes(content.buffer[:10])
     for compression in COMPRESSIONS:
         if head.startswith(compression.magic):

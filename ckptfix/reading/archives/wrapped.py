@@ -61,10 +61,11 @@ class Member:
 
 
 def unwrap(content: Content, member: str | None = None) -> Content:
-    """The checkpoint inside of a compressed file or archive; the content itself where there is nothing around it.
+    """Return the checkpoint inside of a compressed file or archive; the content itself where there is nothing around
+    it.
 
     ``member`` picks one of several files by its name in the archive. What could be had of a damaged wrapper is given,
-    and ``Content.damage`` says what is wrong. Raises ``UnreadableError`` where nothing could be had, ``HostileError``
+    and ``Content.damage`` says what is wrong. Raises ``UnreadableError`` if nothing could be had, ``HostileError``
     for bombs, and ``UsageError`` where several files could be meant.
     """
     wanted, outer = member, content.path
@@ -100,7 +101,8 @@ def _foreign(content: Content) -> str | None:
 
 
 def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
-    """The files of a tar or of an ordinary zip archive, None where the content is none; ``damage`` is told its own."""
+    """Return the files of a tar or of an ordinary zip archive, None if the content is none; ``damage`` is told its
+    own."""
     if zip_members.sniff(content):
         found, causes = zip_members.members(content)
         members = [Member(*parts) for parts in found]

@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 def read_header(content: Content, place: int) -> Header | None:
-    """Return the header at a place; None where the archive ends before it does."""
+    """Return the header at a place; None if the archive ends before it does."""
     raw = bytes(content.buffer[place : place + _USUAL]) if place >= 0 else b""
     if len(raw) < HEADER.size:
         return None
@@ -70,7 +70,7 @@ def read_header(content: Content, place: int) -> Header | None:
 
 
 def plain_starts(content: Content, members: Iterable[Member]) -> Iterator[int | None]:
-    """Yield where the data of each member begins; None where its header is to be looked at more closely.
+    """Yield where the data of each member begins; None if its header is to be looked at more closely.
 
     That is where it does not say just what the directory says, or what is after the data does not where torch did
     not know it before. One look takes what is after a member together with the header of the next."""
@@ -104,7 +104,7 @@ def plain_starts(content: Content, members: Iterable[Member]) -> Iterator[int | 
 
 
 def header_name(info: Member, header: Header) -> str | None:
-    """Return the name in a header, read as that in the directory; None where it is none."""
+    """Return the name in a header, read as that in the directory; None if it is none."""
     try:
         # ASCII is the same in both, and decoding it as UTF-8 takes no time.
         return plain_name(header.name.decode("utf-8" if info.flag_bits & 0x800 or header.name.isascii() else "cp437"))
@@ -113,7 +113,8 @@ def header_name(info: Member, header: Header) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """A member's name with the separator of the format, where a program for Windows wrote its own (APPNOTE 4.4.17)."""
+    """Return a member's name with the separator of the format, where a program for Windows wrote its own (APPNOTE
+    4.4.17)."""
     return name.replace("\\", "/")
 
 
@@ -169,14 +170,14 @@ _known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
 
 
 def member_names(content: Content) -> list[str]:
-    """Return the names of all members, none where there is no whole directory. They are read as latin-1."""
+    """Return the names of all members, none if there is no whole directory. They are read as latin-1."""
     return _directory(content).names
 
 
 def plain_members(content: Content, start: int, stop: int) -> list[Member] | None:
     """Return the members in the directory between two places, where each entry is as torch writes it.
 
-    None where any is not: then ``zipfile`` has to say what it means."""
+    None if any is not: then ``zipfile`` has to say what it means."""
     found = _directory(content)
     return None if found.members is None or (found.start, found.stop) != (start, stop) else list(found.members)
 
@@ -220,7 +221,8 @@ def member_limit(content: Content) -> int:
 
 
 def bounded_directory(content: Content, start: int, stop: int) -> bytes:
-    """The directory between two places. Raises ``HostileError`` where it lists more members than the file can hold."""
+    """Return the directory between two places. Raises ``HostileError`` if it lists more members than the file can
+    hold."""
     directory = bytes(content.buffer[start:stop])
     count = directory.count(b"PK\x01\x02")
     if count > member_limit(content):
@@ -280,7 +282,8 @@ def _plain_entries(directory: bytes) -> list[Member] | None:
 
 
 def has_end(content: Content) -> bool:
-    """Whether the archive ends as one does, with a record of where its directory begins, be that damaged or not."""
+    """Return whether the archive ends as one does, with a record of where its directory begins, be that damaged or
+    not."""
     tail = bytes(content.buffer[-END.size :])
     if len(tail) < END.size:
         return False
@@ -316,7 +319,8 @@ def is_torch_save(names: list[str]) -> bool:
 
 
 def is_torchscript(names: list[str]) -> bool:
-    """Whether the members are those of a file of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or since."""
+    """Return whether the members are those of a file of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or
+    since."""
     present = set(names)
     old = any(f"{root}version" in present for root in _roots(names, "model.json"))
     return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))
@@ -346,7 +350,7 @@ _NAMES = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA", **METHODS}
 
 
 def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> str:
-    """Return why torch refuses an archive, as a noun with what follows it; nothing where it does not.
+    """Return why torch refuses an archive, as a noun with what follows it; nothing if it does not.
 
     ``end`` is the record at the end as ``zipfile`` reads it, with the numbers of zip64 in their places."""
     _, disk, first_disk, here, count, size, place, _, _, at = end[:10]

@@ -34,7 +34,7 @@ _OF_TORCH = re.compile(
 def sniff(content: Content) -> bool:
     """Return whether the content is a zip archive, and not itself a file of torch.
 
-    One without a directory is told by the names before its members, as far as they can be followed."""
+    One without a directory is recognised by the names before its members, as far as they can be followed."""
     if bytes(content.buffer[:4]) not in (b"PK\x03\x04", b"PK\x05\x06"):
         return False
     # A header that bytes were put into (CR before LF) seems to have a name of none.
@@ -47,8 +47,8 @@ def sniff(content: Content) -> bool:
 
 
 def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks, str]], list[Fact]]:
-    """The name, first bytes and blocks of every file, with the reason where it is closed; and what is wrong with the
-    archive."""
+    """Return the name, first bytes and blocks of every file, with the reason where it is closed; and what is wrong with
+    the archive."""
     listing = list_members(content)
     packed = sum(min(info.compress_size, len(content)) for info in listing.infos)
     if packed > OVERLAP_LIMIT * len(content):

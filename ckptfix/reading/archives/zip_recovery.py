@@ -85,7 +85,7 @@ class FoundMembers:
 
 
 def walk(content: Content) -> FoundMembers:
-    """Return the members of an archive without its directory. Raises ``HostileError`` where there is no end of them."""
+    """Return the members of an archive without its directory. Raises ``HostileError`` if there is no end of them."""
     found = FoundMembers(content, zeros=zero_tail(content))
     headers = {position: _data_start(content, position) for position in _signatures(content, b"PK\x03\x04")}
     descriptors = _descriptors(content, set(headers.values()))
@@ -261,7 +261,7 @@ class ZipIndex:
     agreed: dict[int, int] = field(default_factory=dict)
 
     def data_start(self, content: Content, info: Member) -> int | None:
-        """Return where the data of a member begins; None where nothing says so."""
+        """Return where the data of a member begins; None if nothing says so."""
         for known in (self.starts, self.agreed):
             if info.header_offset in known:
                 return known[info.header_offset]
@@ -387,7 +387,8 @@ class DirectoryRepair:
         return self.proof.holds(Claim(header.start, *said, ""))
 
     def _elsewhere(self, info: Member) -> Member | None:
-        """The member of this name that a walk finds in another place, with the checksum and sizes of the directory."""
+        """Return the member of this name that a walk finds in another place, with the checksum and sizes of the
+        directory."""
         said = (info.CRC, info.compress_size, info.file_size)
         found = (found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset)
         return next((one for one in found if (one.CRC, one.compress_size, one.file_size) == said), None)
@@ -396,7 +397,7 @@ class DirectoryRepair:
         """Return the member at the only header of this name that a walk finds, or one that is nowhere.
 
         Where bytes are lost, a header may have the data of another member after it: the checksum of the directory
-        tells, and where there is none nothing does."""
+        tells, and if there is none nothing does."""
         found = [found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset]
         moved = copy.copy(info)
         moved.header_offset = found[0].header_offset if len(found) == 1 and info.CRC else NOWHERE
@@ -483,7 +484,7 @@ _RECORDS64 = END64.size + LOCATOR.size
 
 
 def list_members(content: Content) -> ZipIndex:
-    """Return the members of an archive. Raises ``HostileError`` where there is no end of them."""
+    """Return the members of an archive. Raises ``HostileError`` if there is no end of them."""
     listing, fault = _directory(content)
     if content.is_remote:
         if fault:  # to go by the headers, all of the file would have to be fetched

@@ -47,7 +47,7 @@ class Location:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and its chunks; the location of a chunk is None where the metadata does not give it.
+    """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
 
     A chunk that several ranks saved is there several times.
     """
@@ -110,7 +110,7 @@ def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
 
 
 def parse_metadata(content: Content) -> StoredMetadata:
-    """Return the parsed metadata. Raises ``UnreadableError`` where the file is not such a pickle."""
+    """Return the parsed metadata. Raises ``UnreadableError`` if the file is not such a pickle."""
 
     def no_storage(key: str, nbytes: int, device: str) -> Storage:
         raise HostileError(f"{content.path}: tensor data in a file that describes tensors; do not use this checkpoint")
@@ -205,7 +205,7 @@ def _metadata_files(folder: Path) -> list[Path]:
 def read_folder(folder: Path, salvage: bool) -> Document:
     """Return the document of a folder: the container that was saved, nested as it was.
 
-    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` where none is whole.
+    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` if none is whole.
     """
     if not _metadata_files(folder):
         unfinished = any(folder.glob("*.metadata.tmp"))

@@ -39,9 +39,10 @@ def looks_like(folder: Path) -> bool:
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """The document of a folder: a flat state_dict, whose tensors are put together out of their chunks as they are read.
+    """Return the document of a folder: a flat state_dict, whose tensors are put together out of their chunks as they
+    are read.
 
-    A tensor that lacks a chunk is torn. Raises ``UnreadableError`` where none is whole."""
+    A tensor that lacks a chunk is torn. Raises ``UnreadableError`` if none is whole."""
     names = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
     ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)

@@ -52,7 +52,8 @@ _LISTED = 6
 
 
 def weights_file(path: str) -> str | None:
-    """The one file of weights in a folder that a library wrote, beside its configuration and the state of a training.
+    """Return the one file of weights in a folder that a library wrote, beside its configuration and the state of a
+    training.
 
     None if there is none or several, and where the folder itself is a checkpoint."""
     folder = Path(path)
@@ -98,7 +99,8 @@ def weights_url(url: str) -> str:
 
 
 def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
-    """The document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` where it is not a checkpoint."""
+    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it is not a
+    checkpoint."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:

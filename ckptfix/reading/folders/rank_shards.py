@@ -47,7 +47,7 @@ class RankShard:
 def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     """Return what part of a distributed checkpoint a file is; None for one that is whole by itself.
 
-    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty where none was found.
+    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty if none was found.
     """
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
         what = "is the .metadata of torch.distributed.checkpoint, which says what is in the .distcp files beside it"
@@ -92,9 +92,8 @@ def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
 
 
 def local_part(cls: Any, size: Any, state: Any) -> Any:
-    """What a pickled tensor subclass without a storage of its own becomes: its local tensor where that is the whole
-    (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` where there is no local tensor.
-    """
+    """Return what a pickled tensor subclass without a storage of its own becomes: its local tensor where that is the
+    whole (one process, or replicated), else an ``Opaque`` object; ``NotImplemented`` where there is no local tensor."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = Opaque(cls, state=state)
@@ -118,7 +117,8 @@ def is_sharded(value: Any) -> bool:
 
 
 def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to be.
+    """Return the parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to
+    be.
 
     A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
     """

@@ -85,7 +85,7 @@ def is_index(content: Content) -> bool:
 
 
 def parse_index(content: Content) -> ShardIndex:
-    """Return the index in a JSON file. Raises ``UnreadableError`` where it is malformed or names a key twice."""
+    """Return the index in a JSON file. Raises ``UnreadableError`` if it is malformed or names a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
         raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
@@ -202,7 +202,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     path = folder / name
     try:
         real, homes = path.resolve(), (folder.resolve(), Path(said_by).resolve().parent)
-    # RuntimeError is what a loop of links raises before Python 3.13, ValueError what a name that is no text does.
+    # RuntimeError is what a loop of links raises before Python 3.13, ValueError what a name that is not a text does.
     except (OSError, RuntimeError, ValueError) as error:
         raise HostileError(
             f"{said_by}: {name!r:.80} cannot be followed ({error}); do not use this checkpoint"

@@ -70,7 +70,7 @@ def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
 def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
     """Return what a shard has around its state_dict, level by level, with None in the place of the next one.
 
-    None where that is more than numbers and texts."""
+    None if that is more than numbers and texts."""
     levels = []
     value = shard.root
     for part in shard.container:
@@ -137,7 +137,7 @@ def looks_like(folder: Path) -> bool:
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """Return the document of a folder of shards. Raises ``UnreadableError`` where it holds several checkpoints."""
+    """Return the document of a folder of shards. Raises ``UnreadableError`` if it holds several checkpoints."""
     indexes = _indexes(folder)
     chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
     if chosen is None and len(indexes) > 1:
@@ -171,9 +171,8 @@ class _Merge:
         self.remarks: list[Fact] = []
 
     def document(self) -> Document:
-        """The merged document. Raises ``UnreadableError`` where no tensor is whole, or where two shards hold different
-        values for one key and no index says which is meant.
-        """
+        """Return the merged document. Raises ``UnreadableError`` if no tensor is whole, or where two shards hold
+        different values for one key and no index says which is meant."""
         for name in self.wanted:
             self._open(name)
         self._note_absent()
@@ -252,7 +251,7 @@ class _Merge:
     def _root(self) -> Any:
         """Return the merged state_dict, in the container that every shard has around its part, where it is the same.
 
-        Raises ``UnreadableError`` where it is not: which of them is meant cannot be told."""
+        Raises ``UnreadableError`` if it is not: which of them is meant cannot be told."""
         first, *others = self.opened.values()
         around = surroundings(first)
         if around is None or any(
@@ -303,7 +302,8 @@ class _Merge:
                 self.damage.append(Fact.of(kind, keys=tuple(keys)))
 
     def _contradict(self, key: str, names: list[str]) -> bool:
-        """Whether shards hold different values for a key. Then the one of the index is meant, and without one, none."""
+        """Return whether shards hold different values for a key. Then the one of the index is meant, and without one,
+        none."""
         first, *others = (self.opened[name].entries[key] for name in names)
         if all(is_same(first, other, self.path) for other in others):
             return False

@@ -44,7 +44,7 @@ _PYTHON = re.compile(
 
 
 def as_text(data: bytes) -> str | None:
-    """Return the text that bytes are, with or without a byte order mark; None where they are none.
+    """Return the text that bytes are, with or without a byte order mark; None if they are none.
 
     The bytes may end in the middle of a letter."""
     mark, encoding = next((pair for pair in _BOMS if data.startswith(pair[0])), (b"", "utf-8"))

@@ -24,7 +24,8 @@ _NODES = 1000
 
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is the state of an optimizer: its state_dict, or what an optimizer object was pickled as."""
+    """Return whether a mapping is the state of an optimizer: its state_dict, or what an optimizer object was pickled
+    as."""
     is_nested = "param_groups" in mapping and "state" in mapping
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping)
 

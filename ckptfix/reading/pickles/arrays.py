@@ -33,7 +33,7 @@ class NumpyArray:
         """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy
         wrote no version.
 
-        Raises ``ValueError`` where it is no state, or has more or fewer bytes than elements."""
+        Raises ``ValueError`` if it is no state, or has more or fewer bytes than elements."""
         if isinstance(state, tuple) and len(state) in (4, 5):
             shape, dtype, fortran, data = state[-4:]
             shape = sizes(shape)
@@ -44,9 +44,8 @@ class NumpyArray:
             raise MalformedError("a numpy array with an invalid state")
 
     def spec(self, path: str) -> TensorSpec | None:
-        """The array as a tensor, the same one each time; None for strings, objects, records and dates, which torch has
-        no dtype for.
-        """
+        """Return the array as a tensor, the same one each time; None for strings, objects, records and dates, which
+        torch has no dtype for."""
         if self._spec is not None:
             return self._spec
         code, order = numpy_type(self.dtype)
@@ -75,7 +74,7 @@ class NumpyArray:
 
 
 def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
-    """Raise ``ValueError`` where an array has more or fewer bytes than its elements take."""
+    """Raise ``ValueError`` if an array has more or fewer bytes than its elements take."""
     if not isinstance(dtype, Opaque):
         raise MalformedError("a numpy array with an invalid dtype")
     known = BY_NUMPY.get(numpy_type(dtype)[0])
@@ -87,7 +86,7 @@ def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
 
 
 def arrays_in(root: Any) -> Iterator[NumpyArray]:
-    """Every array in a tree of dicts, lists and tuples, each container once."""
+    """Yield every array in a tree of dicts, lists and tuples, each container once."""
     pending, seen = [root], {id(root)}
     while pending:
         value = pending.pop()
@@ -100,9 +99,10 @@ def arrays_in(root: Any) -> Iterator[NumpyArray]:
 
 
 def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
-    """A tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is lost.
+    """Return a tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is
+    lost.
 
-    Raises ``UnreadableError`` where the array holds anything else."""
+    Raises ``UnreadableError`` if the array holds anything else."""
     data = bytes(spec.storage.source.read(0, spec.storage.nbytes)) if spec.storage is not None else b""
     if (spec.dtype, dtype) != ("float32", "bfloat16") or any(data[0::4]) or any(data[1::4]):
         raise UnreadableError(
@@ -115,7 +115,7 @@ def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
 
 
 def numpy_type(dtype: Any) -> tuple[str, str]:
-    """The type string of a pickled ``numpy.dtype`` and its byte order: ``("f4", "<")``."""
+    """Return the type string of a pickled ``numpy.dtype`` and its byte order: ``("f4", "<")``."""
     if not isinstance(dtype, Opaque) or not dtype.args or not isinstance(dtype.args[0], str):
         return ("", "")
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
@@ -123,9 +123,8 @@ def numpy_type(dtype: Any) -> tuple[str, str]:
 
 
 def dtype_label(dtype: Any) -> Any:
-    """A pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with its
-    name, type and offset in bytes.
-    """
+    """Return a pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with
+    its name, type and offset in bytes."""
     code, order = numpy_type(dtype)
     state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
     fields = state[4] if len(state) > 4 else None
@@ -143,9 +142,8 @@ def dtype_label(dtype: Any) -> Any:
 
 
 def array_fields(array: NumpyArray) -> dict[str, Any]:
-    """An array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where they are
-    no text.
-    """
+    """Return an array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where
+    they are no text."""
     code, order = numpy_type(array.dtype)
     data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
     if isinstance(data, str):

@@ -26,7 +26,7 @@ class TypedStorage:
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
+    """Return a shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
     if not isinstance(value, (tuple, list)) or len(value) > 64:
@@ -38,13 +38,13 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def checked(spec: TensorSpec, path: str) -> TensorSpec:
-    """The spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
+    """Return the spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
     checked_size(spec, path)
     return spec
 
 
 def checked_size(spec: TensorSpec, path: str) -> int:
-    """The bytes of a tensor, once the claims of its spec are known to hold against its storage."""
+    """Return the bytes of a tensor, once the claims of its spec are known to hold against its storage."""
     if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
         raise HostileError(
             f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
@@ -69,16 +69,15 @@ def checked_size(spec: TensorSpec, path: str) -> int:
 
 
 def dtype_name(value: Any) -> str:
-    """The name of a dtype that a pickle refers to as the global ``torch.float32``."""
+    """Return the name of a dtype that a pickle refers to as the global ``torch.float32``."""
     if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
         return value.name
     raise MalformedError(f"{shown(value)} is no dtype")
 
 
 def storage_dtype(cls: Any) -> str:
-    """The dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
-    ``torch.storage.UntypedStorage``.
-    """
+    """Return the dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
+    ``torch.storage.UntypedStorage``."""
     if isinstance(cls, Global):
         if (dtype := BY_STORAGE.get(cls.name)) is not None:
             return dtype.name

@@ -29,7 +29,7 @@ _LOADERS = frozenset("load save from_file load_library import_ir_module hub pack
 
 
 def is_graph_code(body: Any, imports: Any) -> bool:
-    """Whether the instance dict of a graph module and its import block hold nothing but calls of operations."""
+    """Return whether the instance dict of a graph module and its import block hold nothing but calls of operations."""
     if not isinstance(body, dict):
         return False
     code, block = body.get("_code", body.get("code", "")), imports or ""
@@ -82,9 +82,8 @@ def _is_harmless_word(found: re.Match[str]) -> bool:
 
 
 def _is_operation(name: str, is_called: bool) -> bool:
-    """Whether a dotted name of torch is an operation that is called, or one of the few values that stand for
-    themselves: nobody needs a module of torch as a value.
-    """
+    """Return whether a dotted name of torch is an operation that is called, or one of the few values that stand for
+    themselves: nobody needs a module of torch as a value."""
     _, *path = name.split(".")
     if not path or is_payload(name) or not _LOADERS.isdisjoint(path):
         return False

@@ -50,20 +50,19 @@ _NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thou
 
 
 def _is_simple(part: Any) -> bool:
-    """Whether a value may be a part of a tensor: a tensor itself, and nothing in it goes deeper."""
+    """Return whether a value may be a part of a tensor: a tensor itself, and nothing in it goes deeper."""
     return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
 
 
 def _modern_name(function: Global) -> str:
-    """The name of a global that was moved since, where the table has it."""
+    """Return the name of a global that was moved since, where the table has it."""
     module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
     return f"{module}.{function.name}"
 
 
 def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function over and
-    over once ``list`` goes through it, and so does ``list`` of other objects than plain containers.
-    """
+    """Return whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function
+    over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers."""
     if name == "builtins.iter":
         return len(args) > 1
     if name not in _CONSUMERS or not args or not isinstance(args[0], Opaque):
@@ -73,7 +72,7 @@ def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _per_channel(values: Any, dtype: str) -> Any:
-    """A list of numbers as the tensor that later releases write; anything else as it is."""
+    """Return a list of numbers as the tensor that later releases write; anything else as it is."""
     if not isinstance(values, list):
         return values
     data = struct.pack(f"<{len(values)}{'d' if dtype == 'float64' else 'q'}", *values)
@@ -99,7 +98,7 @@ class InertTable:
     _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """The inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
+        """Return the inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
         handler = self._known.get(function)
         if handler is None and (handler := _TABLE.get(str(function)) or _TABLE.get(_modern_name(function))) is not None:
             self._known[function] = handler

@@ -148,7 +148,7 @@ class PickleMachine(PickleStream):
         return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:
-        """The inert value of the pickle."""
+        """Return the inert value of the pickle."""
         try:
             while not self._run():
                 pass
@@ -346,7 +346,7 @@ class PickleMachine(PickleStream):
         self.stack[-1] = self.instantiate(self.stack[-1], args)
 
     def instantiate(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """The inert value of ``function(*args, **kwargs)``."""
+        """Return the inert value of ``function(*args, **kwargs)``."""
         if not isinstance(kwargs, dict | None):
             raise MalformedError("keyword arguments that are not a dict")
         bounds = self.bounds
@@ -418,7 +418,7 @@ _LOOKED_UP = frozenset({"__setstate__", "append", "extend", "add"})
 
 
 def _is_armed(state: Any) -> bool:
-    """Whether a state puts a function in the place of a method that the unpickler itself calls."""
+    """Return whether a state puts a function in the place of a method that the unpickler itself calls."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return any(
         isinstance(part, dict) and any(isinstance(part.get(name), (Global, Opaque)) for name in _LOOKED_UP)
@@ -427,7 +427,7 @@ def _is_armed(state: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """What was wrong, in words of the pickle and not of the interpreter."""
+    """Return what was wrong, in words of the pickle and not of the interpreter."""
     if isinstance(error, MalformedError):
         return str(error)
     if isinstance(error, LookupError):
@@ -443,7 +443,7 @@ _UNSIGNED, _SHORT, _SIGNED = (struct.Struct(form).unpack_from for form in ("<I",
 
 
 def _name(machine: PickleMachine) -> str:
-    """A part of the name of a global, which is a line."""
+    """Return a part of the name of a global, which is a line."""
     raw = machine.line()
     if raw.endswith(b"\r"):
         raise UnreadableError(
@@ -460,7 +460,7 @@ _ESCAPED = dict(
 
 
 def _quoted(raw: bytes) -> bytes:
-    """The bytes of a quoted string of Python 2."""
+    """Return the bytes of a quoted string of Python 2."""
     raw = raw.strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         raise MalformedError("a string without quotes")
@@ -468,7 +468,7 @@ def _quoted(raw: bytes) -> bytes:
 
 
 def _unescaped(escape: re.Match[bytes]) -> bytes:
-    """The bytes of an escape in a string of Python 2; Python leaves one that it does not know as it is."""
+    """Return the bytes of an escape in a string of Python 2; Python leaves one that it does not know as it is."""
     sign = escape[1]
     if not sign:
         raise MalformedError("an escape that is cut short")

@@ -132,7 +132,7 @@ _SPECIAL = re.compile(r"__\w+__")
 
 @cache
 def _trusted() -> dict[str, frozenset[str]]:
-    """The names of ``trusted_globals.txt`` by their modules."""
+    """Return the names of ``trusted_globals.txt`` by their modules."""
     text = Path(__file__).with_name("trusted_globals.txt").read_text(encoding="utf-8")
     lines = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
     return {module: frozenset(names.split()) for module, _, names in lines}
@@ -156,7 +156,7 @@ def is_trusted(name: str) -> bool:
 
 
 def is_known(root: str) -> bool:
-    """Whether a package is one of which it is known what checkpoints need of it."""
+    """Return whether a package is one of which it is known what checkpoints need of it."""
     return root.lstrip("_") in STDLIB or root in ("torch", "numpy") or root in HARMFUL
 
 
@@ -217,8 +217,8 @@ def name_calls(called: Iterable[str]) -> set[str]:
 
 
 def payload_remarks(names: Iterable[str]) -> list[Fact]:
-    """One remark for each global that is there only to run code, and for each other one that is not trusted, such as
-    the user's own classes. A name that ends in ``()`` was called to run code.
+    """Return one remark for each global that is there only to run code, and for each other one that is not trusted,
+    such as the user's own classes. A name that ends in ``()`` was called to run code.
 
     A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``.
     """
@@ -233,9 +233,8 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
 
 @contextmanager
 def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
-    """What is read in the block may fail; where ``names``, the globals of its pickles, hold a payload, the error says
-    that first, as ``HostileError``: nobody should fetch such a file again.
-    """
+    """Provide what is read in the block may fail; where ``names``, the globals of its pickles, hold a payload, the
+    error says that first, as ``HostileError``: nobody should fetch such a file again."""
     try:
         yield
     except UnreadableError as error:

@@ -66,7 +66,7 @@ class PickleStream:
             )
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` bytes of the stream."""
+        """Return the next ``count`` bytes of the stream."""
         place, start = self.place, self.position
         if 0 <= count <= len(self.window) - place:
             self.place = place + count
@@ -81,15 +81,15 @@ class PickleStream:
         return self._data[start : start + count]
 
     def byte(self) -> int:
-        """The next byte, as a number."""
+        """Return the next byte, as a number."""
         return self.take(1)[0]
 
     def unsigned(self, width: int) -> int:
-        """The next little-endian unsigned integer of ``width`` bytes."""
+        """Return the next little-endian unsigned integer of ``width`` bytes."""
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> bytes:
-        """The bytes up to the next newline."""
+        """Return the bytes up to the next newline."""
         end = self.window.find(b"\n", self.place)
         if end >= 0:
             return self.take(end + 1 - self.place)[:-1]

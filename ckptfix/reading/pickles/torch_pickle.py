@@ -89,7 +89,7 @@ class StoragePickle:
         self._bounds = bounds
 
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
-        """The inert value of the pickle at ``position`` and the position behind it."""
+        """Return the inert value of the pickle at ``position`` and the position after it."""
         machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
         try:
             value = machine.load()
@@ -116,14 +116,15 @@ class StoragePickle:
             )
 
     def protocol_remarks(self, where: str) -> list[Fact]:
-        """What to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not UTF-8."""
+        """Return what to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not
+        UTF-8."""
         # Protocol 2 itself has some: a tuple that holds itself is written with POP.
         protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
         remarks = [] if self.is_plain else [Fact.of(Kind.PROTOCOL, where, protocol=protocol)]
         return remarks if self.is_unicode else [*remarks, Fact(Kind.PYTHON2_TEXT, where)]
 
     def _persistent(self, pid: Any) -> Any:
-        """The stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
+        """Return the stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
         kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
         if kind == "module" and isinstance(cls, Global):
             return cls
@@ -155,9 +156,8 @@ class StoragePickle:
         return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
 
     def _reduced(self, *given: Any) -> Any:
-        """The stand-in of an object that torch.package makes by a call: ``(number, function, args)``, before 1.12
-        without the number. Equal numbers stand for one object.
-        """
+        """Return the stand-in of an object that torch.package makes by a call: ``(number, function, args)``, before
+        1.12 without the number. Equal numbers stand for one object."""
         number = given[0] if len(given) == 3 else None
         function, args = given[-2:] if len(given) in (2, 3) else (None, None)
         if (
@@ -174,7 +174,7 @@ class StoragePickle:
         return self._objects[number]
 
     def _storage_class(self, cls: Any) -> str:
-        """The dtype of a storage class; those that torch has itself are kept for the next storage."""
+        """Return the dtype of a storage class; those that torch has itself are kept for the next storage."""
         dtype = storage_dtype(cls)
         if cls.module in _STORAGE_MODULES:
             self._classes[cls] = dtype
@@ -201,9 +201,8 @@ class StoragePickle:
         return TypedStorage(self.storages[name], dtype)
 
     def _swapped(self, storage: Storage, dtype: str) -> Storage:
-        """The storage with its elements turned round. A complex element is two numbers, and an untyped storage is none:
-        torch swaps neither (``UntypedStorage.byteswap``).
-        """
+        """Return the storage with its elements turned round. A complex element is two numbers, and an untyped storage
+        is none: torch swaps neither (``UntypedStorage.byteswap``)."""
         width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
         if width == 1:
             return storage
@@ -213,7 +212,8 @@ class StoragePickle:
 def _nested(
     path: str, read_nested: ReadNested | None, nesting: int, bounds: Bounds, names: set[str], data: bytes
 ) -> Any:
-    """The object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a while."""
+    """Return the object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a
+    while."""
     if read_nested is None or nesting >= NESTING_LIMIT:
         raise HostileError(
             f"{path}: a file of torch.save inside its pickle, "
@@ -225,7 +225,7 @@ def _nested(
 
 
 def _id_of_text(text: str) -> tuple[Any, ...]:
-    """The persistent id that a file of pickle protocol 0 writes as text."""
+    """Return the persistent id that a file of pickle protocol 0 writes as text."""
     if module := _TEXT_MODULE.match(text):
         return "module", Global(module["module"], module["name"])
     found = _TEXT_ID.fullmatch(text)

@@ -22,12 +22,13 @@ FILE_LIMIT = 200_000
 
 
 def looks_like(folder: Path) -> bool:
-    """Whether a folder, or the one folder in it, has the members of a torch file."""
+    """Return whether a folder, or the one folder in it, has the members of a torch file."""
     return _root(folder) is not None
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """The document of an unpacked torch file. Raises ``UnreadableError`` where a member is missing or cut short."""
+    """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut
+    short."""
     root = _root(folder)
     if root is None:
         raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it; name the folder that holds it")
@@ -49,7 +50,8 @@ class NamedBytes:
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file is gone or shorter than it was."""
+        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file is gone or shorter than it
+        was."""
         return FileBytes(OpenFile(self.path), 0, self.nbytes).read(start, stop)
 
 
@@ -71,11 +73,11 @@ class FolderArchive:
         return Bounds(self.path, self.nbytes)
 
     def source(self, name: str) -> ByteSource:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         return NamedBytes(str(self.members[name]), self.members[name].stat().st_size)
 
     def is_whole(self, name: str) -> bool:
-        """Whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
+        """Return whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
         return True
 
     def crc32(self, name: str) -> int | None:
@@ -96,7 +98,7 @@ def _only_folder(folder: Path) -> list[Path]:
 
 
 def _files(root: Path) -> dict[str, Path]:
-    """Every file below a folder. A link is left out: it may lead anywhere."""
+    """Return every file below a folder. A link is left out: it may lead anywhere."""
     files: dict[str, Path] = {}
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.startswith("._") and path.name != ".DS_Store":

@@ -24,7 +24,7 @@ NAME = "pickle"
 
 
 def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
-    """The document of a plain pickle that was read to its end.
+    """Return the document of a plain pickle that was read to its end.
 
     Raises ``UnreadableError`` if bytes are missing or too many, and nothing shows where."""
     if pickles.storages:
@@ -44,7 +44,8 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
 
 
 def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableError | None) -> Document | None:
-    """The document of what a plain pickle holds before its damage, which ``error`` met; None if that is nothing."""
+    """Return the document of what a plain pickle holds before its damage, which ``error`` met; None if that is
+    nothing."""
     if pickles.storages or (before := read_before(pickles, bytes(content.buffer[:]))) is None:
         return None
     damage = (
@@ -93,14 +94,15 @@ class Before(NamedTuple):
 
 
 def first_break(data: bytes) -> tuple[int, int] | None:
-    """Where a string of bytes begins and ends that is not kept under a number, in a pickle that keeps the others."""
+    """Return where a string of bytes begins and ends that is not kept under a number, in a pickle that keeps the
+    others."""
     strings = _long_strings(data)
     unkept = [(start, stop) for start, stop, is_kept in strings if not is_kept]
     return unkept[0] if unkept and len(strings) > 3 * len(unkept) else None
 
 
 def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
-    """The values of a pickle that may be the data of tensors: start, end, and whether the pickle keeps it."""
+    """Return the values of a pickle that may be the data of tensors: start, end, and whether the pickle keeps it."""
     stream = io.BytesIO(data)
     found: list[tuple[int, int, bool]] = []
     begin = None  # of a long string, while it is not known whether it is kept
@@ -134,7 +136,8 @@ def read_before(pickles: StoragePickle, data: bytes) -> Before | None:
 
 
 def _unfinished_key(runs: list[list[Any]]) -> str | None:
-    """The key of the innermost dict whose value is not whole. In a module it is only a part of the tensor's name."""
+    """Return the key of the innermost dict whose value is not whole. In a module it is only a part of the tensor's
+    name."""
     if any(isinstance(value, str) and value in _MODULE for run in runs for value in run):
         return None
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
@@ -145,7 +148,8 @@ def _unfinished_key(runs: list[list[Any]]) -> str | None:
 
 
 def fold(runs: list[list[Any]], path: str) -> Any:
-    """The dict, list or object at the bottom of the stack with all that was whole in it; None if there is none."""
+    """Return the dict, list or object at the bottom of the stack with all that was whole in it; None if there is
+    none."""
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
         _settle(run)
         if outer:
@@ -180,7 +184,8 @@ def _fill(target: Any, values: list[Any], path: str) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether nothing more is to be expected for a value: no arguments for a class, and no state for its object."""
+    """Return whether nothing more is to be expected for a value: no arguments for a class, and no state for its
+    object."""
     if isinstance(value, NumpyArray):
         return value.dtype is not None
     return not isinstance(value, Global) and not (isinstance(value, Opaque) and not value.args and not value.state)

@@ -42,22 +42,21 @@ class TorchArchive(Protocol):
     def members(self) -> Collection[str]: ...
 
     def source(self, name: str) -> ByteSource:
-        """The bytes of a member."""
+        """Return the bytes of a member."""
         ...
 
     def is_whole(self, name: str) -> bool:
-        """Whether all of a member is there."""
+        """Return whether all of a member is there."""
         ...
 
     def crc32(self, name: str) -> int | None:
-        """The checksum of a member, where the archive has one."""
+        """Return the checksum of a member, where the archive has one."""
         ...
 
 
 def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> bytes:
-    """The whole of a member. Raises ``HostileError`` where it is larger than ``limit``, by default 64 MB or four times
-    the archive.
-    """
+    """Return the whole of a member. Raises ``HostileError`` if it is larger than ``limit``, by default 64 MB or four
+    times the archive."""
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
         raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
@@ -67,7 +66,7 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
 
 
 LeftOf = Callable[[str | None, int], ByteSource | None]
-"""What is left of a storage, by its member (None where that is gone) and size; None where it is whole."""
+"""What is left of a storage, by its member (None if that is gone) and size; None if it is whole."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Reading:
     torn: list[Fact] = field(default_factory=list)
 
     def member(self, name: str, limit: int | None = None) -> bytes:
-        """The whole of a member that says what the tensors are. That it fails its checksum is damage."""
+        """Return the whole of a member that says what the tensors are. That it fails its checksum is damage."""
         data = read_member(self.archive, name, limit)
         crc32 = self.archive.crc32(name)
         if crc32 is not None and zlib.crc32(data) != crc32:
@@ -96,7 +95,7 @@ class Reading:
         return [name for name in self.archive.members if self.archive.is_whole(name)]
 
     def pickle(self, *folders: str, nesting: int = 0, suffix: str = "") -> StoragePickle:
-        """What runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
+        """Return what runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
 
         def find(key: str, nbytes: int, device: str) -> Storage:
             members = self.archive.members
@@ -124,7 +123,8 @@ class Reading:
         return len(word) == len(b"big")
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
-        """The storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not there."""
+        """Return the storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not
+        there."""
         archive = self.archive
         left = self.left_of(name, nbytes) if self.left_of is not None else None
         if left is not None:
@@ -157,7 +157,8 @@ class Reading:
 
 
 def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
-    """A file of torch.save inside the pickle; few archives have one, and its reader is not imported for the others."""
+    """Return a file of torch.save inside the pickle; few archives have one, and its reader is not imported for the
+    others."""
     from ckptfix.reading.torch_files.torch_legacy import read_nested
 
     return read_nested(data, path, nesting, bounds)
@@ -169,7 +170,7 @@ def _some(causes: list[Fact], rest: Kind) -> list[Fact]:
 
 
 def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: LeftOf | None = None) -> Document:
-    """The document of the members of a torch.save file; ``form`` is the name of its format."""
+    """Return the document of the members of a torch.save file; ``form`` is the name of its format."""
     reading = Reading(archive, left_of)
     # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
     pickles = reading.pickle("data", "tensors", nesting=nesting)
@@ -191,7 +192,7 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
 
 
 def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
-    """What ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
+    """Return what ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
     try:
         run = pickles.run(data)
     except UnreadableError as error:
@@ -205,7 +206,8 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
 
 
 def _producer(members: Collection[str]) -> str:
-    """Which releases of torch write these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
+    """Return which releases of torch write these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last
+    two."""
     if ".format_version" in members:
         return "torch 2.7 or later, or ckptfix"
     if "byteorder" in members:

@@ -40,9 +40,9 @@ _STRIDED = 7
 
 
 def read(content: Content) -> Document:
-    """The document of an exported program: its state_dict, or those of all its models by name.
+    """Return the document of an exported program: its state_dict, or those of all its models by name.
 
-    Raises ``UnreadableError`` where it has none."""
+    Raises ``UnreadableError`` if it has none."""
     archive = open_archive(content, EXPORT_MARK)
     reading = Reading(archive, archive.left_of)
     if reading.is_big_endian:

@@ -1,7 +1,7 @@
 """The format of torch.save up to 1.5, and plain pickles.
 
 A legacy file is a row of pickles (a magic number, a protocol version, facts about the machine, the object, the list of
-storage keys) and behind them each storage as an 8-byte count and its raw elements:
+storage keys) and after them each storage as an 8-byte count and its raw elements:
 ``torch/serialization.py::_legacy_save``."""
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PROTOCOL = 1001
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a legacy file or a plain pickle.
+    """Return the document of a legacy file or a plain pickle.
 
-    Storages that the file has lost are torn. Raises ``UnreadableError`` where the pickles themselves are not whole."""
+    Storages that the file has lost are torn. Raises ``UnreadableError`` if the pickles themselves are not whole."""
 
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
         return Storage(key, LateBytes(nbytes), device)
@@ -87,8 +87,9 @@ def read(content: Content, nesting: int = 0) -> Document:
 
 
 def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
-    """The root object of a file of torch.save inside a pickle (``torch.storage._load_from_bytes``), as ``pickle.dump``
-    of a tensor writes it, and the globals that its pickles name. It counts against the limits of the outer file.
+    """Return the root object of a file of torch.save inside a pickle (``torch.storage._load_from_bytes``), as
+    ``pickle.dump`` of a tensor writes it, and the globals that its pickles name. It counts against the limits of the
+    outer file.
 
     torch has always written such a file in the legacy format."""
     document = read(Content(path, data, account=bounds), nesting)
@@ -101,7 +102,7 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
 
 
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
-    """One of the pickles in front of the storages, without which none of these has a name or a type."""
+    """Return one of the pickles before the storages, without which none of these has a name or a type."""
     try:
         run = pickles.run(content.buffer, position)
         pickles.refuse_torn()
@@ -191,7 +192,7 @@ class _Storages:
             self.damage.append(Fact(Kind.CUT_SHORT))
 
     def _stored(self, key: str, head: bytes) -> int:
-        """The bytes of a storage by the count in front of it."""
+        """Return the bytes of a storage by the count in front of it."""
         return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
 
     def _resume(self, behind: list[tuple[str, Storage]], shift: int, *, is_end: bool) -> None:
@@ -237,7 +238,8 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     def doubted(self, root: Any) -> Iterator[str]:
-        """The names of the tensors that are whole in a storage which is not: what it lacks may lie in front of them."""
+        """Yield the names of the tensors that are whole in a storage which is not: what it lacks may lie in front of
+        them."""
         if self.position <= len(self.content):
             return
         cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
@@ -245,21 +247,21 @@ class _Storages:
             yield from (key for key, spec in _named(root, self.content.path) if _lies_in(spec, cut))
 
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
-        """Where each contiguous tensor begins."""
+        """Yield where each contiguous tensor begins."""
         for spec in tensors_in(root):
             source = spec.storage.source if spec.storage is not None else None
             if isinstance(source, LateBytes) and source in self.placed and spec.is_contiguous:
                 yield self.placed[source] + spec.offset * spec.itemsize, spec
 
     def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
-        """How much is there of the storages that reach into the zeros at the end, which is damage."""
+        """Return how much is there of the storages that reach into the zeros at the end, which is damage."""
         size = len(self.content)
         self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
 
 
 def _lies_in(spec: TensorSpec, cut: set[LateBytes]) -> bool:
-    """Whether a tensor is whole in one of the storages that are not."""
+    """Return whether a tensor is whole in one of the storages that are not."""
     storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
     return not is_torn(spec) and any(storage.source in cut for storage in storages)
 
@@ -280,12 +282,13 @@ def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
 
 
 def _is_whole(spec: TensorSpec) -> bool:
-    """Whether a tensor has as many elements as its storage."""
+    """Return whether a tensor has as many elements as its storage."""
     return spec.storage is not None and spec.nbytes == spec.storage.nbytes
 
 
 def _has_odd_strides(spec: TensorSpec) -> bool:
-    """Whether two elements share a place in the storage, although no dimension is expanded or the storage has room.
+    """Return whether two elements share a place in the storage, although no dimension is expanded or the storage has
+    room.
 
     Nothing in a legacy file proves its pickle: one flipped bit in a stride gives other values."""
     if spec.layout != "strided" or spec.is_contiguous or spec.numel < 2:

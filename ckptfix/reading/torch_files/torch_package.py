@@ -19,9 +19,9 @@ NAME = "torch-package"
 
 
 def read(content: Content) -> Document:
-    """The document of a package: its pickle, or all of them by name where it has several.
+    """Return the document of a package: its pickle, or all of them by name where it has several.
 
-    Raises ``UnreadableError`` where it has none."""
+    Raises ``UnreadableError`` if it has none."""
     archive = open_archive(content, PACKAGE_MARK)
     reading = Reading(archive, archive.left_of)
     pickles = reading.pickle(".data", suffix=".storage")

@@ -34,7 +34,8 @@ _DIMENSIONS = 64
 
 
 def has_parts(content: Content) -> bool:
-    """Whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of them."""
+    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of
+    them."""
     if not tar_members.sniff(content):
         return False
     parts, _ = _parts(content)
@@ -42,7 +43,7 @@ def has_parts(content: Content) -> bool:
 
 
 def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
-    """Where each of the files lies, and what is wrong with the archive.
+    """Return where each of the files lies, and what is wrong with the archive.
 
     The first few are looked at: no other program's archive is walked to its end."""
     files = tar_members.TarFiles(content)
@@ -53,7 +54,7 @@ def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a file of torch 0.1. Raises ``UnreadableError`` where it is cut short or damaged."""
+    """Return the document of a file of torch 0.1. Raises ``UnreadableError`` if it is cut short or damaged."""
     parts, damage = _parts(content)
     if missing := [part for part in PARTS if part not in parts]:
         cause = clauses(damage) or "is cut short"
@@ -82,7 +83,7 @@ class _Reader:
     """Whether the file ends inside of its storages, which torch wrote last."""
 
     def run(self, position: int) -> tuple[Any, int]:
-        """The inert value of the pickle at ``position``, and the position behind it."""
+        """Return the inert value of the pickle at ``position``, and the position after it."""
         table = InertTable(self.content.path, self._nested)
         content = self.content
         machine = PickleMachine(content.buffer, content.path, table.call, self._persistent, position, content.bounds)
@@ -175,7 +176,7 @@ class _Reader:
             self.objects[int(key)] = checked(spec, self.content.path)
 
     def _lost(self, key: str, cls: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorSpec:
-        """A tensor whose storage lies behind the end of the file."""
+        """Return a tensor whose storage comes after the end of the file."""
         if not isinstance(cls, Global):
             raise self._damaged(f"the tensor of storage {key:.40} has no class")
         dtype = storage_dtype(Global(cls.module, cls.name.replace("Tensor", "Storage")))

@@ -97,7 +97,7 @@ class Archive:
         }
 
     def source(self, name: str) -> ByteSource:
-        """The bytes of a member; its place is the local header's word, checked against the file."""
+        """Return the bytes of a member; its place is the local header's word, checked against the file."""
         place = self._sound.get(name)
         if place is not None:
             return self.content.source(*place)
@@ -140,7 +140,7 @@ class Archive:
         return PackedBytes(self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
 
     def _remote_member(self, info: Member) -> ByteSource:
-        """The bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
+        """Return the bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
         content = self.content
         header = read_header(content, info.header_offset)
         is_it = header is not None and header.is_signed and header_name(info, header) == info.orig_filename
@@ -154,7 +154,7 @@ class Archive:
         return content.source(header.start, info.compress_size)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
-        """What is left of a storage in a damaged archive; None where the storage is whole."""
+        """Return what is left of a storage in a damaged archive; None if the storage is whole."""
         if name in self._sound or self.content.is_remote:
             return None
         if self.found is None:
@@ -174,12 +174,12 @@ class Archive:
         return start is not None and start + info.compress_size <= self.content.size
 
     def is_whole(self, name: str) -> bool:
-        """Whether all of a member is there, as far as the archive itself says."""
+        """Return whether all of a member is there, as far as the archive itself says."""
         return self.found is None or self.members[name].filename not in self.found.open_at
 
     @property
     def oddity(self) -> str | None:
-        """Why torch does not find its records in a sound archive; None where it does.
+        """Why torch does not find its records in a sound archive; None if it does.
 
         It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
         (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
@@ -216,7 +216,7 @@ class Archive:
         return [Fact.of(Kind.DOUBTFUL_NAMES, cause=doubt) for doubt in doubts]
 
     def damage(self, root: Any) -> list[Fact]:
-        """What is wrong with the archive itself, whose tensors are those in the tree ``root``."""
+        """Return what is wrong with the archive itself, whose tensors are those in the tree ``root``."""
         told = [*self.listing.damage, *self._gone_damage()]
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
         if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
@@ -242,7 +242,7 @@ class Archive:
 
 
 def open_archive(content: Content, main: str = "data.pkl") -> Archive:
-    """The directory of a torch zip file, whose root is where the member ``main`` is.
+    """Return the directory of a torch zip file, whose root is where the member ``main`` is.
 
     Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
     """
@@ -261,7 +261,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             "not use this file"
         )
     packed = sum([info.compress_size for info in infos])
-    # Where bytes were lost in front of the directory, the members are larger than what is left.
+    # Where bytes were lost before the directory, the members are larger than what is left.
     lacking = min(max(0, -listing.displaced), len(content))
     if found is None and packed > len(content) + lacking:
         raise HostileError(
@@ -289,7 +289,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
 
 
 def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
-    """What is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
+    """Return what is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
 
     TorchScript writes its storages first."""
     names = [info.filename for info in found.infos]
@@ -304,7 +304,7 @@ def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a torch zip file; of one without its directory, with what is left of it."""
+    """Return the document of a torch zip file; of one without its directory, with what is left of it."""
     archive = open_archive(content)
     document = read_archive(archive, NAME, nesting, archive.left_of)
     document.damage += archive.damage(document.root)

@@ -2,7 +2,7 @@
 
 Since 1.3 ``data.pkl`` holds the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list the
 parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5 a buffer is a tensor that
-is no parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead: see
+is not a parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead: see
 ``torchscript_json``. Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md
 """
 
@@ -44,7 +44,7 @@ _QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
 
 
 def read(content: Content, nesting: int = 0) -> Document:
-    """The document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
+    """Return the document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
 
     The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants behind
     it, so that a file that is cut short behind the list still has every weight, and one that is cut before it none
@@ -65,7 +65,7 @@ def read(content: Content, nesting: int = 0) -> Document:
 
 
 def _archive(content: Content, main: str) -> Archive | None:
-    """The archive with a member ``main``; None where it has none that is whole."""
+    """Return the archive with a member ``main``; None if it has none that is whole."""
     try:
         return open_archive(content, main)
     except UnreadableError:
@@ -73,7 +73,7 @@ def _archive(content: Content, main: str) -> Archive | None:
 
 
 def names_code(content: Content) -> bool:
-    """Whether the pickle of an archive without directory begins with a class of TorchScript.
+    """Return whether the pickle of an archive without directory begins with a class of TorchScript.
 
     A file of torch.save begins with its pickle, which saves the search for it through all of the file."""
     if any(name.endswith("/data.pkl") for name in first_names(content)[:1]):
@@ -88,9 +88,9 @@ def names_code(content: Content) -> bool:
 
 
 def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Document:
-    """The document of the members of an archive of torch 1.3 or later, of which ``left_of`` says what is left.
+    """Return the document of the members of an archive of torch 1.3 or later, of which ``left_of`` says what is left.
 
-    Raises ``UnreadableError`` where the module has no weights under names, as a frozen one has none."""
+    Raises ``UnreadableError`` if the module has no weights under names, as a frozen one has none."""
     reading = Reading(archive, left_of)
     pickles, constants = reading.pickle("data"), reading.pickle("constants")
     root, _ = pickles.run(reading.member("data.pkl"))
@@ -135,7 +135,7 @@ class ScriptClass:
 
 
 def _classes(reading: Reading) -> dict[str, ScriptClass]:
-    """The classes in the sources of an archive, by their full names. The sources are searched as text."""
+    """Return the classes in the sources of an archive, by their full names. The sources are searched as text."""
     classes: dict[str, ScriptClass] = {}
     total = 0
     for name in reading.whole:
@@ -180,7 +180,7 @@ class _Walk:
     visits: int = 0
 
     def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Fact]]:
-        """The state_dict below the root object, and what is to be said of it."""
+        """Return the state_dict below the root object, and what is to be said of it."""
         if isinstance(root, Opaque):
             self._module(root, "", 0)
         remarks = attribute_remarks(self.left_out, self.entries)
@@ -266,9 +266,9 @@ _TYPES = {
 
 
 def read_json(reading: Reading) -> OrderedDict[str, Any]:
-    """The state_dict of the module tree. A storage that is gone is torn.
+    """Return the state_dict of the module tree. A storage that is gone is torn.
 
-    Raises ``UnreadableError`` where the tree is damaged or has no tensors."""
+    Raises ``UnreadableError`` if the tree is damaged or has no tensors."""
     path = reading.archive.path
     try:
         model = reading.archive.bounds.parse_json(reading.member("model.json"))
@@ -285,7 +285,7 @@ def read_json(reading: Reading) -> OrderedDict[str, Any]:
 
 
 def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpec]:
-    """The tensors of the table. How large a storage is, its member says, else the tensors that lie in it."""
+    """Return the tensors of the table. How large a storage is, its member says, else the tensors that lie in it."""
     specs = [_tensor(reading.archive.path, record) for record in records]
     sizes: dict[str, int] = {}
     for record, spec in zip(records, specs, strict=True):
@@ -309,7 +309,7 @@ def _storage(reading: Reading, key: str, needed: int, device: str) -> Storage:
 
 
 def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
-    """The tensor of a record, without its storage."""
+    """Return the tensor of a record, without its storage."""
     name = record.get("dataType", "")
     if name not in _TYPES:
         raise UnreadableError(f"{path}: a tensor of type {name!s:.40}, which ckptfix does not know")
@@ -341,12 +341,13 @@ _ROOT = re.compile(r"^__torch__\.|\.___torch_mangle_\d+")
 
 
 def python_class(cls: Global) -> Global:
-    """The Python class that was compiled: ``a.B`` where TorchScript says ``__torch__.a.___torch_mangle_3.B``."""
+    """Return the Python class that was compiled: ``a.B`` where TorchScript says ``__torch__.a.___torch_mangle_3.B``."""
     return Global(_ROOT.sub("", cls.module), cls.name)
 
 
 def python_module(module: Opaque, path: str) -> Opaque:
-    """A module with the names that its pickle in Python has: its own class's, and that of the ScriptObjects in it."""
+    """Return a module with the names that its pickle in Python has: its own class's, and that of the ScriptObjects in
+    it."""
     state: Any = module.state
     if isinstance(state, dict):
         state = {name: unpacked(value, path) if is_packed(value) else value for name, value in state.items()}
@@ -356,13 +357,13 @@ def python_module(module: Opaque, path: str) -> Opaque:
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a value is an object of a class of torch itself, with its state in a tuple."""
+    """Return whether a value is an object of a class of torch itself, with its state in a tuple."""
     return isinstance(value, Opaque) and str(value.cls).startswith(CLASSES)
 
 
 def unpacked(value: Any, path: str) -> Any:
     """Plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose state is
-    ``(contents, class)``. Raises ``HostileError`` where they have no end.
+    ``(contents, class)``. Raises ``HostileError`` if they have no end.
     """
     return _Unpacking(path).plain(value, 0)
 

@@ -37,10 +37,10 @@ LIST_LIMIT = 64
 def open_document(
     document: Document, weights: str | None = None, *, salvage: bool = False, narrow: bool = True
 ) -> Checkpoint:
-    """The checkpoint of a document: its state_dict found, or taken where ``weights`` says.
+    """Return the checkpoint of a document: its state_dict found, or taken where ``weights`` says.
 
     Where that is the prefix of some keys, these alone are taken, or without ``narrow`` named in ``Checkpoint.picked``.
-    Raises ``UnreadableError`` where the file holds no weights, or is damaged and nothing is to be salvaged;
+    Raises ``UnreadableError`` if the file holds no weights, or is damaged and nothing is to be salvaged;
     ``UsageError`` where it has none of the name.
     """
     payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
@@ -117,9 +117,8 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
 
 
 def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
-    """Whether an object that is not a module holds only arrays, under names that no layer has: the running mean of a
-    ``VecNormalize`` and its random state are not weights.
-    """
+    """Return whether an object that is not a module holds only arrays, under names that no layer has: the running mean
+    of a ``VecNormalize`` and its random state are not weights."""
     if not isinstance(root, Opaque) or is_module(root):
         return False
     keys = [key for mapping in found.values() for key, value in mapping.items() if isinstance(value, NumpyArray)]
@@ -128,7 +127,7 @@ def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, 
 
 
 def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[str, Any]] | None:
-    """The rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
+    """Return the rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
     if not isinstance(metadata, dict):
         return None
     cleaned: dict[str, dict[str, Any]] = {}
@@ -151,7 +150,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mapping(value: Any) -> dict[Any, Any] | None:
-    """The pairs of a dict, or of an object whose class was a dict."""
+    """Return the pairs of a dict, or of an object whose class was a dict."""
     if isinstance(value, dict):
         return value
     if isinstance(value, Opaque) and value.pairs and not is_module(value):
@@ -160,7 +159,8 @@ def _mapping(value: Any) -> dict[Any, Any] | None:
 
 
 def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
-    """Every mapping in the tree that holds tensors, and every module's state_dict, each object once, with its path."""
+    """Yield every mapping in the tree that holds tensors, and every module's state_dict, each object once, with its
+    path."""
     seen: set[int] = set()
     pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
     while pending:
@@ -183,7 +183,7 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
 
 
 def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[PathPart, Any]]:
-    """The members of a value in which a state_dict may lie deeper."""
+    """Yield the members of a value in which a state_dict may lie deeper."""
     members: Iterable[tuple[Any, Any]] = ()
     if mapping is not None and not is_module(value):
         members = mapping.items()
@@ -197,7 +197,7 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 
 def _holds_more(value: Any) -> bool:
-    """Whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them."""
+    """Return whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them."""
     if isinstance(value, Opaque):
         return True
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -205,10 +205,9 @@ def _holds_more(value: Any) -> bool:
 
 
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
-    """Whether tensors of torch make up at least half of a mapping, and more of them than it holds further down
+    """Return whether tensors of torch make up at least half of a mapping, and more of them than it holds further down
     (``{"state_dict": …, "mean": …}``, ``{"models": {"g": …, "d": …}, "step": …}``). Arrays may be figures beside the
-    weights.
-    """
+    weights."""
     direct = sum(isinstance(value, TensorSpec) for value in mapping.values())
     if 2 * direct < len(mapping) or any(_count_tensors(_mapping(mapping.get(name)) or {}) for name in PREFERRED):
         return False
@@ -218,7 +217,8 @@ def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
-    """What was found without the few tensors that lie loose around the weights, and without arrays beside tensors."""
+    """Return what was found without the few tensors that lie loose around the weights, and without arrays beside
+    tensors."""
     for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
         chosen = {path: mapping for path, mapping in found.items() if test(mapping)}
         if chosen:
@@ -242,7 +242,8 @@ def _packs_several(value: Any) -> bool:
 
 
 def _packs_tensors(item: Any) -> bool:
-    """Whether an item of packed parameters is a tensor, or a list of such as quantised LSTMs and embeddings have."""
+    """Return whether an item of packed parameters is a tensor, or a list of such as quantised LSTMs and embeddings
+    have."""
     return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
 
 
@@ -255,7 +256,8 @@ def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidat
 def _pick(
     document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
 ) -> tuple[tuple[PathPart, ...], Any, str | None]:
-    """The state_dict of this name, and None; or the one that has a set of keys under it as a prefix, and that."""
+    """Return the state_dict of this name, and None; or the one that has a set of keys under it as a prefix, and
+    that."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
             return path, value, None
@@ -278,7 +280,7 @@ def _pick(
 def _entries(
     document: Document, value: Mapping[Any, Any], path: tuple[PathPart, ...]
 ) -> tuple[dict[str, Any], list[Fact]]:
-    """The state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
+    """Return the state_dict with text keys, numpy arrays as tensors where it holds no tensors of torch."""
     remarks: list[Fact] = []
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
@@ -316,7 +318,7 @@ FEW = 3
 """Tensors up to which what is beside the weights may be anything."""
 
 SHARE = 20
-"""Part of the weights, one in so many elements, from which on what lies beside them may be weights as well."""
+"""Part of the weights, one in that many elements, from which on what lies beside them may be weights as well."""
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
@@ -330,7 +332,7 @@ def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
 
 
 def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that could be meant: not a random state or a table of means beside the weights."""
+    """Return the candidates that could be meant: not a random state or a table of means beside the weights."""
     largest = max((candidate.tensors for candidate in ranked), default=0)
     return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
 
@@ -380,7 +382,7 @@ def _sizes(root: Any) -> dict[int, int]:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether a value is the state of an optimizer, or one tensor that is made of several."""
+    """Return whether a value is the state of an optimizer, or one tensor that is made of several."""
     if isinstance(value, Opaque) and value.cls.module.startswith("torch._"):
         return True
     mapping = _mapping(value) or {}

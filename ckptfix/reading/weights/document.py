@@ -17,12 +17,12 @@ class Document:
     """A parsed file.
 
     ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` where the format carries it outside the
-    tree. ``names`` holds the globals that the file's pickles name, and once more with ``()`` behind it
+    tree. ``names`` holds the globals that the file's pickles name, and once more with ``()`` after it
     those that they call to do more than to construct a value; ``remarks`` what was noticed on the way.
 
     A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong; tensors
     whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that the tree does not hold at all, with their
-    specs, or None where only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
+    specs, or None if only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
     ``copies`` are those of fp32 masters in the dtype of the training, by the key of the weight.
     """
 

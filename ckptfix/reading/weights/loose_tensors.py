@@ -32,9 +32,9 @@ _AROUND = re.compile(r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|l
 
 
 def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
-    """The remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
+    """Return the remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
 
-    None where a plain state_dict lies there."""
+    None if a plain state_dict lies there."""
     module = value_at(root, container)
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
 
@@ -64,7 +64,8 @@ def own_attributes(module: Any) -> list[str]:
 
 
 def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:
-    """One remark for each attribute that holds tensors of its own, and one where they outweigh the state_dict."""
+    """Return one remark for each attribute that holds tensors of its own, and one where they outweigh the
+    state_dict."""
     # A storage and a view of a part of it are one run of bytes.
     named = {id(part) for spec in tensors_in(entries) if spec.storage for part in (spec.storage, *spec.storage.parts)}
     loose: dict[tuple[object, ...], int] = {}
@@ -93,7 +94,7 @@ class _Walk:
         """Storages of parameters and buffers, the non-persistent ones too: they are not saved on purpose."""
 
     def gather(self, root: Opaque) -> dict[str, list[TensorSpec]]:
-        """The tensors of every attribute by its key (``model.24.stride``)."""
+        """Return the tensors of every attribute by its key (``model.24.stride``)."""
         modules = list(self._modules(root))
         for _, module in modules:
             parts = module_parts(module) or {}
@@ -107,7 +108,7 @@ class _Walk:
         return found
 
     def _modules(self, root: Opaque) -> Iterator[tuple[str, Opaque]]:
-        """The modules that a state_dict walks, each once, in its order."""
+        """Yield the modules that a state_dict walks, each once, in its order."""
         pending: list[tuple[str, Any]] = [("", root)]
         while pending:
             prefix, module = pending.pop()
@@ -119,7 +120,8 @@ class _Walk:
             pending += [(f"{prefix}{name}.", child) for name, child in reversed([*parts["_modules"].items()])]
 
     def _tensors(self, value: Any) -> Iterator[TensorSpec]:
-        """The tensors in the value of an attribute; the weights of a module that hides in a plain list are some."""
+        """Yield the tensors in the value of an attribute; the weights of a module that hides in a plain list are
+        some."""
         pending = [value]
         while pending:
             value = pending.pop()
@@ -144,7 +146,7 @@ class _Walk:
 
 
 def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module in which a tensor would be a loss."""
+    """Yield the attributes of a module in which a tensor would be a loss."""
     attributes: dict[Any, Any] = module.attributes  # of a crafted file, names may be no text
     if "_defaults" in attributes and "_persistent" in attributes:
         return  # a metric of torchmetrics, which begins anew
@@ -159,12 +161,14 @@ def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
 
 
 def _is_transient(name: str, spec: TensorSpec) -> bool:
-    """Whether releases of libraries save such a tensor or do not; ``original_inv_freq`` is one as ``inv_freq`` is."""
+    """Return whether releases of libraries save such a tensor or do not; ``original_inv_freq`` is one as ``inv_freq``
+    is."""
     return any(is_transient(leaf, spec.shape) for leaf in (name, name.partition("_")[2]))
 
 
 def _is_computed(name: str, spec: TensorSpec, parameters: Mapping[str, Any]) -> bool:
-    """Whether a hook works the tensor out of a parameter beside it: ``weight`` of ``weight_v``, ``weight_orig``."""
+    """Return whether a hook works the tensor out of a parameter beside it: ``weight`` of ``weight_v``,
+    ``weight_orig``."""
     return any(
         isinstance(other, TensorSpec) and str(key).startswith(f"{name}_") and other.numel == spec.numel
         for key, other in parameters.items()

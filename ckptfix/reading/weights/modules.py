@@ -36,18 +36,18 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def is_module(value: Any) -> bool:
-    """Whether an inert object was an ``nn.Module``."""
+    """Return whether an inert object was an ``nn.Module``."""
     return module_parts(value) is not None
 
 
 def is_uninitialized(value: Any) -> bool:
-    """Whether a value is the parameter or buffer of a lazy module that never ran, so that it has no shape."""
+    """Return whether a value is the parameter or buffer of a lazy module that never ran, so that it has no shape."""
     return isinstance(value, Opaque) and str(value.cls) in UNINITIALIZED
 
 
 def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
-    """The state_dict of an inert module in torch's order, without its non-persistent buffers, with ``_metadata`` as
-    attribute.
+    """Return the state_dict of an inert module in torch's order, without its non-persistent buffers, with ``_metadata``
+    as attribute.
 
     Most entries are ``TensorSpec``; those of quantised modules may be tuples, dtypes and closed objects, as in torch.
     A part that no rule here takes apart stands under the module's own name, as the closed object that it is.
@@ -59,7 +59,7 @@ def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
 
 
 def module_parts(value: Any) -> Mapping[str, Any] | None:
-    """The ``_parameters``, ``_buffers`` and ``_modules`` of a module; None where the value is none."""
+    """Return the ``_parameters``, ``_buffers`` and ``_modules`` of a module; None if the value is none."""
     if not isinstance(value, Opaque):
         return None
     if str(value.cls) == COMPILED and not value.attributes and value.args and is_module(value.args[0]):
@@ -107,7 +107,7 @@ class _Gatherer:
             self.entries[f"{prefix}{name}"] = value
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
-        """Whether an object that is no module has weights close below it, or may have: the search is bounded."""
+        """Return whether an object that is no module has weights close below it, or may have: the search is bounded."""
         self.looks -= 1
         if isinstance(value, TensorSpec) or self.looks < 0:
             return True
@@ -122,7 +122,7 @@ class _Gatherer:
 
 
 def _row(module: Opaque, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a module in ``_metadata``. Versions are class attributes and not in the file.
+    """Return the row of a module in ``_metadata``. Versions are class attributes and not in the file.
 
     Only the batch norms, when they got their count (0.4.1), and some modules for quantisation ever left version 1; the
     hook of ``spectral_norm`` adds its own.

@@ -36,13 +36,12 @@ _LEADERS = {
     "k": ("q",),
 }
 """Words in the names of networks that follow another one while it is trained, and what the name of that one has in
-their place; empty where it lacks the word. A letter is such a word at the end alone."""
+their place; empty if it lacks the word. A letter is such a word at the end alone."""
 
 
 def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
-    """The keys of the set of this name, each with what it is called without the prefix; none where there is no such
-    set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`.
-    """
+    """Return the keys of the set of this name, each with what it is called without the prefix; none if there is no
+    such set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`."""
     if name == PLAIN:
         copies = copied_under(keys)
         averaged = {} if copies else _mangled(keys, MANGLED)
@@ -68,7 +67,8 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
 
 
 def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
-    """The keys of an average whose names lost their dots, each with the name that it had; none if there is no such set.
+    """Return the keys of an average whose names lost their dots, each with the name that it had; none if there is no
+    such set.
 
     ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, mmcv's ``EMAHook``
     ``ema_out_weight`` for ``out.weight``. Their counters are not weights."""
@@ -86,7 +86,7 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
 
 
 def copied_under(keys: Collection[str]) -> tuple[str, ...]:
-    """The prefixes under which most of the keys that stand beside them stand once more."""
+    """Return the prefixes under which most of the keys that stand beside them stand once more."""
     return _copied_under(keys, _sizes(keys))
 
 
@@ -103,9 +103,8 @@ def _copied_under(keys: Collection[str], sizes: Mapping[str, int]) -> tuple[str,
 
 
 def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """The names of the two sets that make up most of a state_dict, where one follows the other by its name and has the
-    same tensors, in modules of the same names; none where there are no such.
-    """
+    """Return the names of the two sets that make up most of a state_dict, where one follows the other by its name and
+    has the same tensors, in modules of the same names; none if there are no such."""
     sizes = _sizes(specs)
     if _mangled(specs, MANGLED):
         return (PLAIN, MANGLED)
@@ -128,12 +127,14 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
 
 
 def is_follower(name: str) -> bool:
-    """Whether the name is that of a network which follows another one while it is trained, as its average does."""
+    """Return whether the name is that of a network which follows another one while it is trained, as its average
+    does."""
     return bool(_following(name.rpartition(".")[2].split("_")))
 
 
 def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """The checkpoint with the set of this name picked. Raises ``UsageError`` where its keys have no such prefix."""
+    """Return the checkpoint with the set of this name picked. Raises ``UsageError`` if its keys have no such
+    prefix."""
     picked = keys_of_set(checkpoint.entries, name)
     if not any(isinstance(checkpoint.entries[key], TensorSpec) for key in picked):
         raise UsageError(f"{checkpoint.path}: it has no weights under {name!r}; give the prefix of one set of its keys")
@@ -141,7 +142,7 @@ def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def narrowed(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the picked set alone, under its names without the prefix."""
+    """Return the checkpoint with the picked set alone, under its names without the prefix."""
     if checkpoint.picked is None:
         return checkpoint
     entries = {name: checkpoint.entries[key] for key, name in checkpoint.picked.items()}
@@ -150,7 +151,7 @@ def narrowed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _sizes(keys: Collection[str]) -> dict[str, int]:
-    """How many keys stand under each prefix, with its dot."""
+    """Return how many keys stand under each prefix, with its dot."""
     modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer, and each has the prefixes of its keys
     sizes: dict[str, int] = {}
     for module, number in modules.items():
@@ -165,15 +166,14 @@ def _sizes(keys: Collection[str]) -> dict[str, int]:
 
 
 def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
-    """Where a word of a follower is among those of a name, with what its leader has there."""
+    """Return where a word of a follower is among those of a name, with what its leader has there."""
     known = {at: _LEADERS[word.lower()] for at, word in enumerate(words) if word.lower() in _LEADERS}
     return {at: leaders for at, leaders in known.items() if len(words[at]) > 1 or 0 < at == len(words) - 1}
 
 
 def _leaders(prefix: str) -> Iterator[str]:
-    """What the network may be called that one under this prefix follows: `a.net.` and `a.student_net.` for
-    `a.teacher_net.`.
-    """
+    """Yield what the network may be called that one under this prefix follows: `a.net.` and `a.student_net.` for
+    `a.teacher_net.`."""
     parent, dot, name = prefix[:-1].rpartition(".")
     words = name.split("_")
     for at, leaders in _following(words).items():
@@ -183,11 +183,11 @@ def _leaders(prefix: str) -> Iterator[str]:
 
 
 def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors under a prefix, by what follows it."""
+    """Return the shapes of the tensors under a prefix, by what follows it."""
     return {key[len(prefix) :]: spec.shape for key, spec in specs.items() if key.startswith(prefix)}
 
 
 def _are_alike(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether both are of one network, and not of single layers, which two heads of a model are as well."""
+    """Return whether both are of one network, and not of single layers, which two heads of a model are as well."""
     common = sum(other.get(name) == shape for name, shape in one.items())
     return common > 1 and common >= ALIKE * max(len(one), len(other)) and any("." in name for name in one)

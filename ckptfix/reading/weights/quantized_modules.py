@@ -28,9 +28,8 @@ _QAT_CONV = re.compile(r"torch\.(ao\.)?nn\.intrinsic\.qat\.modules\.conv_fused\.
 
 
 def is_packed_convolution(value: Any) -> bool:
-    """Whether an inert object is a quantised convolution, whose state is a tuple that ends in
-    ``weight, bias, scale, zero_point, training``.
-    """
+    """Return whether an inert object is a quantised convolution, whose state is a tuple that ends in ``weight, bias,
+    scale, zero_point, training``."""
     return (
         isinstance(value, Opaque)
         and _QUANTIZED.match(str(value.cls)) is not None
@@ -42,12 +41,13 @@ def is_packed_convolution(value: Any) -> bool:
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a value is a ``torch.ScriptObject``, which no file for ``weights_only=True`` can hold."""
+    """Return whether a value is a ``torch.ScriptObject``, which no file for ``weights_only=True`` can hold."""
     return isinstance(value, Opaque) and str(value.cls) == SCRIPT_OBJECT
 
 
 def composed_class(value: Any) -> str:
-    """The class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all else.
+    """Return the class of a tensor that is made of other tensors, as torchao's quantised weights are; empty for all
+    else.
 
     Only that class puts its parts together (``_rebuild_wrapper_subclass``). A dict of them, as FIL102 writes it, is
     known too: it loads into no model either."""
@@ -68,28 +68,27 @@ _LOW_BIT = re.compile(r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\
 
 
 def is_low_bit_moment(name: str) -> bool:
-    """Whether a class is one of torchao's for the moments of its 4-bit, 8-bit and fp8 optimizers, which ``import
+    """Return whether a class is one of torchao's for the moments of its 4-bit, 8-bit and fp8 optimizers, which ``import
     torchao`` allows under ``weights_only=True``."""
     return _LOW_BIT.fullmatch(name) is not None
 
 
 def rebuilding_call(value: Any) -> str:
-    """The function that alone makes a tensor of a storage, where it is none that is known: one of a later torch or of
-    somebody's own, or a name that is misspelt in the file. Empty for all else.
-    """
+    """Return the function that alone makes a tensor of a storage, where it is none that is known: one of a later torch
+    or of somebody's own, or a name that is misspelt in the file. Empty for all else."""
     if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
         return ""
     return str(value.cls)
 
 
 def part_names(value: Any) -> list[str]:
-    """What the tensors are called that a composed tensor is made of."""
+    """Return what the tensors are called that a composed tensor is made of."""
     state = value.args[3] if isinstance(value, Opaque) and len(value.args) > 3 else None
     return [str(name) for name, part in state.items() if holds_tensors(part)] if isinstance(state, dict) else []
 
 
 def quantized_version(module: Opaque) -> int | None:
-    """The version of a quantised module's class, None where it is not one that ever left version 1."""
+    """Return the version of a quantised module's class, None if it is not one that ever left version 1."""
     name = str(module.cls)
     if _OBSERVER.fullmatch(name):
         return 3
@@ -106,7 +105,7 @@ def quantized_version(module: Opaque) -> int | None:
 
 
 def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries that stand between a module's buffers and its children. ``children`` are its ``_modules``."""
+    """Yield the entries that stand between a module's buffers and its children. ``children`` are its ``_modules``."""
     attributes = module.attributes
     if is_packed_convolution(module):
         weight, bias, scale, zero_point, _ = module.state[-5:]
@@ -130,7 +129,7 @@ def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tupl
 
 
 def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
-    """The entries behind a module's children: the packed weights that torch.fx hangs on a graph."""
+    """Yield the entries behind a module's children: the packed weights that torch.fx hangs on a graph."""
     attributes = module.attributes
     for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
         if "_packed_weight" in name and is_packed(attributes.get(name)) and not _QUANTIZED.match(str(module.cls)):
@@ -138,7 +137,7 @@ def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(value: Any) -> Any:
-    """What a ScriptObject was pickled with: its state is ``(contents, class)``."""
+    """Return what a ScriptObject was pickled with: its state is ``(contents, class)``."""
     return value.state[0] if is_packed(value) and isinstance(value.state, tuple) and len(value.state) == 2 else None
 
 
@@ -189,7 +188,7 @@ def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _single(value: float) -> float:
-    """A number that float32 can hold, infinite where it is too large, as torch has it."""
+    """Return a number that float32 can hold, infinite where it is too large, as torch has it."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except (OverflowError, struct.error):

@@ -88,7 +88,7 @@ def _layout(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shared(texts: list[str]) -> list[str] | str:
-    """One text where all are equal."""
+    """Return one text where all are equal."""
     return texts[0] if len(set(texts)) == 1 else texts
 
 

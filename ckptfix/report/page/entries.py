@@ -136,7 +136,7 @@ def _folded(keys: tuple[str, ...]) -> list[str]:
 
 
 def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The edits in few lines, as the terminal shows them; by their number where another version wrote them."""
+    """Return the edits in few lines, as the terminal shows them; by their number where another version wrote them."""
     step = {"rule": "", "edits": list(edits)}
     try:
         return edit_lines(Plan.from_json({"ckptfix-plan": 1, "steps": [step]}).edits, _LINES)
@@ -168,7 +168,7 @@ def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[st
 
 
 def _likeness(report: Report, telling: Telling) -> dict[str, Any] | None:
-    """Which known architecture the file is, in words, and the commands that go on from there."""
+    """Return which known architecture the file is, in words, and the commands that go on from there."""
     if report.likeness is None:
         return None
     command = CHECK if telling.mode is Mode.CHECK else REPAIR
@@ -195,7 +195,7 @@ def _outcome(report: Report, telling: Telling) -> str:
 
 
 def _size(source: str) -> int | None:
-    """The bytes of a file, or of all files of a folder; None if there is no such file."""
+    """Return the bytes of a file, or of all files of a folder; None if there is no such file."""
     path = Path(source)
     try:
         if path.is_dir():

@@ -42,7 +42,7 @@ _LICENCES = {"Tabulator": "vendor/tabulator.LICENSE", "uPlot": "vendor/uplot.LIC
 def render_page(
     title: str, records: Iterable[Mapping[str, Any]], weights: Iterable[Mapping[str, Any]] = (), **rest: Any
 ) -> str:
-    """The page as one text; see ``write_page``."""
+    """Return the page as one text; see ``write_page``."""
     page = io.StringIO()
     write_page(page, title, records, weights, **rest)
     return page.getvalue()
@@ -131,12 +131,12 @@ def _template() -> Any:
 
 
 def _digest(script: str) -> str:
-    """The hash by which the page's policy knows a script."""
+    """Return the hash by which the page's policy knows a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
 def check_page_file(file: str | Path) -> None:
-    """Raises ``UsageError`` where a page cannot go: one slip of a name must not cost a checkpoint.
+    """Raises ``UsageError`` if a page cannot go: one slip of a name must not cost a checkpoint.
 
     Called before the work begins, so that an hour of checking does not end in a refused name."""
     path = Path(file)
@@ -147,7 +147,7 @@ def check_page_file(file: str | Path) -> None:
 
 
 def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
-    """Have a page written and put it in place. Raises ``WriteError`` where the disk refuses; nothing is left then."""
+    """Have a page written and put it in place. Raises ``WriteError`` if the disk refuses; nothing is left then."""
     from ckptfix.writing.atomic import atomic_file
 
     goal = Path(file).resolve()  # a link keeps pointing at its file
@@ -162,7 +162,7 @@ def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether nothing is lost where a page goes: the place is free or empty, or has a page of ours."""
+    """Return whether nothing is lost where a page goes: the place is free or empty, or has a page of ours."""
     if not path.exists():
         return True
     if not path.is_file():

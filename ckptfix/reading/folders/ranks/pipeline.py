@@ -186,7 +186,7 @@ def _take_masters(
 
 
 def _one_optimizer(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the optimizers of all stages as one; None where they have other groups."""
+    """Return the optimizers of all stages as one; None if they have other groups."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({len(part["param_groups"]) for part in known}) != 1:
         return None

@@ -115,7 +115,7 @@ class _Reading:
     def _optimizer(
         self, shapes: list[Mapping[str, Any]], moments: Mapping[str, dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the optimizer's state by name; None where its groups are not there."""
+        """Return the optimizer's state by name; None if its groups are not there."""
         file = self.files.folder / PARAMETERS / GROUPS
         held = self.files.root(file) if file.is_file() else None
         held = held if isinstance(held, dict) else {}

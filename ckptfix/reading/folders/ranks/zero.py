@@ -419,7 +419,7 @@ class Merging:
     def _optimizer(
         self, first: _States, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
     ) -> dict[str, Any] | None:
-        """Return the optimizer's state by name; None where it is not there, or lies in another way than the masters."""
+        """Return the optimizer's state by name; None if it is not there, or lies in another way than the masters."""
         numbers, states = first.numbers, first.optimizer.get("state")
         if not isinstance(states, dict) or len(numbers) != len(first.masters) or set(numbers) - states.keys():
             return None
