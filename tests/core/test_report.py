@@ -36,6 +36,7 @@ def test_an_empty_report():
         "coverage": None,
         "obstacles": [],
         "smoke": None,
+        "refused": False,
         "output": None,
         "remarks": [],
         "likeness": None,
