@@ -32,12 +32,12 @@ from ckptfix.zoo.manifest import Journal, Outcome, Record
 from ckptfix.zoo.places import Place
 
 
-def sha256_of_files(root: Path, names: Iterable[str]) -> str:
-    """Return one sha256 of several files below a folder: of the lines ``DIGEST  NAME`` that sha256sum prints, in the
-    order of the names."""
+def sha256_of_files(files: Iterable[tuple[str, Path]]) -> str:
+    """Return one sha256 of several files by name: of the lines ``DIGEST  NAME`` that sha256sum prints, in the order
+    given."""
     whole = hashlib.sha256()
-    for name in names:
-        whole.update(f"{sha256_of_file(root / name)}  {name}\n".encode("utf-8", "surrogateescape"))
+    for name, path in files:
+        whole.update(f"{sha256_of_file(path)}  {name}\n".encode("utf-8", "surrogateescape"))
     return whole.hexdigest()
 
 

@@ -34,6 +34,7 @@ from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, zero
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
+from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import Entry, Place
@@ -181,7 +182,7 @@ class Item:
     """Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps."""
     kind: Kind
     parts: tuple[Entry, ...] = ()
-    """The files of a FOLDER, sorted by name; empty otherwise."""
+    """The files of a FOLDER, or of a model and what a trainer saved beside it, sorted by name; empty otherwise."""
     fault: str | None = None
     """Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket
     or a second way to a folder: there is nothing to copy."""
@@ -192,6 +193,11 @@ class Item:
     def entries(self) -> tuple[Entry, ...]:
         """Its files: the one, or the parts."""
         return self.parts or (Entry(self.name, self.size, self.stamp),)
+
+    @property
+    def beside(self) -> tuple[Entry, ...]:
+        """The optimizer and the scheduler that a trainer saved beside the model, which a repair of it may change."""
+        return tuple(part for part in self.parts if _last(part.name) in OF_TRAINERS and _last(self.name) in MODELS)
 
 
 class Files:
@@ -326,6 +332,14 @@ def numbered(files: Files) -> Iterator[Item]:
             yield _group(folder or ROOT, shards)
 
 
+def _with_trainer(model: Item, files: Files) -> Item:
+    """Return a model with the optimizer and the scheduler that a trainer saved beside it, if there are any."""
+    folder = model.name.rpartition("/")[0]
+    paths = [posixpath.join(folder, name) for name in OF_TRAINERS] if _last(model.name) in MODELS else []
+    found = [files.own[path] for path in paths if path in files.own and path not in files.parts]
+    return replace(_group(model.name, (*model.parts, *found)), kind=model.kind) if found else model
+
+
 def _group(name: str, entries: Iterable[Entry]) -> Item:
     parts = tuple(sorted(entries, key=lambda entry: entry.name))
     digest = hashlib.sha256()
@@ -399,8 +413,13 @@ def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterat
         except PlaceError as error:
             found = unread(entry, files, _fault(place, entry, error))
         if found is not None:
-            yield taken(found)
+            yield taken(_with_trainer(found, files))
     yield from map(taken, list(numbered(files)))
+    for name in sorted(name for name in files.own if _last(name) in MODELS and name not in files.parts):
+        entry = files.own[name]
+        model = Item(name, entry.size, entry.stamp, Kind.FILE, (entry,))
+        if (found := _with_trainer(model, files)) is not model and files.looks.get(name) is Looks.CHECKPOINT:
+            yield taken(found)
 
 
 def read_list(text: str) -> list[str]:

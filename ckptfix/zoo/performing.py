@@ -52,9 +52,10 @@ _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
 
 def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     """Repair a checkpoint below the scratch folder, or copy it there if there is nothing to repair."""
-    goal, in_shards = job.written_name, job.treatment.settings.get("shard_size") is not None
-    # The suffix says in which format it is written; shards need their names in a folder.
-    draft = workplace.folder("shards") / basename(goal) if in_shards else workplace.file(f"draft{splitext(goal)[1]}")
+    goal = job.written_name
+    are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
+    # The suffix says in which format it is written; several files need their names in a folder.
+    draft = workplace.folder("drafts") / basename(goal) if are_several else workplace.file(f"draft{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
         done = repair(str(path), **written, dry_run=job.dry_run, **job.treatment.arguments)
@@ -63,7 +64,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             repair(str(path), **written, **{**job.treatment.arguments, "smoke": False})
         # A large file takes minutes to hash: source and output at the same time.
         with background() as pool:
-            hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not in_shards else None
+            hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not are_several else None
             sha256 = digest_of(job, path)
             written_sha256 = hashed.result() if hashed is not None else ""
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
@@ -75,12 +76,14 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
         refuse_taken(job, goal)
         if job.dry_run:
             facts = {"output": goal}
-        elif not done.is_changed:
+        elif not done.is_changed and (job.item.kind is Kind.FOLDER or not job.item.beside):
             parts = tuple(part.name for part in job.item.parts)
             facts = {"output": goal, "output_size": job.item.size, "output_sha256": sha256, "output_parts": parts}
             staged = _copied(job, path, goal, workplace)
-        elif in_shards:
-            staged, facts = _shards(job, draft.parent, goal)
+        elif are_several:
+            if not done.is_changed:
+                copy_file(path, draft.with_name(basename(goal)))
+            staged, facts = _several(job, path, draft.parent, goal)
         else:
             goal = name_with_hash(goal, written_sha256, sha256)
             facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
@@ -142,7 +145,7 @@ def refuse_taken(job: Job, name: str) -> None:
 def digest_of(job: Job, path: Path) -> str:
     """Return the sha256 of an item."""
     if job.item.parts:
-        return sha256_of_files(_root_of(job, path), [part.name for part in job.item.parts])
+        return sha256_of_files((part.name, _root_of(job, path) / part.name) for part in job.item.parts)
     return sha256_of_file(path)
 
 
@@ -167,15 +170,19 @@ def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[St
     return tuple(staged)
 
 
-def _shards(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """Return the shards that were written, to be put in place, and their fields of the record."""
-    # The index last: readers find the shards through it.
-    files = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
-    is_flushed = not _is_flushed_later(job)
-    staged = tuple(Staged(str(folder / name), join(dirname(goal), name), is_flushed) for name in files)
+def _several(job: Job, path: Path, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
+    """Return the files that were written, shards or a model with its optimizer, to be put in place, and their fields
+    of the record. What a trainer saved beside the model and no edit has changed is copied."""
+    for part in job.item.beside:
+        if not (goal_of_part := folder / basename(part.name)).exists():
+            copy_file(_root_of(job, path) / part.name, goal_of_part)
+    # The model or the index last: readers find the shards through it.
+    files = sorted(folder.iterdir(), key=lambda file: (file.name.startswith(basename(goal)), file.name))
+    is_flushed = not _is_flushed_later(job) and not job.item.beside
+    staged = tuple(Staged(str(file), join(dirname(goal), file.name), is_flushed) for file in files)
     parts = tuple(each.name for each in staged)
-    size = sum((folder / name).stat().st_size for name in files)
-    digest = sha256_of_files(folder, sorted(files))
+    size = sum(file.stat().st_size for file in files)
+    digest = sha256_of_files(zip(parts, files, strict=True))
     return staged, {"output": parts[-1], "output_size": size, "output_parts": parts, "output_sha256": digest}
 
 
@@ -311,4 +318,4 @@ def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Work
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             place.fetch(name, root / name)
-    return sha256_of_files(root, names) if is_folder else sha256_of_file(root / names[0])
+    return sha256_of_files((name, root / name) for name in names) if is_folder else sha256_of_file(root / names[0])

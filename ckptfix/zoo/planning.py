@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from posixpath import basename, dirname, join
 from typing import Any
 
 from ckptfix.errors import UsageError
@@ -189,7 +190,9 @@ def _plain(decision: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(item: Item, output: str) -> Iterable[str]:
     """Return the names in the destination that an item certainly claims."""
-    return (part.name for part in item.parts) if item.kind is Kind.FOLDER else (output,)
+    if item.kind is Kind.FOLDER:
+        return (part.name for part in item.parts)
+    return (output, *(join(dirname(output), basename(entry.name)) for entry in item.beside))
 
 
 def _claimed(record: Record) -> tuple[str, ...]:

@@ -149,10 +149,14 @@ def test_several_files_are_one_digest_of_names_and_contents(tmp_path: Path):
     lines = b"".join(
         hashlib.sha256(os.fsencode(name) * 3).hexdigest().encode() + b"  " + os.fsencode(name) + b"\n" for name in names
     )
-    assert sha256_of_files(tmp_path, names) == hashlib.sha256(lines).hexdigest()
-    assert sha256_of_files(tmp_path, names[::-1]) != sha256_of_files(tmp_path, names)
+
+    def digest(names: list[str]) -> str:
+        return sha256_of_files((name, tmp_path / name) for name in names)
+
+    assert digest(names) == hashlib.sha256(lines).hexdigest()
+    assert digest(names[::-1]) != digest(names)
     (tmp_path / "b").rename(tmp_path / "c")
-    assert sha256_of_files(tmp_path, ["a/x", "c", names[2]]) != hashlib.sha256(lines).hexdigest()
+    assert digest(["a/x", "c", names[2]]) != hashlib.sha256(lines).hexdigest()
 
 
 def refuse(*args: object) -> int:

@@ -380,3 +380,35 @@ def test_a_name_that_is_not_there_is_refused_and_makes_nothing(zoo, tmp_path):
     with pytest.raises(UsageError, match=r"has no gone\.pth"):
         run(zoo, tmp_path / "new", listed=["gone.pth"])
     assert not (tmp_path / "new").exists()
+
+
+def test_an_optimizer_beside_a_model_follows_it(tmp_path):
+    """What the Hugging Face Trainer and accelerate save is one checkpoint, in each folder of a run."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    reference = tmp_path / "reference.pth"
+    torch.save(model.state_dict(), reference)
+    for run_folder, extra in (("fine", {}), ("one", {"extra": torch.ones(3, 3)}), ("two", {"extra": torch.ones(3, 3)})):
+        folder = tmp_path / "old" / "runs" / run_folder
+        folder.mkdir(parents=True)
+        state_dict = {**model.state_dict(), **extra}
+        optimizer = torch.optim.AdamW(torch.nn.Parameter(tensor.clone()) for tensor in state_dict.values())
+        sum((tensor**2).sum() for tensor in optimizer.param_groups[0]["params"]).backward()
+        optimizer.step()
+        torch.save(state_dict, folder / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        torch.save({"base_lrs": [1.0], "last_epoch": 3, "_step_count": 4}, folder / "scheduler.pt")
+    table = plain_table({"like": str(reference), "unsafe_fixes": True})
+
+    run(tmp_path / "old", tmp_path / "new", table=table)
+
+    assert set(zoos.outcomes(tmp_path / "new").items()) == {
+        ("runs/fine/pytorch_model.bin", "already fine"),
+        ("runs/one/pytorch_model.bin", "repaired"),
+        ("runs/two/pytorch_model.bin", "repaired"),
+    }
+    for run_folder in ("fine", "one", "two"):
+        folder = tmp_path / "new" / "runs" / run_folder
+        assert torch.load(folder / "optimizer.pt")["param_groups"][0]["params"] == [0, 1, 2, 3]
+        assert torch.load(folder / "scheduler.pt") == {"base_lrs": [1.0], "last_epoch": 3, "_step_count": 4}
+        torch.optim.AdamW(model.parameters()).load_state_dict(torch.load(folder / "optimizer.pt"))
+    assert run(tmp_path / "old", tmp_path / "new", table=table, verify=True).summary.earlier_files == 3
