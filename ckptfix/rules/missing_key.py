@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Edit, Fill, Tie
+from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.quantised_weights import DEQUANTISE, wanted_layers
@@ -74,7 +74,7 @@ def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     if unfilled:
         extent, evidence = _extent(unfilled, target)
-        is_there = bool(other_layout(context.checkpoint, target))
+        is_there = bool(other_layout(context, target))
         yield rule.finding(
             Level.ERROR,
             extent,
@@ -204,17 +204,18 @@ def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Colle
     return total > 0 and lost >= MOST * total
 
 
-def other_layout(checkpoint: Checkpoint, target: Target) -> str:
+def other_layout(context: Context, target: Target) -> str:
     """Return how the leftover tensors of the file may hold the missing ones of the target, as a remedy; empty if
-    they do not seem to."""
-    known = target.slots.keys() | target.entries
+    they do not seem to. What the file had under its name, in a shape that the user gave up, is not missing."""
+    checkpoint, known = context.checkpoint, target.slots.keys() | target.entries
+    given_up = {edit.key for edit in context.plan.edits if isinstance(edit, Drop)}
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
     left = {key: spec.shape for key, spec in checkpoint.specs.items() if key not in known}
     gone = {
         key: slot.shape
         for key, slot in target.slots.items()
-        if key not in checkpoint.entries and slot.shape is not None
+        if key not in checkpoint.entries and key not in given_up and slot.shape is not None
     }
     adapted = {name for key in left if ".base_layer." in key for name in _without_adapter(key)}
     if number := sum(key in adapted for key in gone):

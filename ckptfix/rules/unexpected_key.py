@@ -68,7 +68,7 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     copies = copied_under(checkpoint.entries)
     is_copy = bool(copies) and all(key.startswith(copies) for key in unexpected)
-    hidden = "" if is_copy else _MERGE if any(map(_ADAPTER.search, unexpected)) else other_layout(checkpoint, target)
+    hidden = "" if is_copy else _MERGE if any(map(_ADAPTER.search, unexpected)) else other_layout(context, target)
     drops = Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE)
     yield rule.finding(
         Level.ERROR,

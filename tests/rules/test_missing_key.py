@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,11 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import ckptfix
 from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.core.target import target_from_checkpoint, target_from_module
+from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.report.advice import remedies_text
 from ckptfix.rules.missing_key import missing_key, other_layout
-from tests.rules.proposals import propose, repaired
+from tests.rules.proposals import context, propose, repaired
 
 
 class Language(nn.Module):
@@ -169,7 +171,9 @@ def stack(**modules: tuple[int, int]) -> nn.ModuleDict:
 
 
 def said(state: dict[str, torch.Tensor], model: nn.Module) -> str:
-    return other_layout(open_state_dict(state), target_from_module(model))
+    found = context(state, model)
+    assert found.target is not None
+    return other_layout(found, found.target)
 
 
 FUSED = stack(qkv=(D, 3 * D), out=(D, D))
@@ -240,3 +244,13 @@ def test_a_norm_of_weights_on_one_side(norm, name):
     plain, normed = nn.Sequential(nn.Conv1d(2, 3, 3)), nn.Sequential(norm(nn.Conv1d(2, 3, 3)))
     assert said(normed.state_dict(), plain).startswith(f"the file has 1 weight as {name} splits it up")
     assert said(plain.state_dict(), normed).startswith(f"the model has {name} applied to 1 weight")
+
+
+def test_a_layer_that_was_given_up_is_not_looked_for_among_those_left_over():
+    """Of --drop-mismatched and --fill target: the unexpected layer has the shape of the new one by accident."""
+    old = nn.ModuleDict({"body": nn.Linear(D, D), "neck": nn.Linear(D, D), "head": nn.Linear(D, 3)})
+    new = nn.ModuleDict({"body": nn.Linear(D, D), "head": nn.Linear(D, D)})
+    settings: dict[str, Any] = {"fill": "target", "drop_mismatched": True, "unsafe_fixes": True}
+    state_dict, report = ckptfix.repair_state_dict(old.state_dict(), new, allow_untrained=True, **settings)
+    assert list(state_dict) == list(new.state_dict())
+    assert [finding.code for finding in report.fixed] == ["FIT103", "FIT102", "FIT101"]
