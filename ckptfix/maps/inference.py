@@ -6,7 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import prod
@@ -81,6 +81,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     inference = Inference(kept, sources, targets, choices=matcher.choices)
     _match_leftovers(inference)
     _match_counters(inference)
+    _doubt_orientation(inference)
     return inference
 
 
@@ -168,6 +169,17 @@ def _hidden_transpose(part: Part, key: str, shape: Shape) -> bool:
     if not square or (ours[-1] == "weight") == (theirs[-1] == "weight"):
         return False
     return not {"embed", "position", "token", "table", "scale"} & (bag(ours) | bag(theirs)).keys()
+
+
+def _doubt_orientation(inference: Inference) -> None:
+    """Call square matrices likely if no other matrix shows whether one side stores them transposed."""
+    matrices = {key: shape for key, shape in inference.target.items() if len(shape) == 2 and key in inference.matches}
+    if any(rows != columns and 1 not in (rows, columns) for rows, columns in matrices.values()):
+        return
+    for key, (rows, columns) in matrices.items():
+        match = inference.matches[key]
+        if rows == columns and any(part.source != key for part in match.parts):
+            inference.matches[key] = replace(match, label=min(match.label, Label.LIKELY))
 
 
 def _match_leftovers(inference: Inference) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-9
 """The share of the largest output by which equal models may differ: in float64, rounding explains some 1e-13, and the
 smallest difference that an exchanged layer was seen to make is 1e-6."""
+
+FLOAT32 = 1e-6
+"""The share by which outputs may differ if one of the models computes some of them in float32, whatever it is given."""
+
+LARGE_INPUT = 30.0
+"""By how much inputs are multiplied to see what only large values show, such as a ReLU6."""
 
 _INPUTS = 3
 """How many of the inputs that both models take are tried."""
@@ -110,7 +116,7 @@ def compare_twins(job: Mapping[str, Any]) -> Equivalence:
         torch.set_default_dtype(torch.float64)
         plans = [Plan.from_json(plan) for plan in job["plans"]]
         shapes = {key: (dtype, tuple(shape)) for key, (dtype, shape) in job["shapes"].items()}
-        pair = _Pair(models[0].double().eval(), models[1].double().eval(), shapes, job["seed"])
+        pair = _Pair(models[0].double().eval(), models[1].double().eval(), shapes, plans, job["seed"])
         with torch.no_grad():
             return pair.examine(plans, parse_inputs(job["inputs"]), until)
     except _DoubtError as doubt:
@@ -131,9 +137,9 @@ class _DoubtError(CkptfixError):
 class _Pair:
     """Both models in float64, and the random values under the names of the file."""
 
-    def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, seed: int) -> None:
+    def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, plans: Sequence[Plan], seed: int) -> None:
         self.target, self.seed = target, seed
-        self.values = _values(shapes, source, seed)
+        self.values = _values(shapes, source, seed, _landing(shapes, plans, target))
         self.stored = _opened(self.values)
         self.source = self._filled(source)
         self.epsilons = _equalised(self.source, target)
@@ -179,10 +185,14 @@ class _Pair:
                     break
                 tried = max(tried, number + 1)
                 best, how = min((_difference(ours, theirs, each), each) for each in alignments)
+                if best <= TOLERANCE:
+                    best = max(best, self._difference_at_large(arguments, how))
                 smallest = min(smallest, best)
                 if best <= TOLERANCE:
                     return self._chosen(number, plan, best, ours, arguments[1], how)
-        if tried:
+        if tried and smallest <= FLOAT32:
+            doubt = f"the outputs differ by {smallest:.1g} of the largest, as if one model computes in float32"
+        elif tried:
             doubt = f"{missing[0]} of the target has no source, and the outputs differ" if missing else ""
         else:
             doubt = doubt or "no input could be derived from the models' layers"
@@ -213,6 +223,21 @@ class _Pair:
             tuple(dict.fromkeys(unit.key for unit in hidden if not unit.follows(units, hidden))),
             self.epsilons,
         )
+
+    def _difference_at_large(self, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
+        """Return how far the outputs are apart for much larger inputs; 0 if rounding explains it, or if one of the
+        models cannot take them."""
+        try:
+            ours, theirs = (
+                self._run(model, _multiplied(each, LARGE_INPUT))
+                for model, each in zip((self.source, self.target), arguments, strict=True)
+            )
+        except (Exception, SystemExit):  # noqa: BLE001  the models' code may raise anything
+            return 0.0
+        if any(not bool(tensor.isfinite().all()) for _, tensor in ours):
+            return 0.0
+        difference = _difference(ours, theirs, how)
+        return difference if difference > FLOAT32 else 0.0
 
     def _load(self, plan: Plan) -> list[str]:
         """Give the target the values of the file by the edits of a map; return its floats that get none."""
@@ -275,18 +300,38 @@ def _forms(given: Arguments, guesses: Iterable[tuple[Input, ...]]) -> Iterator[A
         yield Arguments(tensors)
 
 
+def _multiplied(arguments: Arguments, factor: float) -> Arguments:
+    """Return arguments with larger floats."""
+    return Arguments(
+        tuple(each * factor if _is_float(each) else each for each in arguments.args),
+        {name: each * factor if _is_float(each) else each for name, each in arguments.kwargs.items()},
+    )
+
+
 def _is_float(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _values(shapes: Shapes, source: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Return values for the keys of the file: random weights and statistics; constants and counts are the model's."""
+def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[str]:
+    """Return the keys of the file that each map gives a place in the target, whole or in parts."""
+    import torch
+
+    empty = _opened({key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in shapes.items()})
+    places = target.state_dict().keys()
+    return set(shapes).intersection(
+        *({source for source, key, *_ in _moved(plan, empty) if key in places} for plan in plans)
+    )
+
+
+def _values(shapes: Shapes, source: nn.Module, seed: int, landing: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return values for the keys of the file: random weights, statistics and other buffers that the target takes;
+    constants of the source model only, and counts, are its own."""
     import torch
 
     own = source.state_dict()
-    constants = {name for name, _ in source.named_buffers() if not name.endswith(_STATISTICS)}
+    constants = {name for name, _ in source.named_buffers() if not name.endswith(_STATISTICS) and name not in landing}
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for key, (dtype, shape) in shapes.items():
@@ -370,7 +415,7 @@ def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:
     largest, is_known = 0.0, False
     for each in alignment:
         here, there = _picked(ours, theirs, *each)
-        if scale := float(there.detach().abs().max()):
+        if scale := max(float(side.detach().abs().max()) for side in (here, there)):
             is_known = True
             difference = float((here - there).detach().abs().max()) / scale
             largest = max(largest, difference if difference == difference else float("inf"))
@@ -380,7 +425,17 @@ def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:
 def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
     """Return the tensors of the target, and parts of them, that the map gives their values; a tied one once."""
     state = {key: value for key, value in target.state_dict(keep_vars=True).items() if _is_float(value)}
-    constants = {name for name, _ in target.named_buffers() if not name.endswith(_STATISTICS)}
+    units: dict[tuple[Any, ...], Unit] = {}
+    for source, key, box, place in _moved(plan, stored):
+        if key in state:
+            tensor = state[key]
+            unit = Unit(source, stored.specs[source].shape, box, key, place, tensor)
+            units.setdefault((id(tensor), place), unit)
+    return list(units.values())
+
+
+def _moved(plan: Plan, stored: Checkpoint) -> list[tuple[str, str, Any, Any]]:
+    """Return where a map takes the tensors of the file: key, new key, box, and its place there."""
     names = {key: key for key in stored.specs}  # of what is left of the file, with its names there
     found: list[tuple[str, str, Any, Any]] = []
     for step in plan.steps:
@@ -391,11 +446,4 @@ def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
         names |= {edit.to: names.pop(edit.key) for edit in step.edits if isinstance(edit, Rename)}
     used = {source for source, *_ in found}
     whole = {key: full(stored.specs[source].shape) for key, source in names.items() if source not in used}
-    found += [(names[key], key, box, box) for key, box in whole.items()]
-    units: dict[tuple[Any, ...], Unit] = {}
-    for source, key, box, place in found:
-        if key in state and key not in constants:
-            tensor = state[key]
-            unit = Unit(source, stored.specs[source].shape, box, key, place, tensor)
-            units.setdefault((id(tensor), place), unit)
-    return list(units.values())
+    return found + [(names[key], key, box, box) for key, box in whole.items()]

@@ -67,8 +67,8 @@ class Unit:
 def unobservable(
     model: nn.Module, units: Sequence[Unit], outputs: Callable[[], Sequence[torch.Tensor]], seed: int
 ) -> list[Unit]:
-    """Return the units whose exchange with like ones, or transposition, may leave the outputs as they are. The values
-    of the model are the same afterwards."""
+    """Return the units of which no output depends, and those whose exchange with like ones, or transposition, may leave
+    the outputs as they are. The values of the model are the same afterwards."""
     import torch
 
     like: dict[Shape, list[Unit]] = defaultdict(list)
@@ -89,8 +89,7 @@ def unobservable(
         unit.view.copy_(values)
     hidden: dict[Unit, None] = {}
     for shape, members in like.items():
-        lost = [unit for unit in members if unit in dead]
-        hidden |= dict.fromkeys(lost if len(lost) > 1 or _is_square(shape) else ())
+        hidden |= dict.fromkeys(unit for unit in members if unit in dead)
         hidden |= dict.fromkeys(_alike([unit for unit in members if unit not in dead], gradients, _is_square(shape)))
     return list(hidden)
 

@@ -264,3 +264,14 @@ def test_most_blocks_outvote_one():
     for at in (1, 2, 3):
         assert found[f"blocks.{at}.expand_bn.weight"] == [f"blocks.{at}.bn1.weight"]
         assert found[f"blocks.{at}.depthwise_norm.weight"] == [f"blocks.{at}.bn2.weight"]
+
+
+def test_square_matrices_are_certain_only_beside_one_that_shows_how_they_lie():
+    """A layer of another library may compute ``x @ w``, and a square matrix does not show it."""
+    ours = {f"l{n}.{name}": shape for n in range(4) for name, shape in (("weight", (6, 6)), ("bias", (6,)))}
+    theirs = {key.replace("l", "m", 1): shape for key, shape in ours.items()}
+    assert infer(ours, theirs).matches["m0.weight"].label is Label.LIKELY
+    assert infer(ours, theirs).matches["m0.bias"].label is Label.CERTAIN
+    assert infer({**ours, "out.weight": (3, 6)}, {**theirs, "out.weight": (3, 6)}).matches["m0.weight"].label is (
+        Label.CERTAIN
+    )

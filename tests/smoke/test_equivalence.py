@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,88 @@ def test_twin_towers_are_verified_only_if_the_outputs_tell_them_apart(is_told_ap
     assert proposed.fix is not None
     assert proposed.fix.applicability is (Applicability.SAFE if is_told_apart else Applicability.UNSAFE)
     assert ("verified" in proposed.evidence["labels"]) is is_told_apart
+
+
+class Codebook(nn.Module):
+    """A quantiser: one of its two tables is used, and the other is kept for its training."""
+
+    def __init__(self, names: tuple[str, ...], is_table_first: bool = True) -> None:
+        super().__init__()
+        self.names = names
+        for name, (ins, outs) in zip(names[:2], ((6, 8), (8, 5)), strict=True):
+            self.add_module(name, nn.Linear(ins, outs))
+        start = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        for name in names[2:] if is_table_first else names[:1:-1]:
+            self.register_buffer(name, start.clone())
+
+    def forward(self, x: Any) -> Any:
+        first, last, table, _ = (getattr(self, name) for name in self.names)
+        hidden = first(x)
+        return last(hidden + (-torch.cdist(hidden, table)).softmax(-1) @ table)
+
+
+def test_buffers_are_told_apart_like_weights():
+    """Both begin with the same values, and the target has them in the other order."""
+    source = Codebook(("enc", "dec", "embed", "embed_avg"))
+    target = Codebook(("encoder", "decoder", "codebook", "ema_w"), False)
+    file = {**source.state_dict(), "embed_avg": torch.randn(16, 8)}
+    fresh = Codebook(("enc", "dec", "embed", "embed_avg"))
+    done, _ = ckptfix.repair_state_dict(file, target, source_model=fresh)
+    assert torch.equal(done["codebook"], file["embed"])
+    assert torch.equal(done["ema_w"], file["embed_avg"])
+
+
+class Body(nn.Module):
+    """A stem, a head, and one more layer; ``end`` makes the outputs of them."""
+
+    def __init__(self, names: Sequence[str], end: Callable[..., Any]) -> None:
+        super().__init__()
+        self.names, self.end = names, end
+        for name, size in zip(names, ((6, 8), (8, 16), (16, 5), (16, 3), (16, 3)), strict=False):
+            self.add_module(name, nn.Linear(*size))
+
+    def forward(self, x: Any) -> Any:
+        stem, body, *heads = (getattr(self, name) for name in self.names)
+        return self.end(body(stem(x).relu()), *heads)
+
+
+OURS, THEIRS = ("stem", "body", "cls", "box"), ("conv_in", "trunk", "score", "corner")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param(
+            lambda h, cls, box: cls(h.relu()), lambda h, cls, box: cls(F.relu6(h)), id="one saturates for large inputs"
+        ),
+        pytest.param(
+            lambda h, cls, box: (cls(h), box(h)), lambda h, cls, box: (cls(h), 0 * box(h)), id="one output is zero"
+        ),
+    ],
+)
+def test_what_differs_elsewhere_is_refuted(ours, theirs):
+    (finding,) = findings(Body(OURS, ours), Body(THEIRS, theirs))
+    assert "do not compute the same" in finding.message
+    assert finding.fix is None
+
+
+def test_what_no_output_sees_is_not_verified():
+    """A layer for the training only, of which the file has two and the target has one."""
+    source = Body(("stem", "body", "cls", "aux_early", "aux_late"), lambda h, cls, *others: cls(h))
+    target = Body(("conv_in", "trunk", "score", "extra"), lambda h, cls, *others: cls(h))
+    proposed, *_ = findings(source, target)
+    assert proposed.evidence["labels"].get("verified", 0) <= 6
+    assert "verified" not in proposed.message
+    assert proposed.fix is None or proposed.fix.applicability is Applicability.UNSAFE
+
+
+def test_rounding_to_float32_refutes_nothing():
+    def rounded(h: Any, cls: Any, box: Any) -> Any:
+        return cls(h.float().double())
+
+    proposed, *_ = findings(Body(OURS, lambda h, cls, box: cls(h)), Body(THEIRS, rounded))
+    assert "as if one model computes in float32" in proposed.message
+    assert proposed.fix is not None
 
 
 class Silent(Towers):
