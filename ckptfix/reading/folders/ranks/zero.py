@@ -460,6 +460,8 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
             steps[rank] = root.get("global_steps")
             roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
     if not isinstance(roots.get(0, {}).get("module"), dict):
+        if files.damage:
+            raise UnreadableError(f"{files.folder}: {clauses(files.damage)}; no rank can be read: fetch it again")
         raise UnreadableError(
             f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
         )
