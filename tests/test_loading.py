@@ -389,6 +389,39 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
+class Alike(nn.Module):
+    """Layers of equal shapes, of which only the order tells the state apart."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda model: [{"params": list(layer.parameters())} for layer in model.children()],
+        lambda model: [{"params": list(layer.parameters())} for layer in reversed(list(model.children()))],
+        lambda model: list(reversed(list(model.parameters()))),
+        lambda model: [parameter for name, parameter in model.named_parameters() if name[0] != "d"],
+    ],
+    ids=["layers", "layers from the top", "parameters from the top", "one is frozen"],
+)
+def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups: Any) -> None:
+    model, new = Alike("abcd"), Alike("abcd")
+    optimizer, own = (torch.optim.Adam(groups(one)) for one in (model, new))
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer) != {}
+    # in another order of the model, nothing tells whose the moments are
+    other = Alike("acbd")
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(TargetError, match=r"ways to name the parameters of optimizer, which fit and differ"):
+        ckptfix.load(other, tmp_path / "run.pth", optimizer=torch.optim.Adam(groups(other)), unsafe_fixes=True)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
 def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
     both = Layers("a", "b"), Layers("a", "b")
     made = [adamw(model) for model in both]

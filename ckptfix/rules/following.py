@@ -359,28 +359,47 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
                 found.setdefault(made.outcome, made)
         made = next(iter(found.values())) if len(found) == 1 else follow(optimizer, certain, change, scope)
         return [made] if made is not None else []
+    for own in _as_live(optimizer, change):
+        if (made := follow(optimizer, own, change, Scope(Layout({}), lambda key: True))) is not None:
+            found.setdefault(made.outcome, made)
+    if found:
+        return list(found.values())
     for scope in scopes(change):
         for naming in namings(optimizer, scope.layout):
             made = follow(optimizer, naming, change, scope)
             if made is None:
                 return []
             found.setdefault(made.outcome, made)
-    if not found and (own := _as_live(optimizer, change)) is not None:
-        made = follow(optimizer, own, change, Scope(Layout({}), lambda key: True))
-        return [made] if made is not None else []
     return list(found.values())
 
 
-def _as_live(optimizer: Optimizer, change: Change) -> Naming | None:
-    """Name the parameters as those of the optimizer that is to load the state, whose script has made both."""
+def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
+    """Name the parameters as those of the optimizer that is to load the state, whose script has made both. If the model
+    has its parameters in another order than the file, those of each group may have been in that of the file."""
     groups = [[change.origins[key].sources for key in group if key in change.origins] for group in change.live or ()]
     if tuple(map(len, groups)) != optimizer.sizes or any(len(sources) != 1 for group in groups for sources in group):
-        return None
-    names = {number: key for number, (key,) in zip(optimizer.ids, chain.from_iterable(groups), strict=True)}
-    rows = {number: optimizer.row(number) for number in names}
-    if not all(fits(row, change.before[names[number]].shape) for number, row in rows.items()):
-        return None
-    return Naming(names, "the groups of the given optimizer", moments=sum(map(bool, rows.values())))
+        return
+    order = {key: number for number, name in enumerate(change.result()) for key in change.origins[name].sources}
+    live = [key for group in groups for (key,) in group]
+    if not change.parameters().keys() <= order.keys() or not order.keys() >= set(live):
+        return  # an optimizer of a model that had others may have had these
+    readings = [dict(zip(live, live, strict=True))]
+    if change.reorders:  # the script may have met them in the file's order: within its groups, or all in all
+        rank = {key: number for number, key in enumerate(change.before)}
+        for parts in ([[key for (key,) in group] for group in groups], [live]):
+            pairs = (
+                zip(sorted(part, key=order.__getitem__), sorted(part, key=rank.__getitem__), strict=True)
+                for part in parts
+            )
+            readings.append(dict(chain.from_iterable(pairs)))
+    rows = [optimizer.row(number) for number in optimizer.ids]
+    for known in readings:
+        keys = [known[key] for key in live]
+        if all(fits(row, change.before[key].shape) for row, key in zip(rows, keys, strict=True)):
+            names = dict(zip(optimizer.ids, keys, strict=True))
+            yield Naming(names, "the groups of the given optimizer", moments=sum(map(bool, rows)))
+        elif keys == live:
+            return
 
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
