@@ -22,7 +22,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import apply_plan
-from ckptfix.errors import CkptfixError
+from ckptfix.errors import CkptfixError, Opt, TargetError
 from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
 from ckptfix.rules import FOR_LOADING
@@ -63,8 +63,11 @@ Alignment = tuple[tuple[int, int, int, int, int], ...]
 def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> Twin:
     """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
     models that are given as such. Raises ``TargetError`` if the model cannot be built."""
-    slots = target_of(source, None, (), settings.seed).slots
-
+    try:
+        slots = target_of(source, None, (), settings.seed).slots
+    except TargetError as error:
+        words = (Opt("source_model", word.value) if word == Opt("model", source) else word for word in error.args)
+        raise TargetError(*words, traceback_text=error.traceback_text) from error
     known: dict[object, Equivalence] = {}
 
     def prove(checkpoint: Checkpoint, maps: Sequence[Plan]) -> Equivalence:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ckptfix
 from ckptfix.core.finding import Applicability, Finding, Level
-from ckptfix.errors import UsageError
+from ckptfix.errors import TargetError, UsageError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules import renamed_layers
 from ckptfix.smoke.equivalence import TOLERANCE, _units
@@ -446,6 +446,11 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 def test_a_source_model_needs_a_model():
     with pytest.raises(UsageError, match="add"):
         ckptfix.check(towers().state_dict(), source_model=towers())
+
+
+def test_an_error_names_the_model_that_it_is_about():
+    with pytest.raises(TargetError, match=r"source_model='sample_checkpoints.models:nope': .*has no nope"):
+        ckptfix.check({"a": torch.ones(2)}, nn.Linear(1, 2), source_model="sample_checkpoints.models:nope")
 
 
 @pytest.mark.slow
