@@ -270,8 +270,8 @@ of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``so
 class Naming:
     """The names of an optimizer's ids, and how they are known.
 
-    ``recipe`` is None if the names are in the file itself. ``own_shapes`` counts the parameters whose shape no other
-    has: the rest rely on the order between them."""
+    ``recipe`` is None if the names are in the file itself, or those of its groups in reverse. ``own_shapes`` counts the
+    parameters whose shape no other has: the rest rely on the order between them."""
 
     names: Mapping[Any, str]
     source: str
@@ -325,10 +325,16 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
         groups = [keys for _, keys in recipe.groups(layout)]
         if tuple(map(len, groups)) != sizes:
             continue
-        order = list(chain.from_iterable(groups))
-        if all(fits(row, layout.shapes[key]) for (_, _, row), key in zip(rows, order, strict=True)):
-            names = {number: key for (number, _, _), key in zip(rows, order, strict=True)}
-            yield Naming(names, recipe.name, recipe, moments, own)
+        readings: list[tuple[list[list[str]], str, Recipe | None]] = [(groups, recipe.name, recipe)]
+        if moments and len(groups) > 1:  # a script may have made the same groups from the top down
+            readings.append((groups[::-1], f"{recipe.name}, its groups in reverse", None))
+        for members, source, known in readings:
+            order = list(chain.from_iterable(members))
+            if tuple(map(len, members)) == sizes and all(
+                fits(row, layout.shapes[key]) for (_, _, row), key in zip(rows, order, strict=True)
+            ):
+                names = {number: key for (number, _, _), key in zip(rows, order, strict=True)}
+                yield Naming(names, source, known, moments, own)
 
 
 def _moments(row: Mapping[str, Any]) -> list[Any]:

@@ -268,13 +268,18 @@ class Followed:
     @property
     def is_unchanged(self) -> bool:
         """Whether the state may stay as it is."""
-        if self.like != tuple(range(len(self.optimizer.groups))):
+        olds, has_state = self.optimizer.groups, bool(self.optimizer.state)
+        if has_state and self.like != tuple(range(len(olds))):
+            return False
+        if [_settings(olds[place]) for place in self.like] != [_settings(old) for old in olds]:
             return False
         names = stored_names(self.optimizer)
-        for group, old in zip(self.groups, self.optimizer.groups, strict=True):
-            if any(step.shape or step.parts for step in group):
+        for group, old in zip(self.groups, olds, strict=True):
+            if len(group) != len(old["params"]):
                 return False
-            if [step.source for step in group] != old["params"]:
+            if has_state and any(step.shape or step.parts for step in group):
+                return False
+            if has_state and [step.source for step in group] != old["params"]:
                 return False
             if names is not None and [bare(step.key) for step in group] != [bare(names[n]) for n in old["params"]]:
                 return False

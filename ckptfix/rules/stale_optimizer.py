@@ -206,9 +206,11 @@ def _out_of_step(
         return
     way = found[0]
     is_certain = way.naming.is_certain
+    count = len(way.naming.names)
+    how = "" if is_certain or way.naming.own_shapes else f" (0 of {count} parameters with a shape of their own)"
     yield rule.finding(
         Level.ERROR,
-        f"{optimizer.label} is out of step with the weights: {_what(way)}",
+        f"{optimizer.label} is out of step with the weights: {_what(way)}{how}",
         keys=(*way.anew, *way.added),
         evidence=_evidence(way),
         fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),

@@ -216,6 +216,34 @@ def test_an_order_of_the_model_alone_is_no_silence(tmp_path, names):
         ]
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_groups_that_may_be_in_reverse_are_left_alone(tmp_path, is_dropped):
+    """A group for each layer, from the top down: of layers of equal shapes, no moment tells."""
+    model = Same("abc")
+    groups = [
+        {"params": list(layer.parameters()), "lr": 0.1 + n} for n, layer in enumerate(reversed([*model.children()]))
+    ]
+    saved(model, lambda model: groups, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", Same("bc" if is_dropped else "abc"), **asked).report
+    assert findings(report) == ["OPT101"] * is_dropped
+    assert [finding.evidence["recipes"][1] for finding in report.remaining] == [
+        "a group for each part of the model, its groups in reverse"
+    ] * is_dropped
+    old, new = (torch.load(tmp_path / name, weights_only=True)["optimizer"] for name in ("run.pth", "out.pth"))
+    assert str(old) == str(new)
+
+
+@pytest.mark.parametrize(("names", "groups"), [("abc", 1), ("bca", 1), ("cab", 3)])
+def test_an_optimizer_without_a_state_has_nothing_to_move(tmp_path, names, groups):
+    model = Same("abc")
+    parts = [[*layer.parameters()] for layer in model.children()] if groups > 1 else [[*model.parameters()]]
+    optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=0.1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", Same(names), unsafe_fixes=True, output=tmp_path / "out.pth").report
+    assert (findings(report), report.exit_code) == ([], 0)
+
+
 @pytest.mark.parametrize("edit", ["same", "reorder"])
 def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
     model = Net()
