@@ -146,7 +146,7 @@ class Change:
         found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target)}
         if self.model is None or not found.keys() <= self.model.slots.keys():
             return _once(found, ())  # only a model that has them all knows their order
-        return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties)
+        return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
 
     @property
     def modules(self) -> dict[str, str] | None:
@@ -225,13 +225,15 @@ def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
     return (dtype.is_float or dtype.is_complex) and not is_buffer(key, spec, target)
 
 
-def _once(specs: Mapping[str, TensorSpec], ties: Sequence[Sequence[str]]) -> dict[str, TensorSpec]:
-    """Leave out all names of a tensor but the first."""
+def _once(
+    specs: Mapping[str, TensorSpec], ties: Sequence[Sequence[str]], as_filed: bool = True
+) -> dict[str, TensorSpec]:
+    """Leave out all names of a tensor but the first: those of these ties, and ``as_filed`` of those of the file."""
     tied = {key: tuple(group) for group in ties for key in group}
     seen: set[Hashable] = set()
     found: dict[str, TensorSpec] = {}
     for key, spec in specs.items():
-        names: list[Hashable] = [spec.view] if spec.storage is not None and spec.numel else [key]
+        names: list[Hashable] = [spec.view] if as_filed and spec.storage is not None and spec.numel else [key]
         names += [tied[key]] if key in tied else []
         if seen.isdisjoint(names):
             found[key] = spec
@@ -418,6 +420,7 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     steps: list[Step] = []
     anew: list[str] = []
     added: list[str] = []
+    carried: set[Any] = set()
     for key, spec in change.result().items():
         origin = change.origins[key]
         known = [ids[source] for source in origin.sources if source in ids]
@@ -428,6 +431,9 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
         if not is_wanted:
             continue
         step = _carried(optimizer, key, origin, ids, change, spec)
+        if step.source is not None and step.source in carried:
+            step = Step(key)  # a tie that is undone: the state stays with its first name
+        carried.add(step.source)
         steps.append(step)
         if step.source is None and not step.parts:
             (anew if known else added).append(key)

@@ -244,6 +244,28 @@ def test_an_optimizer_without_a_state_has_nothing_to_move(tmp_path, names, group
     assert (findings(report), report.exit_code) == ([], 0)
 
 
+@pytest.mark.parametrize("ties", [(True, True), (False, False), (True, False)])
+def test_a_tie_that_is_undone_leaves_the_state_with_the_first_name(tmp_path, ties):
+    old, new = Same("abc"), Same("abc")
+    for model, is_tied in zip((old, new), ties, strict=True):
+        if is_tied:
+            model.get_submodule("c").weight = model.get_parameter("a.weight")
+    optimizer = saved(old, one_group, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", new, unsafe_fixes=True, output=tmp_path / "out.pth").report
+    is_undone = ties[0] and not ties[1]
+    assert (findings(report), report.exit_code) == (["OPT101"] * is_undone, 0)
+    if is_undone:
+        own = torch.optim.AdamW(new.parameters())
+        own.load_state_dict(torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"])
+        names = dict(old.named_parameters())
+        assert new.get_parameter("c.weight") not in own.state
+        assert all(
+            torch.equal(own.state[parameter]["exp_avg"], optimizer.state[names[name]]["exp_avg"])
+            for name, parameter in new.named_parameters()
+            if name != "c.weight"
+        )
+
+
 @pytest.mark.parametrize("edit", ["same", "reorder"])
 def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
     model = Net()
