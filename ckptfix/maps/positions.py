@@ -299,17 +299,26 @@ def stored_names(optimizer: Optimizer) -> dict[Any, str] | None:
     return found if found and all(isinstance(name, str) for name in found.values()) else None
 
 
-def named_by_itself(optimizer: Optimizer, keys: Iterable[str]) -> Naming | None:
-    """Return the naming that the state gives, in terms of these keys; None if it has none or one is not there."""
+def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> list[Naming]:
+    """Return the naming that the state gives, in terms of these keys; none if it has none or one is not there. There
+    are several if the names may be those inside of a submodule as well, and the moments fit both."""
     names = stored_names(optimizer)
     if names is None:
-        return None
+        return []
     of_bare = {bare(key): key for key in keys}
-    known = {number: of_bare[bare(name)] for number, name in names.items() if bare(name) in of_bare}
-    if len(set(known.values())) < len(names):
-        return None
+    own = {number: bare(name) for number, name in names.items()}
+    first = next(iter(own.values()))
+    found: list[dict[Any, str]] = []
+    for prefix in sorted(key.removesuffix(first) for key in of_bare if key == first or key.endswith(f".{first}")):
+        known = {number: of_bare[prefix + name] for number, name in own.items() if prefix + name in of_bare}
+        if len(set(known.values())) == len(names) and (not prefix or found):
+            found.append(known)
+    fitting = [
+        known for known in found if all(fits(optimizer.row(number), keys[key].shape) for number, key in known.items())
+    ]
     source = KEYED if isinstance(next(iter(names)), str) else NAMED
-    return Naming(known, source, moments=sum(bool(_moments(optimizer.row(number))) for number in known))
+    moments = sum(bool(_moments(optimizer.row(number))) for number in names)
+    return [Naming(known, source, moments=moments) for known in fitting or found[:1]]
 
 
 def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -275,7 +275,7 @@ class Followed:
             return False
         if [_settings(olds[place]) for place in self.like] != [_settings(old) for old in olds]:
             return False
-        names = stored_names(self.optimizer)
+        names = self.naming.names if self.naming.is_certain else stored_names(self.optimizer)
         for group, old in zip(self.groups, olds, strict=True):
             if len(group) != len(old["params"]):
                 return False
@@ -355,17 +355,18 @@ def scopes(change: Change) -> Iterator[Scope]:
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
     found: dict[Hashable, Followed] = {}
+    frozen = change.target.frozen if change.target is not None else frozenset()
+    cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
     certain = named_by_itself(optimizer, change.before)
-    if certain is not None:
-        frozen = change.target.frozen if change.target is not None else frozenset()
-        layout = Layout({key: spec.shape for key, spec in change.parameters().items()}, change.modules)
-        scope = Scope(layout, lambda key: key not in frozen)
-        for recipe in _known_recipes(optimizer, certain, layout):
-            made = follow(optimizer, replace(certain, recipe=recipe), change, scope)
-            if made is not None:
-                found.setdefault(made.outcome, made)
-        made = next(iter(found.values())) if len(found) == 1 else follow(optimizer, certain, change, scope)
-        return [made] if made is not None else []
+    for naming in certain:
+        if len(certain) > 1 and cold.issuperset(naming.names.values()):
+            continue
+        made = _as_named(optimizer, naming, change, frozen)
+        if made is None:
+            return []
+        found.setdefault(made.outcome, made)
+    if found:
+        return list(found.values())
     for own in _as_live(optimizer, change):
         if (made := follow(optimizer, own, change, Scope(Layout({}), lambda key: True))) is not None:
             found.setdefault(made.outcome, made)
@@ -378,6 +379,18 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
                 return []
             found.setdefault(made.outcome, made)
     return list(found.values())
+
+
+def _as_named(optimizer: Optimizer, naming: Naming, change: Change, frozen: Collection[str]) -> Followed | None:
+    """Follow names that are certain, by the recipe of their groups if there is one."""
+    layout = Layout({key: spec.shape for key, spec in change.parameters().items()}, change.modules)
+    scope = Scope(layout, lambda key: key not in frozen)
+    found: dict[Hashable, Followed] = {}
+    for recipe in _known_recipes(optimizer, naming, layout):
+        made = follow(optimizer, replace(naming, recipe=recipe), change, scope)
+        if made is not None:
+            found.setdefault(made.outcome, made)
+    return next(iter(found.values())) if len(found) == 1 else follow(optimizer, naming, change, scope)
 
 
 def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:

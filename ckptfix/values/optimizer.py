@@ -92,8 +92,7 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
     parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
     layout = Layout({key: spec.shape for key, spec in parameters.items()})
     for optimizer in optimizers_in(checkpoint.root):
-        certain = named_by_itself(optimizer, parameters)
-        found = [certain] if certain is not None else list(namings(optimizer, layout))
+        found = named_by_itself(optimizer, parameters) or list(namings(optimizer, layout))
         if found and found[0].moments and all(naming.names == found[0].names for naming in found):
             group_of = {number: group for group in optimizer.groups for number in group["params"]}
             return {key: _training(group_of[number], optimizer.row(number)) for number, key in found[0].names.items()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import RECIPES, Layout, named_by_itself, namings, optimizers_in
 from ckptfix.reading.opening import open_file
 
@@ -145,8 +146,26 @@ STATE = {"exp_avg": torch.ones(2, 3)}
 )
 def test_names_that_the_file_has_itself(groups, names):
     (state,) = optimizers_in({"optimizer": {"state": {}, "param_groups": groups}})
-    found = named_by_itself(state, ["a", "b"])
-    assert (None if found is None else dict(found.names)) == names
+    found = named_by_itself(state, {"a": TensorSpec("float32", (2,)), "b": TensorSpec("float32", (2,))})
+    assert [dict(naming.names) for naming in found] == ([] if names is None else [names])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"a": 2, "b": 3, "enc.a": 2}, [["a", "b"]]),
+        ({"a": 2, "b": 3, "enc.a": 2, "enc.b": 3}, [["a", "b"], ["enc.a", "enc.b"]]),
+        ({"a": 3, "b": 3, "enc.a": 2, "enc.b": 3}, [["enc.a", "enc.b"]]),
+        ({"enc.a": 2, "enc.b": 3}, []),
+    ],
+)
+def test_names_that_are_those_of_a_submodule_too(keys, expected):
+    """Nothing tells an optimizer of `model.enc.named_parameters()` from one of the model but the moments."""
+    specs = {key: TensorSpec("float32", (size,)) for key, size in keys.items()}
+    rows = {0: {"exp_avg": TensorSpec("float32", (2,))}, 1: {"exp_avg": TensorSpec("float32", (3,))}}
+    groups = [{"params": [0, 1], "param_names": ["a", "b"]}]
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": groups}})
+    assert [list(naming.names.values()) for naming in named_by_itself(state, specs)] == expected
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,20 @@ def test_a_tie_that_is_undone_leaves_the_state_with_the_first_name(tmp_path, tie
         )
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_names_of_a_submodule_are_no_certainty(tmp_path, is_dropped):
+    model = Same("abc")
+    model.add_module("enc", Same("abc"))
+    enc = model.get_submodule("enc")
+    saved(model, lambda model: list(enc.named_parameters()), tmp_path / "run.pth")
+    if is_dropped:
+        del model.b
+    report = ckptfix.repair(tmp_path / "run.pth", model, unsafe_fixes=True, output=tmp_path / "out.pth").report
+    assert [finding.code for finding in report.remaining] == ["OPT101"] * is_dropped
+    old, new = (torch.load(tmp_path / name, weights_only=True)["optimizer"] for name in ("run.pth", "out.pth"))
+    assert str(old) == str(new)
+
+
 @pytest.mark.parametrize("edit", ["same", "reorder"])
 def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
     model = Net()
