@@ -250,7 +250,7 @@ def _row(row: Mapping[str, object] | None) -> str | None:
 
 
 def _renamed(module: str, modules: Mapping[str, str]) -> str:
-    """Return a module without keys of its own goes where the module around it went."""
+    """Return the name of a module in B. One without keys of its own goes where the module around it went."""
     above, below = module.split("."), list[str]()
     while above:
         if (to := modules.get(".".join(above))) is not None:
@@ -312,7 +312,7 @@ def _text(value: object) -> str | None:
 
 
 def _kind_name(value: object) -> str:
-    """Return a dict is a dict: that one is ordered and the other is not makes no difference."""
+    """Return what kind of container a value is. Whether a dict is ordered makes no difference."""
     if isinstance(value, Opaque):
         return f"object of {value.cls}"
     return "list" if isinstance(value, list | tuple) else "array" if isinstance(value, NumpyArray) else "dict"

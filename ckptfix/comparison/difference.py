@@ -224,7 +224,7 @@ def _pairs(title: str, pairs: Sequence[Pair], limit: int | None) -> Iterator[Lin
 
 
 def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Line]:
-    """Yield the farthest apart first: one line for each tensor, then the rest in one."""
+    """Yield one line for each tensor, the farthest apart first, then the rest in one."""
     if not gaps:
         return
     yield (Span(f"other values: {counted(len(gaps), 'tensor')}", "warning"),)

@@ -266,7 +266,8 @@ def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:
 
 
 def _equal(one: memoryview, other: memoryview) -> bool:
-    """Return a memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece."""
+    """Return whether two runs of bytes are equal."""
+    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece.
     pieces = range(0, max(one.nbytes, other.nbytes), PIECE)
     return all(bytearray(one[start : start + PIECE]) == other[start : start + PIECE] for start in pieces)
 

@@ -121,7 +121,7 @@ def _look_into(head: bytes, depth: int) -> Looks:
 
 
 def _zip(head: bytes) -> Looks:
-    """Return a zip archive by its first member, which is at its front."""
+    """Return what a zip archive is by its first member, which is at its front."""
     if head[:4] != b"PK\x03\x04":
         return Looks.DOUBTFUL if head[:4] == b"PK\x05\x06" else Looks.OTHER
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
@@ -139,7 +139,7 @@ def _expanded(head: bytes, name: str) -> bytes:
 
 
 def _tar(content: Content, depth: int) -> Looks:
-    """Return a tar archive by those of its files that begin in the head."""
+    """Return what a tar archive is by those of its files that begin in the head."""
     names = set()
     for name, start, size in tar_members.TarFiles(content).walk():
         names.add(PurePosixPath(name).name)
