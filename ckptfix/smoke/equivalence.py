@@ -42,10 +42,10 @@ TOLERANCE = 1e-9
 """The share of the largest output by which equal models may differ: in float64, rounding explains some 1e-13, and the
 smallest difference that an exchanged layer was seen to make is 1e-6."""
 
-FLOAT32 = 1e-6
+_FLOAT32 = 1e-6
 """The share by which outputs may differ if one of the models computes some of them in float32, whatever it is given."""
 
-LARGE_INPUT = 30.0
+_LARGE_INPUT = 30.0
 """By how much inputs are multiplied to see what only large values show, such as a ReLU6."""
 
 _INPUTS = 3
@@ -193,7 +193,7 @@ class _Pair:
                 smallest = min(smallest, best)
                 if best <= TOLERANCE:
                     return self._chosen(number, plan, best, ours, arguments[1], how)
-        if tried and smallest <= FLOAT32:
+        if tried and smallest <= _FLOAT32:
             doubt = f"the outputs differ by {smallest:.1g} of the largest, as if one model computes in float32"
         elif tried:
             doubt = f"{missing[0]} of the target has no source, and the outputs differ" if missing else ""
@@ -232,7 +232,7 @@ class _Pair:
         models cannot take them."""
         try:
             ours, theirs = (
-                self._run(model, _multiplied(each, LARGE_INPUT))
+                self._run(model, _multiplied(each, _LARGE_INPUT))
                 for model, each in zip((self.source, self.target), arguments, strict=True)
             )
         except (Exception, SystemExit):  # noqa: BLE001  the models' code may raise anything
@@ -240,7 +240,7 @@ class _Pair:
         if any(not bool(tensor.isfinite().all()) for _, tensor in ours):
             return 0.0
         difference = _difference(ours, theirs, how)
-        return difference if difference > FLOAT32 else 0.0
+        return difference if difference > _FLOAT32 else 0.0
 
     def _load(self, plan: Plan) -> list[str]:
         """Give the target the values of the file by the edits of a map; return its floats that get none."""
@@ -319,12 +319,9 @@ def _is_float(value: Any) -> bool:
 
 def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[str]:
     """Return the keys of the file that each map gives a place in the target, whole or in parts."""
-    import torch
-
-    empty = _opened({key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in shapes.items()})
-    places = target.state_dict().keys()
+    sizes, places = {key: shape for key, (_, shape) in shapes.items()}, target.state_dict().keys()
     return set(shapes).intersection(
-        *({source for source, key, *_ in _moved(plan, empty) if key in places} for plan in plans)
+        *({source for source, key, *_ in _moved(plan, sizes) if key in places} for plan in plans)
     )
 
 
@@ -429,17 +426,18 @@ def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
     """Return the tensors of the target, and parts of them, that the map gives their values; a tied one once."""
     state = {key: value for key, value in target.state_dict(keep_vars=True).items() if _is_float(value)}
     units: dict[tuple[Any, ...], Unit] = {}
-    for source, key, box, place in _moved(plan, stored):
+    sizes = {key: spec.shape for key, spec in stored.specs.items()}
+    for source, key, box, place in _moved(plan, sizes):
         if key in state:
             tensor = state[key]
-            unit = Unit(source, stored.specs[source].shape, box, key, place, tensor)
+            unit = Unit(source, sizes[source], box, key, place, tensor)
             units.setdefault((id(tensor), place), unit)
     return list(units.values())
 
 
-def _moved(plan: Plan, stored: Checkpoint) -> list[tuple[str, str, Any, Any]]:
+def _moved(plan: Plan, sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, Any, Any]]:
     """Return where a map takes the tensors of the file: key, new key, box, and its place there."""
-    names = {key: key for key in stored.specs}  # of what is left of the file, with its names there
+    names = {key: key for key in sizes}  # of what is left of the file, with its names there
     found: list[tuple[str, str, Any, Any]] = []
     for step in plan.steps:
         for edit in step.edits:
@@ -448,5 +446,5 @@ def _moved(plan: Plan, stored: Checkpoint) -> list[tuple[str, str, Any, Any]]:
         # All at once: two keys may have exchanged their names.
         names |= {edit.to: names.pop(edit.key) for edit in step.edits if isinstance(edit, Rename)}
     used = {source for source, *_ in found}
-    whole = {key: full(stored.specs[source].shape) for key, source in names.items() if source not in used}
+    whole = {key: full(sizes[source]) for key, source in names.items() if source not in used}
     return found + [(names[key], key, box, box) for key, box in whole.items()]
