@@ -21,9 +21,11 @@ Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer ma
 the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
 trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR): the
 sizes of all groups and the shapes of all moments confirm it, and parameters of equal shape rely on the order between
-them. If two recipes fit and lead to different states, nothing is touched; nor if the file has another state_dict that
-fits as well and the optimizer's name does not tell whose it is (`optG` of `G`). `--drop-optimizer` leaves the
-optimizer out: training goes on from the weights, with new moments. `--keep-optimizer` keeps it as it is.
+them. If two recipes fit and lead to different states, nothing is touched. The same holds if no shape says whether
+groups were listed from the first layer or from the last, if the names fit at the top and under a prefix alike, and if
+the file has another state_dict that fits and the optimizer's name does not say whose it is (`optG` of `G`).
+`--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
+keeps it as it is.
 
 ## Example
 `{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.
@@ -35,7 +37,7 @@ optimizer out: training goes on from the weights, with new moments. `--keep-opti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, path_name
@@ -176,16 +178,19 @@ def _out_of_step(
         return
     if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
         return
-    keep = context.settings.keep_optimizer
-    if sets and found:
-        yield rule.finding(
+
+    def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:
+        return rule.finding(
             Level.ERROR,
-            f"{optimizer.label} fits {' and '.join(sets)} alike, and its name tells neither: it stays as it is, though "
-            f"{sets[0]} changes",
-            evidence={"parameters": len(optimizer.ids), "sets": sets},
-            remedies=(DROP, KEEP),
-            is_accepted=keep,
+            f"{optimizer.label} {message}",
+            evidence={"parameters": len(optimizer.ids), **evidence},
+            remedies=(DROP, *remedies, KEEP),
+            is_accepted=context.settings.keep_optimizer,
         )
+
+    if sets and found:
+        fits = f"fits {' and '.join(sets)} alike, and its name tells neither"
+        yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
         return
     if len(found) != 1:
         reason = (
@@ -195,13 +200,11 @@ def _out_of_step(
         )
         sources = [f"{way.naming.source} in {way.order}" if way.order else way.naming.source for way in found]
         why = "which other edits change" if plan.edits else "which the model has in another order"
-        yield rule.finding(
-            Level.ERROR,
-            f"{optimizer.label} no longer belongs to the weights, {why}, and {reason}: it stays "
-            "as it is, and fails to load or gives moments to the wrong weights",
-            evidence={"parameters": len(optimizer.ids), **({"recipes": sources} if sources else {})},
-            remedies=(DROP, *_with_model(context, found), KEEP),
-            is_accepted=keep,
+        yield stays(
+            f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
+            "moments to the wrong weights",
+            _with_model(context, found),
+            **({"recipes": sources} if sources else {}),
         )
         return
     way = found[0]
@@ -215,7 +218,7 @@ def _out_of_step(
         evidence=_evidence(way),
         fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=(Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
-        is_accepted=keep,
+        is_accepted=context.settings.keep_optimizer,
     )
 
 
@@ -228,7 +231,7 @@ def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(keys), 'frozen parameter')} of the model with a place and a state in {way.optimizer.label}, "
-            "which does not load into one of the trainable parameters alone",
+            "which does not load into an optimizer of only the trainable parameters",
             keys=keys,
         )
 
