@@ -55,7 +55,8 @@ class Watch:
             check.result()
 
     def _check(self, path: str) -> None:
-        before = _state(path)
+        if not (before := _files(path)):
+            return
         process = subprocess.Popen(
             [sys.executable, "-c", _CHECK],
             stdin=subprocess.PIPE,
@@ -66,7 +67,7 @@ class Watch:
         )
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
         out, errors = process.communicate(json.dumps([path, self._settings]))
-        if before is None or _state(path) != before:
+        if not before <= _files(path):
             return
         if process.returncode:
             _log.warning(
@@ -81,9 +82,15 @@ class Watch:
             _log.warning("%s: %s %s: %s%s", path, each["code"], each["name"], each["message"], keys and f" ({keys})")
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
+def _files(path: str) -> set[tuple[str | int, ...]]:
+    """Return what tells the files of a checkpoint from others that replace them; nothing once they are gone.
+
+    A folder may still grow: the other ranks of a training add their random states when the first one is done."""
+    place = Path(path)
     try:
-        found = Path(path).stat()
+        if place.is_dir():
+            return {(entry.name, entry.stat().st_ino) for entry in place.iterdir()}
+        found = place.stat()
     except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        return set()
+    return {(found.st_ino, found.st_size, found.st_mtime_ns)}

@@ -197,6 +197,4 @@ def test_two_processes_stop_together(tmp_path):
         env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    stopped = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
-    assert len(stopped) == 1
-    assert stopped < set(range(20, 59))
+    assert {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)} == {40}  # found at 20, agreed on at 40

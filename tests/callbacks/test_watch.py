@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 import threading
-import time
 
 import pytest
 import torch
@@ -42,20 +43,43 @@ def test_settings_are_those_of_a_check(weights, caplog):
     assert [message.split()[1] for message in caplog.messages] == ["KEY102"]
 
 
-def test_a_file_that_is_gone_or_replaced_meanwhile_says_nothing(weights, caplog, monkeypatch):
-    checked, popen = threading.Event(), Watch._check
+@pytest.fixture
+def beside(monkeypatch):
+    """Do something to a checkpoint while it is checked."""
+    communicate = subprocess.Popen.communicate
 
-    def late(self, path):
-        checked.wait(60)
-        popen(self, path)
+    def checked_beside(change, path):
+        def changing(self, *words, **named):
+            change()
+            return communicate(self, *words, **named)
 
-    monkeypatch.setattr(Watch, "_check", late)
-    watch = Watch()
-    watch.check(weights / "nan.ckpt")
-    (weights / "nan.ckpt").unlink()
-    checked.set()
-    watch.wait()
-    assert (caplog.messages, watch.defects) == ([], {})
+        monkeypatch.setattr(subprocess.Popen, "communicate", changing)
+        watch = Watch()
+        watch.check(path)
+        watch.wait()
+        return watch.defects
+
+    return checked_beside
+
+
+def test_a_file_that_is_removed_or_replaced_meanwhile_says_nothing(weights, caplog, beside):
+    defect, sound = weights / "nan.ckpt", (weights / "sound.ckpt").read_bytes()
+    assert beside(lambda: defect.write_bytes(sound[:3000]), defect) == {}
+    assert beside(defect.unlink, defect) == {}
+    assert beside(lambda: None, defect) == {}
+    assert caplog.messages == []
+
+
+def test_a_folder_may_grow_meanwhile_and_says_nothing_when_its_files_are_replaced(weights, caplog, beside):
+    """As the folder of a training with several processes does: each rank saves its random state."""
+    folder = weights / "checkpoint-20"
+    folder.mkdir()
+    defect = (weights / "nan.ckpt").rename(folder / "pytorch_model.bin")
+    assert beside((folder / "rng_state_1.pth").touch, folder).keys() == {str(folder)}
+    assert len(caplog.messages) == 1
+    assert beside(lambda: (weights / "sound.ckpt").replace(defect), folder) == {}
+    assert beside(lambda: shutil.rmtree(folder), folder) == {}
+    assert len(caplog.messages) == 1
 
 
 def test_a_file_that_cannot_be_read_is_said(weights, caplog):
@@ -72,9 +96,11 @@ def test_a_check_does_not_hold_up_the_training_and_has_the_lowest_priority(weigh
     priorities = []
     monkeypatch.setattr(os, "setpriority", lambda *words: priorities.append(words[2]))
     watch = Watch()
-    begun = time.thread_time()
+    begin, check = threading.Event(), Watch._check
+    monkeypatch.setattr(Watch, "_check", lambda self, path: begin.wait(60) and check(self, path))
     for _ in range(3):
         watch.check(weights / "sound.ckpt")
-    assert time.thread_time() - begun < 0.01
+    assert priorities == []
+    begin.set()
     watch.wait()
     assert priorities == [19, 19, 19]
