@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
-from ckptfix.core.parts import Part
+from ckptfix.core.parts import Part, Shape, full
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,6 @@ class Cast(Edit):
 
 
 @dataclass(frozen=True)
-class Reshape(Edit):
-    """Give a contiguous tensor another shape of the same number of elements."""
-
-    kind: ClassVar[str] = "reshape"
-    keeps_values: ClassVar[bool] = True
-    key: str
-    before: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Dequantise(Edit):
     """Multiply the codes of a matrix by the scales under another key: one for all, one for each row, or one for each
     square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales."""
@@ -144,7 +133,7 @@ class Dequantise(Edit):
 
 @dataclass(frozen=True)
 class Assemble(Edit):
-    """Make a tensor of parts of others, which are used up: renamed, split, fused, stacked or transposed layers.
+    """Make a tensor of parts of others, which are used up: reshaped, split, fused, stacked or transposed layers.
 
     The ``Assemble`` edits of a step use each element of the tensors that they name exactly once."""
 
@@ -154,6 +143,16 @@ class Assemble(Edit):
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    @classmethod
+    def reshape(cls, key: str, dtype: str, before: Shape, shape: Shape) -> Assemble:
+        """Return the edit that gives a tensor another shape of the same number of elements."""
+        return cls(key, dtype, shape, (Part(key, full(before), full(shape)),))
+
+    @property
+    def is_reshape(self) -> bool:
+        """Whether it is a tensor of the same name, all its elements in the same order."""
+        return [(part.source, part.place, part.axes) for part in self.parts] == [(self.key, full(self.shape), ())]
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as a JSON object, its parts as objects."""
@@ -335,7 +334,6 @@ EDITS: Mapping[str, type[Edit]] = {
         Zero,
         Tie,
         Cast,
-        Reshape,
         Dequantise,
         Assemble,
         MergeAdapter,

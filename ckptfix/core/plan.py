@@ -11,19 +11,7 @@ from typing import Any
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import (
-    EDITS,
-    Assemble,
-    Delta,
-    Drop,
-    Edit,
-    Fill,
-    MergeAdapter,
-    Rename,
-    RenameModule,
-    Reshape,
-    Tie,
-)
+from ckptfix.core.edits import EDITS, Assemble, Delta, Drop, Edit, Fill, MergeAdapter, Rename, RenameModule, Tie
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Part, inverse, shape_of
 from ckptfix.errors import PlanError
@@ -164,8 +152,6 @@ def _invert(edit: Edit) -> Edit:
         return Rename(edit.to, edit.key)
     if isinstance(edit, RenameModule):
         return RenameModule(edit.to, edit.module)
-    if isinstance(edit, Reshape):
-        return Reshape(edit.key, edit.shape, edit.before)
     if isinstance(edit, (Fill, Tie)):
         return Drop(edit.key)
     raise PlanError(f"the edit {edit.kind} cannot be undone: what it removed is not in the plan; keep the source file")

@@ -72,7 +72,8 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
     used = {part.source: edit.key for edit in reversed(made_of) for part in reversed(edit.parts)}
     changes: list[Any] = [edit for edit in step.edits if type(edit) in CHANGES and not _is_added(edit)]
-    _refuse_conflicts(checkpoint, step, {*renames, *(edit.key for edit in changes)}, dropped, set(used))
+    changed_keys = {edit.key for edit in changes} - {edit.key for edit in made_of if edit.is_reshape}
+    _refuse_conflicts(checkpoint, step, renames.keys() | changed_keys, dropped, set(used))
 
     entries = _moved(checkpoint, step, renames, dropped, made_of, used)
     made: dict[tuple[object, ...], TensorSpec] = {}
@@ -93,7 +94,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
     metadata = _with_rows(checkpoint, step, rename_metadata(checkpoint.metadata, kept))
     lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
     # After the first rename the names of a picked set are not those of the file any more: it was taken before.
-    picked = None if renames else checkpoint.picked
+    picked = checkpoint.picked if all(old == new for old, new in renames.items()) else None
     return _with_file_edits(replace(checkpoint.with_entries(entries, metadata), lost=lost, picked=picked), step)
 
 
@@ -129,14 +130,10 @@ def _moved(
     used: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the entries under their new names; what is assembled comes where the first of its parts was."""
-    specs = assembled(checkpoint, made_of, step.rule)
+    made = assembled(checkpoint, made_of, step.rule)
     entries: dict[str, Any] = {}
     for key, entry in checkpoint.entries.items():
-        arrivals = (
-            [(edit.key, specs[edit.key]) for edit in made_of if edit.parts[0].source == key]
-            if key in used
-            else [(renames.get(key, key), entry)] * (key not in dropped)
-        )
+        arrivals = made.get(key, ()) if key in used else [(renames.get(key, key), entry)] * (key not in dropped)
         for name, value in arrivals:
             if name in entries:
                 raise PlanError(

@@ -16,8 +16,9 @@ from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
 
 
-def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, TensorSpec]:
-    """Return the assembled tensors by key. Raises ``PlanError`` unless each element is used exactly once."""
+def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, list[tuple[str, TensorSpec]]]:
+    """Return the assembled tensors with their keys, by the source of their first part. Raises ``PlanError`` unless each
+    element is used exactly once."""
     sources = {part.source for edit in edits for part in edit.parts}
     specs = {key: spec for key in sources if isinstance(spec := checkpoint.entries.get(key), TensorSpec)}
     parts = {edit.key: edit.parts for edit in edits}
@@ -28,18 +29,22 @@ def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> d
     except PartsError as error:
         raise PlanError(f"{checkpoint.path}: {rule} cannot assemble {error}; make the plan again") from error
     made: dict[tuple[Any, ...], TensorSpec] = {}
-    result = {}
+    result: dict[str, list[tuple[str, TensorSpec]]] = {}
     for edit in edits:
         views = tuple((specs[part.source].view, replace(part, source="")) for part in edit.parts)
         same = (edit.shape, views)
         if same not in made:  # two names of one tensor stay two names of one tensor
             made[same] = _assembled(checkpoint, edit, specs)
-        result[edit.key] = made[same]
+        result.setdefault(edit.parts[0].source, []).append((edit.key, made[same]))
     return result
 
 
 def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSpec]) -> TensorSpec:
     first = specs[edit.parts[0].source]
+    strides = contiguous_strides(edit.shape)
+    is_plain = first.layout == "strided" and first.quantizer is None and first.is_contiguous
+    if edit.is_reshape and is_plain and first.dtype == edit.dtype:
+        return replace(first, shape=edit.shape, strides=strides)  # still the same view of its storage
     for part in edit.parts:
         spec = specs[part.source]
         if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
@@ -59,7 +64,6 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
         first.storage.device if first.storage is not None else "cpu",
         parts=tuple(dict.fromkeys(one for part in edit.parts for one in specs[part.source].storages)),
     )
-    strides = contiguous_strides(edit.shape)
     return replace(first, shape=edit.shape, strides=strides, storage=storage, offset=0, math_bits={})
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter, Replace, Reshape, Zero
+from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter, Replace, Zero
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.opening import open_file
@@ -137,20 +137,12 @@ def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies:
     return cast_spec(found, edit.dtype, checkpoint.path)
 
 
-def _reshaped(checkpoint: Checkpoint, spec: TensorSpec, edit: Reshape, supplies: Supplies) -> TensorSpec:
-    is_of_size = TensorSpec(spec.dtype, edit.shape).numel == spec.numel
-    if spec.shape != edit.before or not is_of_size or not spec.is_contiguous:
-        raise _foreign(checkpoint, f"{edit.key} of shape {spec.shape} cannot become {edit.shape}")
-    return replace(spec, shape=edit.shape, strides=contiguous_strides(edit.shape))
-
-
 CHANGES: Mapping[type[Edit], Callable[[Checkpoint, TensorSpec, Any, Supplies], TensorSpec]] = {
     Adapt: adapted,
     Cast: _cast,
     Dequantise: _dequantised,
     MergeAdapter: _merged,
     Replace: _replaced,
-    Reshape: _reshaped,
     Zero: _zeroed,
 }
 """What makes another tensor of one of the file, by kind of edit."""

@@ -25,7 +25,6 @@ from ckptfix.core.edits import (
     Rename,
     RenameModule,
     Replace,
-    Reshape,
     Retag,
     Rewrite,
     Tie,
@@ -231,6 +230,11 @@ def _module_lines(edits: Sequence[RenameModule], limit: int | None) -> Iterator[
 
 
 def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[str]:
+    reshaped = [edit for edit in edits if edit.is_reshape]
+    for (before, shape), reshapes in _grouped(reshaped, lambda edit: (extent(edit.parts[0].box), edit.shape)):
+        head = f"reshape {{}} from {list(before)} to {list(shape)}"
+        yield from _listed(head, (edit.key for edit in reshapes), limit)
+    edits = [edit for edit in edits if not edit.is_reshape]
     users = Counter(part.source for edit in edits for part in edit.parts)
     for made in _alike(edits, lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
         change = _numbered([rename_pattern(edit.parts[0].source, edit.key) for edit in made])
@@ -288,12 +292,6 @@ def _dequantise_lines(edits: Sequence[Dequantise], limit: int | None) -> Iterato
         yield from _listed(head, (edit.key for edit in codes), limit)
 
 
-def _reshape_lines(edits: Sequence[Reshape], limit: int | None) -> Iterator[str]:
-    for (before, shape), reshapes in _grouped(edits, lambda edit: (tuple(edit.before), tuple(edit.shape))):
-        head = f"reshape {{}} from {list(before)} to {list(shape)}"
-        yield from _listed(head, (edit.key for edit in reshapes), limit)
-
-
 LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]] = {
     Rename: _rename_lines,
     RenameModule: _module_lines,
@@ -307,7 +305,6 @@ LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]]
     Tie: lambda edits, limit: [f"tie {edit.key} to {edit.to}" for edit in edits],
     Cast: _cast_lines,
     Dequantise: _dequantise_lines,
-    Reshape: _reshape_lines,
     Plain: lambda edits, limit: [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in edits],
     Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
     Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],

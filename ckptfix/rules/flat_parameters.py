@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Assemble, Reshape
+from ckptfix.core.edits import Assemble
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.parts import Part, full
@@ -110,7 +110,7 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
     return held
 
 
-def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Reshape]:
+def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Assemble]:
     """Yield the shapes of weights that have their names, and one dimension."""
     if not any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks):
         return
@@ -119,4 +119,4 @@ def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Reshape]:
         if not isinstance(spec, TensorSpec) or slot.shape in (None, spec.shape):
             continue
         if len(spec.shape) == 1 and spec.numel == slot.numel and spec.is_contiguous:
-            yield Reshape(name, spec.shape, slot.shape or ())
+            yield Assemble.reshape(name, spec.dtype, spec.shape, slot.shape or ())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Assemble, Drop, Edit, Moments, Regroup, Rename, Reshape, Tie, Zero
+from ckptfix.core.edits import Assemble, Drop, Edit, Moments, Regroup, Rename, Tie, Zero
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
@@ -73,11 +73,11 @@ def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
         dropped |= {key: origins[key] for key in used if key in origins}
         after = {names.get(key, key): origin for key, origin in origins.items() if key not in used}
         for edit in step.edits:
-            if isinstance(edit, Assemble):
+            if isinstance(edit, Assemble) and edit.is_reshape:
+                before = origins.get(edit.key, NEW)
+                after[edit.key] = before._replace(shape=edit.shape, is_trained=before.is_trained and bool(before.key))
+            elif isinstance(edit, Assemble):
                 after[edit.key] = _assembled(edit, origins)
-            elif isinstance(edit, Reshape):
-                name, before = names.get(edit.key, edit.key), origins.get(edit.key, NEW)
-                after[name] = before._replace(shape=edit.shape, is_trained=before.is_trained and bool(before.key))
             elif not (edit.keeps_values or _is_negligible(edit)) and (key := getattr(edit, "key", None)) is not None:
                 name = names.get(key, key)
                 after[name] = after.get(name, dropped.get(name, NEW))._replace(is_trained=False)

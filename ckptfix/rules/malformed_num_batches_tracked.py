@@ -34,7 +34,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Cast, Drop, Edit, Fill, Reshape
+from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
@@ -98,7 +98,7 @@ def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None)
     if spec.numel != 1 or spec.storage is None:
         return cure
     if shape is not None and len(shape) <= 1 and spec.shape != shape:
-        cure.append(Reshape(key, spec.shape, shape))
+        cure.append(Assemble.reshape(key, spec.dtype, spec.shape, shape))
     if spec.dtype != dtype:
         cure.append(Cast(key, spec.dtype, dtype))
     return cure if cure and _is_number(spec.dtype) else []

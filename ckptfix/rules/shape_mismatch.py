@@ -62,9 +62,9 @@ from typing import Any
 
 from ckptfix.core.adaptations import HEAD, adaptation
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Assemble, Drop, Reshape
+from ckptfix.core.edits import Adapt, Assemble, Drop
 from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.parts import Part, full
+from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
@@ -97,7 +97,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
         if not isinstance(entry, TensorSpec):
             evidence[key] = {"file": None, "target": list(slot.shape)}
         elif _differ_by_ones(entry.shape, slot.shape) and _is_plain(entry):
-            reshapes.append(Reshape(key, entry.shape, slot.shape))
+            reshapes.append(Assemble.reshape(key, entry.dtype, entry.shape, slot.shape))
         elif entry.shape != slot.shape:
             evidence[key] = {"file": list(entry.shape), "target": list(slot.shape)}
     if reshapes:
@@ -106,7 +106,9 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
             keys=tuple(reshape.key for reshape in reshapes),
             evidence={
-                "shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in reshapes}
+                "shapes": {
+                    edit.key: {"file": list(extent(edit.parts[0].box)), "target": list(edit.shape)} for edit in reshapes
+                }
             },
             fix=Fix(tuple(reshapes), Applicability.SAFE),
         )

@@ -33,7 +33,6 @@ from ckptfix.core.edits import (
     Rename,
     RenameModule,
     Replace,
-    Reshape,
     Retag,
     Rewrite,
     Tie,
@@ -101,7 +100,7 @@ def test_keys_and_their_order(edits, keys):
 def test_values():
     after = apply(
         Cast("a.w", "float32", "float16"),
-        Reshape("b.n", (), (1,)),
+        Assemble.reshape("b.n", "int64", (), (1,)),
         Tie("c.t", "b.w"),
         Fill("c.z", "int64", (2,), "zeros"),
     )
@@ -132,8 +131,12 @@ def test_a_key_is_changed_under_the_name_that_it_had():
             [Cast("a.w", "float64", "float16")], "is float32 and not float64", id="another dtype than planned"
         ),
         pytest.param([Cast("b.extra", "float32", "float16")], "is not a tensor", id="cast of plain data"),
-        pytest.param([Reshape("a.w", (2, 2), (5,))], "cannot become", id="another number of elements"),
-        pytest.param([Reshape("a.w", (4,), (2, 2))], "cannot become", id="another shape than planned"),
+        pytest.param(
+            [Assemble.reshape("a.w", "float32", (2, 2), (5,))], "cannot assemble a.w", id="another number of elements"
+        ),
+        pytest.param(
+            [Assemble.reshape("a.w", "float32", (4,), (2, 2))], "cannot assemble a.w", id="another shape than planned"
+        ),
         pytest.param(
             [Fill("a.w", "float32", (2, 2), "zeros")], "which is there already", id="a fill overwrites nothing"
         ),
@@ -185,7 +188,6 @@ EXAMPLES: dict[str, Edit] = {
     "tie": Tie("a", "b"),
     "cast": Cast("a", "float32", "bfloat16"),
     "dequantise": Dequantise("a", "int8", "float32", "a.SCB", "bitsandbytes int8"),
-    "reshape": Reshape("a", (), (1,)),
     "plain": Plain("args", "argparse.Namespace", "dict"),
     "adapt": Adapt("a", "b", "pos_embed=timm", "float16", (1, 5, 2), (1, 10, 2), (2, 2, 3, 3), (0, 1)),
     "assemble": Assemble("a", "float32", (4, 2), (Part("b", ((0, 2), (0, 4)), ((0, 4), (0, 2)), axes=(1, 0)),)),
@@ -264,7 +266,9 @@ def test_what_cannot_be_undone(name):
 
 
 def test_the_inverse_takes_out_what_was_put_in():
-    plan = Plan((Step("A", (Fill("c", "int8", (), "zeros"), Tie("d", "c"), Reshape("b.n", (), (1,)))),))
+    plan = Plan(
+        (Step("A", (Fill("c", "int8", (), "zeros"), Tie("d", "c"), Assemble.reshape("b.n", "int64", (), (1,)))),)
+    )
     done = apply_plan(plan, open_state_dict(state()))
     assert_same(apply_plan(plan.inverse(), done).state_dict(), state())
 

@@ -2,6 +2,7 @@ import pytest
 
 from ckptfix.core.edits import (
     EDITS,
+    Assemble,
     Cast,
     Drop,
     Fill,
@@ -11,7 +12,6 @@ from ckptfix.core.edits import (
     Regroup,
     Rename,
     Replace,
-    Reshape,
     Retag,
     Tie,
     Zero,
@@ -65,12 +65,13 @@ def test_each_kind_in_its_words():
         Zero("e.weight", "float32", "subnormal"),
         Tie("dec.weight", "emb.weight"),
         Cast("x.w", "float16", "float32"),
-        Reshape("n2", (1,), ()),
+        Assemble.reshape("n2", "float32", (1,), ()),
         Plain("args", "argparse.Namespace", "dict"),
         Retag("cuda:3"),
     )
     assert edit_lines(edits) == [
         "rename 2 keys: module.{…} → {…}",
+        "reshape 1 key from [1] to []: n2",
         "drop 2 keys: head.{0,1}",
         "fill 1 key (1 element) with zeros: n  int64[]",
         "fill 1 key (5.12 k elements) from the initial values of the target (not trained): fc.weight  float32[10, 512]",
@@ -82,7 +83,6 @@ def test_each_kind_in_its_words():
         "set the subnormal values of 1 key to zero: e.weight",
         "tie dec.weight to emb.weight",
         "cast 1 key from float16 to float32: x.w",
-        "reshape 1 key from [1] to []: n2",
         "turn argparse.Namespace into dict at args",
         "retag tensors from cuda:3 to cpu",
     ]

@@ -12,7 +12,6 @@ from ckptfix.core.edits import (
     Fill,
     Rename,
     Replace,
-    Reshape,
     Tie,
     Zero,
 )
@@ -54,7 +53,7 @@ def traced(*steps: list[Edit]) -> dict[str, Origin]:
         ),
         pytest.param([[Tie("c", "a")]], {"a": Origin("a"), "b": Origin("b"), "c": Origin("a")}, id="tie"),
         pytest.param(
-            [[Reshape("a", (2,), (2, 1))], [Rename("a", "c")]],
+            [[Assemble.reshape("a", "float32", (2,), (2, 1))], [Rename("a", "c")]],
             {"c": Origin("a", (2, 1)), "b": Origin("b")},
             id="reshape",
         ),
@@ -64,7 +63,7 @@ def traced(*steps: list[Edit]) -> dict[str, Origin]:
             id="assemble",
         ),
         pytest.param(
-            [[Reshape("a", (2,), (2, 1))], [Assemble("c", "float32", (4,), HALVES)]],
+            [[Assemble.reshape("a", "float32", (2,), (2, 1))], [Assemble("c", "float32", (4,), HALVES)]],
             {"c": Origin("", (4,), HALVES, is_trained=False)},
             id="assembled-of-what-was-reshaped",
         ),
