@@ -5,6 +5,7 @@ whose figures are joined in their order: they do not depend on the number of thr
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -22,12 +23,16 @@ from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_units
 from ckptfix.values.walk import Walk
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
 
 PART = 1 << 23
 """Bytes of a part, which one thread looks at."""
+
+SAMPLED = 256
+"""Numbers of a tensor that are kept for a histogram."""
 
 BATCH = 1 << 25
 """Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
@@ -113,13 +118,14 @@ def statistics_of(tally: Tally) -> TensorStatistics:
         tally.vanishing,
         tally.words,
         tally.has_faint_rows,
+        tally.sample,
     )
 
 
 class Part(NamedTuple):
     """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
     ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
-    matrix that may have faint ones.
+    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next.
     """
 
     walk: Walk
@@ -131,12 +137,14 @@ class Part(NamedTuple):
     proved: Storage | None = None
     place: int | None = None
     row: int = 0
+    distance: int = 0
 
     def look(self) -> Tally:
         """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
         words: list[bytes] = []
+        sample: list[bytes] = []
         is_faint, at = False, self.start * self.walk.spec.itemsize
         for block in self.walk.blocks(self.start, self.stop):
             scanner.feed(block)
@@ -146,14 +154,16 @@ class Part(NamedTuple):
                 words.append(_sampled(block, at + self.place, DISK_BLOCK, "<u8").tobytes())
             if self.row:
                 is_faint = is_faint or _has_faint(block, at, self.row, self.walk.spec.dtype)
+            sample.append(_decoded(_sampled(block, at, self.distance, self.stored.unit), self.stored))
             at += block.nbytes
         if self.proved is not None:
             note_checksum(self.proved, crc)
         scanner.tally.words, scanner.tally.has_faint_rows = b"".join(words), is_faint
+        scanner.tally.sample = b"".join(sample)
         return scanner.tally
 
 
-def _sampled(block: memoryview, at: int, step: int, unit: str) -> Array:
+def _sampled(block: memoryview, at: int, step: int, unit: str | np.dtype[Any]) -> Array:
     """Return the units at each multiple of ``step`` bytes that are whole in a block, which begins at byte ``at``."""
     import numpy as np
 
@@ -161,6 +171,27 @@ def _sampled(block: memoryview, at: int, step: int, unit: str) -> Array:
     count = (block.nbytes - first - size) // step + 1 if block.nbytes >= first + size else 0
     units: Array = np.ndarray(count, np.dtype(unit), block, first if count else 0, (step,))
     return units
+
+
+def _decoded(units: Array, stored: Encoding) -> bytes:
+    """Return numbers as the bytes of float32."""
+    import numpy as np
+
+    numbers = stored.decode(units if units.strides == (units.itemsize,) else units.copy())
+    if numbers.itemsize == 4:
+        return numbers.tobytes()
+    with np.errstate(over="ignore"):  # what a float32 cannot hold becomes infinite
+        return numbers.astype(np.float32).tobytes()
+
+
+def _distance(numel: int) -> int:
+    """Return how far apart ``SAMPLED`` of the numbers are, at least.
+
+    It has no divisor in common with their count, so that the sample is not of a few columns of a matrix."""
+    distance = -(-numel // SAMPLED)
+    while math.gcd(distance, numel) > 1:
+        distance += 1
+    return distance
 
 
 _FAINT = {
@@ -191,11 +222,15 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
     proved = storage if is_whole and storage is not None and is_open(storage) else None
     place, row = _samples(spec, walk)
+    distance = _distance(distinct * stored.units) * stored.unit.itemsize
     if nbytes <= PART or proved is not None or not walk.is_run:
-        return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row)]
+        return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
     step = max(PART // size, 1)
     edges = [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
-    return [Part(walk, stored, cast, start, stop, (stop - start) * size, None, place, row) for start, stop in edges]
+    return [
+        Part(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance)
+        for start, stop in edges
+    ]
 
 
 def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:

@@ -93,6 +93,28 @@ class Statistics(Mapping[str, TensorStatistics]):
         return len(self._specs)
 
 
+BINS = 16
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def histogram(figures: TensorStatistics) -> str:
+    """Return how a tensor's numbers are distributed: a digit of base 36 for each of ``BINS`` equal parts of the range
+    from the least to the greatest, as high as its share of the sample; the fullest is ``z``.
+
+    Empty for a tensor without a sample, and for one of a single value."""
+    if not figures.sample or figures.minimum >= figures.maximum:
+        return ""
+    import numpy as np
+
+    low, high = figures.minimum / 2, figures.maximum / 2  # halves: the whole range may be no float64
+    numbers = np.frombuffer(figures.sample, np.float32).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    places = ((numbers / 2 - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
+    counts = np.bincount(places, minlength=BINS)
+    heights = -(-35 * counts // max(counts.max(), 1))
+    return "".join(_DIGITS[height] for height in heights.tolist()) if counts.any() else ""
+
+
 def _is_numeric(spec: TensorSpec) -> bool:
     values = _values(spec)
     if values is None or encoding(values.dtype) is None:
@@ -173,4 +195,5 @@ def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStat
         mean=figures.mean * share,
         rms=figures.rms * math.sqrt(share),
         first_nonfinite=None,
+        sample=b"",
     )

@@ -46,6 +46,7 @@ class Tally:
     first: int | None = None
     words: bytes = b""
     has_faint_rows: bool = False
+    sample: bytes = b""
 
     @property
     def nonfinite(self) -> int:
@@ -79,6 +80,7 @@ class Tally:
         self.vanishing += other.vanishing
         self.words += other.words
         self.has_faint_rows |= other.has_faint_rows
+        self.sample += other.sample
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         if other.first is not None:

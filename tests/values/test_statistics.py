@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.statistics import TensorStatistics
-from ckptfix.values.statistics import Statistics
+from ckptfix.values.statistics import BINS, Statistics, histogram
 from ckptfix.values.walk import CHUNK
 from tests.values.exact import HALVES
 from tests.values.memory import MemorySource, checkpoint_of, source_of
@@ -158,6 +158,51 @@ def test_an_edited_view_is_not_read_again():
     assert list(after) == ["a", "b"]
     assert after["a"] is after["b"] is figures
     assert source.bytes_read == 400
+
+
+def heights(tensor: torch.Tensor) -> list[int]:
+    return [int(digit, 36) for digit in histogram(statistics_of(tensor))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int16])
+def test_the_histogram_of_a_small_tensor_is_exact(dtype):
+    tensor = (torch.arange(240.0).reshape(12, 20) ** 1.3 / 7).to(dtype)
+    counts = np.histogram(tensor.double().numpy(), bins=BINS)[0]
+    assert heights(tensor) == [math.ceil(35 * count / counts.max()) for count in counts]
+
+
+def test_a_histogram_is_of_all_columns_and_parts():
+    """A sample at a distance of whole rows would be of one column."""
+    tensor = torch.randn(1 << 14, 256)
+    tensor[:, 0] = 100.0
+    assert heights(tensor)[-1] in (1, 2)
+    tensor[1 << 13 :] += 50
+    assert [height > 25 for height in heights(tensor)].count(True) == 2
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(0), torch.tensor(3), torch.ones(9), torch.full((4,), math.nan), torch.eye(4).to_sparse()],
+    ids=["empty", "one number", "constant", "NaN", "sparse"],
+)
+def test_where_there_is_no_range_there_is_no_histogram(tensor):
+    assert heights(tensor) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "full"),
+    [
+        ([-3.4e38, 0.0, 3.4e38, math.nan], {0, 8, 15}),
+        ([-math.inf, 1.0, 1.5, 2.0], {0, 8, 15}),
+        ([0.0, 1e-45], {0, 15}),
+    ],
+)
+def test_odd_numbers_have_a_histogram(numbers, full):
+    assert {place for place, height in enumerate(heights(torch.tensor(numbers))) if height} == full
+
+
+def test_a_histogram_of_numbers_beyond_float32():
+    assert heights(torch.tensor([-1.7e308, 1.0, 1.7e308], dtype=torch.float64))[8] == 35
 
 
 def test_reads_are_bounded():

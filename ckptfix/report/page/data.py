@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptfix.core.report import Report
 from ckptfix.report.telling import ABOUT_VALUES
+from ckptfix.values.statistics import histogram
 
 _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
@@ -97,6 +98,8 @@ def _figures(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("zeros", "nonfinite", "flagged"):
         if some := {number: layer[name] for number, layer in enumerate(layers) if layer[name]}:
             columns[name] = some
+    if any(layer.get("histogram") for layer in layers):
+        columns["histogram"] = [layer.get("histogram", "") for layer in layers]
     return columns
 
 
@@ -135,6 +138,7 @@ def weights_to_json(report: Report) -> dict[str, Any]:
                 "maximum": float(figures.maximum),
                 "zeros": int(figures.zeros),
                 "nonfinite": int(figures.nonfinite),
+                "histogram": histogram(figures),
                 "flagged": flags.get(key, []),
             }
         )

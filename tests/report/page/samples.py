@@ -107,7 +107,7 @@ def unreadable(source: str) -> dict[str, Any]:
 
 
 def weights(
-    source: str, count: int = 4, flagged: Mapping[int, list[str]] | None = None, seed: int = 1
+    source: str, count: int = 4, flagged: Mapping[int, list[str]] | None = None, seed: int = 1, nonfinite: int = 3
 ) -> dict[str, Any]:
     """A line of weights.jsonl."""
     flagged = flagged or {}
@@ -125,7 +125,8 @@ def weights(
                 "minimum": -3.1 * rms,
                 "maximum": 4.2 * rms,
                 "zeros": 2 if number == 1 else 0,
-                "nonfinite": 3 if number in flagged else 0,
+                "nonfinite": nonfinite if number in flagged else 0,
+                "histogram": "0012359dmuzwrhc1" if number % 2 else "",
                 "xxh3": "0" * 32,
                 "flagged": flagged.get(number, []),
             }

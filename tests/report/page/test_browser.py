@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ckptfix.report.page import render_page
 from tests.report.page.browser import look, requests
-from tests.report.page.samples import HOSTILE, PREFIX, record, repaired, undecided, unreadable, weights, zoo
+from tests.report.page.samples import HOSTILE, NAN, PREFIX, record, repaired, undecided, unreadable, weights, zoo
 from tests.report.page.test_rendering import hostile_zoo
 
 
@@ -211,6 +213,24 @@ def test_counters_are_in_the_table_alone(browser, show):
     assert "Weights by layer: 3 layers" in browser.find_element("css selector", ".chart").get_attribute("aria-label")
     assert "1 tensor of whole numbers" in texts(browser, "#file")[0]
     assert len(texts(browser, "#file .tabulator-row")) == 4
+
+
+def test_each_layer_has_its_histogram_also_on_paper(browser, show):
+    show([record("a.pth")], [weights("a.pth", 6)])
+    said = [each.get_attribute("aria-label") for each in browser.find_elements("css selector", "#file svg.histogram")]
+    assert len(said) == 3
+    assert re.fullmatch("from -.+ to .+, most from .+ to .+", said[0])
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    bars = "return [...document.querySelectorAll('.on-paper path')].map((path) => path.getAttribute('d'))"
+    assert [path.count("M") for path in browser.execute_script(bars)] == [14, 14, 14]
+
+
+def test_a_note_does_not_mark_a_layer(browser, show):
+    note = {**NAN, "code": "VAL206", "name": "subnormal", "level": "note"}
+    show([record("a.pth", findings=[note])], [weights("a.pth", flagged={2: ["VAL206"]}, nonfinite=0)])
+    assert "none flagged" in browser.find_element("css selector", "#file .chart").get_attribute("aria-label")
+    assert texts(browser, "#file .tabulator-row.flagged") == []
+    assert "VAL206" in texts(browser, "#file .tabulator-row")[2]
 
 
 def test_hostile_names_are_text(browser, show):

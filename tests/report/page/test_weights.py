@@ -1,12 +1,14 @@
 import json
+import struct
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.statistics import TensorStatistics
 from ckptfix.report.page.data import weights_to_json
 from tests.report.samples import report
 
+SAMPLE = struct.pack("<4f", -2.0, 0.0, 0.1, 1.5)
 FIGURES = {
-    "a": TensorStatistics(6, zeros=1, minimum=-2.0, maximum=1.5, absmax=2.0, rms=0.5),
+    "a": TensorStatistics(6, zeros=1, minimum=-2.0, maximum=1.5, absmax=2.0, rms=0.5, sample=SAMPLE),
     "b": TensorStatistics(4, nan=2, pos_inf=1),
 }
 LAYOUT = {"a": ("float32", (2, 3)), "b": ("float16", (4,))}
@@ -33,6 +35,7 @@ def test_a_line():
             "maximum": 1.5,
             "zeros": 1,
             "nonfinite": 0,
+            "histogram": "i00000000z00000i",
             "flagged": [],
         },
         {
@@ -45,6 +48,7 @@ def test_a_line():
             "maximum": 0.0,
             "zeros": 0,
             "nonfinite": 3,
+            "histogram": "",
             "flagged": ["VAL101"],
         },
     ]

@@ -51,7 +51,7 @@ function drawLayers(chart, layers) {
   context.save();
   for (const isFlagged of [false, true]) {
     for (const layer of layers) {
-      if ((layer.flagged.length > 0 || layer.nonfinite > 0) !== isFlagged) continue;
+      if (isBad(layer) !== isFlagged) continue;
       const x = chart.valToPos(layer.index, "x", true);
       context.fillStyle = context.strokeStyle = isFlagged ? flagged : plain;
       if (isFlagged) {
@@ -79,6 +79,23 @@ function drawLayers(chart, layers) {
   context.restore();
 }
 
+/** The histogram of a layer from its least to its greatest value; null where the page has none. Each digit is the height of a bar. */
+function histogramOf({ histogram, minimum, maximum }) {
+  if (!histogram) return null;
+  const heights = [...histogram].map((digit) => parseInt(digit, 36));
+  const shape = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [attribute, value] of Object.entries(attributes)) element.setAttribute(attribute, value);
+    return element;
+  };
+  const fullest = heights.indexOf(35);
+  const edge = (bar) => figure(minimum + (maximum - minimum) * bar / heights.length);
+  const words = `from ${figure(minimum)} to ${figure(maximum)}, most from ${edge(fullest)} to ${edge(fullest + 1)}`;
+  const svg = shape("svg", { class: "histogram", viewBox: `0 0 ${4 * heights.length} 36`, preserveAspectRatio: "none", role: "img", "aria-label": words });
+  svg.append(shape("path", { d: heights.map((height, bar) => (height ? `M${4 * bar} 36v-${height}h3.5v${height}z` : "")).join("") }));
+  return svg;
+}
+
 function tooltipOf(layer) {
   const lines = [
     ["RMS", figure(layer.rms)],
@@ -90,13 +107,14 @@ function tooltipOf(layer) {
   return [
     el("strong", {}, name(layer.key)),
     el("span", { className: "faint" }, `${shown(layer.dtype)} [${shown(layer.shape).replaceAll("x", ", ")}]`),
+    histogramOf(layer) || "",
     el("dl", {}, facts(lines)),
   ];
 }
 
 /** What the chart says, for those who do not see it. */
 function summaryOf(layers) {
-  const flagged = layers.filter((layer) => layer.flagged.length > 0).length;
+  const flagged = layers.filter(isBad).length;
   const broken = layers.filter((layer) => layer.nonfinite > 0).length;
   const positive = layers.map((layer) => layer.rms).filter((rms) => rms > 0);
   const range = positive.length

@@ -69,8 +69,12 @@ function layersOf(id) {
     zeros: sparse("zeros")[index] || 0,
     nonfinite: sparse("nonfinite")[index] || 0,
     flagged: sparse("flagged")[index] || [],
+    histogram: sparse("histogram")[index] || "",
   }));
 }
+
+/** Whether a layer is marked: something not finite, or a finding above a note. */
+const isBad = (layer) => layer.nonfinite > 0 || layer.flagged.some((code) => levelOf(code) !== LEVELS[0]);
 
 // A file's address is its name, so that a link outlives the page that it was taken from.
 const isWellFormed = (text) => !/\p{Cs}/u.test(text);

@@ -33,10 +33,11 @@ function layersTable(box, layers) {
   const columns = [
     { title: "Layer", field: "key", minWidth: 150, widthGrow: 4, sorter: (a, b, one, other) => one.getData().index - other.getData().index, formatter: textCell((layer) => name(layer.key)), responsive: 0 },
     { title: "Flagged", field: "flagged", visible: some("flagged"), minWidth: 80, sorter: "array", formatter: textCell((layer) => layer.flagged.join(", ")), responsive: 0 },
+    { title: "Histogram", field: "histogram", visible: some("histogram"), width: 92, headerSort: false, formatter: textCell(histogramOf), responsive: 1 },
     { title: "RMS", ...byNumber("rms"), minWidth: 84, formatter: textCell((layer) => figure(layer.rms)), responsive: 0 },
     { title: "Minimum", ...byNumber("minimum"), minWidth: 96, formatter: textCell((layer) => figure(layer.minimum)), responsive: 1 },
     { title: "Maximum", ...byNumber("maximum"), minWidth: 96, formatter: textCell((layer) => figure(layer.maximum)), responsive: 1 },
-    { title: "Not finite", ...byNumber("nonfinite"), visible: some("nonfinite"), minWidth: 88, formatter: textCell((layer) => whole(layer.nonfinite)), responsive: 1 },
+    { title: "Not finite", ...byNumber("nonfinite"), visible: some("nonfinite"), minWidth: 100, formatter: textCell((layer) => whole(layer.nonfinite)), responsive: 1 },
     { title: "Zeros", ...byNumber("zeros"), visible: some("zeros"), minWidth: 88, formatter: textCell((layer) => (layer.zeros ? percent(layer.zeros / Math.max(layer.numel, 1)) : "0")), responsive: 2 },
     { title: "Type", field: "dtype", minWidth: 88, formatter: textCell((layer) => layer.dtype), responsive: 3 },
     { title: "Shape", field: "shape", minWidth: 136, sorter: (a, b, one, other) => one.getData().numel - other.getData().numel, formatter: textCell((layer) => layer.shape.replaceAll("x", " × ") || "one number"), responsive: 3 },
@@ -49,7 +50,7 @@ function layersTable(box, layers) {
     responsiveLayout: "hide",
     columnDefaults: { headerSortTristate: false },
     maxHeight: 460,
-    rowFormatter: (row) => row.getElement().classList.toggle("flagged", row.getData().flagged.length > 0 || row.getData().nonfinite > 0),
+    rowFormatter: (row) => row.getElement().classList.toggle("flagged", isBad(row.getData())),
   }));
 }
 
@@ -67,11 +68,11 @@ function weightsSection(row, closers) {
     section.append(el("p", { className: "faint" }, run.left_out ? left : "Not read."));
     return section;
   }
-  const flagged = layers.filter((layer) => layer.flagged.length > 0 || layer.nonfinite > 0);
+  const flagged = layers.filter(isBad);
   const drawn = layers.filter(isDrawn);
   const rest = layers.length - drawn.length;
   section.append(
-    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "tensor")} of whole numbers, such as counters, ${rest === 1 ? "is" : "are"} only in the table.` : ""}`),
+    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "tensor")} of whole numbers, such as counters, ${rest === 1 ? "is" : "are"} only in the table.` : ""}${layers.some((layer) => layer.histogram) ? " A histogram shows some 256 values of its layer, from the minimum to the maximum." : ""}`),
     el("ul", { className: "key", "aria-hidden": true },
       el("li", {}, el("span", { className: "dot" }), "RMS"),
       el("li", {}, el("span", { className: "stem" }), "up to the largest magnitude"),
@@ -90,7 +91,7 @@ function weightsSection(row, closers) {
   closers.opened.push(() => {
     const table = layersTable(grid, layers);
     only.addEventListener("change", () => {
-      if (only.checked) table.setFilter((layer) => layer.flagged.length > 0 || layer.nonfinite > 0);
+      if (only.checked) table.setFilter(isBad);
       else table.clearFilter();
     });
     const close = weightsChart(chartBox, drawn, (layer) => {
