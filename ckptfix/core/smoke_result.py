@@ -77,8 +77,9 @@ class Equivalence:
     ``chosen`` is the number of the map with which the outputs are equal, None if there is none. ``difference`` is the
     smallest that was seen, as a share of the largest output. ``unobservable`` are the keys of the target whose exchange
     with a like tensor no output shows; of these, ``open`` follow from no other tensor of their module. ``epsilons`` are
-    those of the norms of both models, if they differ: the outputs were compared with equal ones. ``doubt`` says why
-    nothing is proved, and is empty if something is: that the map is right, or that it is not.
+    those of the norms of both models, if they differ: the outputs were compared with equal ones, and with their own
+    they differ by ``own``. ``doubt`` says why nothing is proved, and is empty if something is: that the map is right,
+    or that it is not.
     """
 
     chosen: int | None = None
@@ -87,6 +88,7 @@ class Equivalence:
     unobservable: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     epsilons: tuple[tuple[float, ...], ...] = ()
+    own: float = 0.0
     doubt: str = ""
 
     @property

@@ -179,14 +179,15 @@ def _said(proof: Equivalence | None) -> str:
         each = f", with each of {proof.tried} maps" if proof.tried > 1 else ""
         return f", but the outputs of the two models differ by {far}{each}: they do not compute the same"
     epsilons = " and ".join(", ".join(f"{each:g}" for each in some) for some in proof.epsilons)
-    unlike = f", if the epsilons of their norms, {epsilons}, are made equal" if epsilons else ""
+    own = f"; with their own, the outputs differ by {proof.own:.1g}"
+    unlike = f", if the epsilons of their norms, {epsilons}, are made equal{own}" if epsilons else ""
     if proof.open:
         return f"; the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
     return f"; verified: the outputs of both models are equal (to {far}{unlike})"
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:
-    return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1)}
+    return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1, 0.0)}
 
 
 def _proved(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -48,9 +48,13 @@ _FLOAT32 = 1e-6
 _LARGE_INPUT = 30.0
 """By how much inputs are multiplied to see what only large values show, such as a ReLU6."""
 
+_ROWS = (1.0, -1.0, 1e-3)
+"""Factors for a batch of three: what only negative values show, or small ones beside a constant, or a third sample."""
+
 _INPUTS = 3
 """How many of the inputs that both models take are tried."""
 
+_EPSILON = 1e-6
 _STATISTICS = ("running_mean", "running_var")
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 
@@ -142,28 +146,30 @@ class _Pair:
 
     def __init__(self, source: nn.Module, target: nn.Module, shapes: Shapes, plans: Sequence[Plan], seed: int) -> None:
         self.target, self.seed = target, seed
-        self.values = _values(shapes, source, seed, _landing(shapes, plans, target))
-        self.stored = _opened(self.values)
-        self.source = self._filled(source)
-        self.epsilons = _equalised(self.source, target)
+        landing = _landing(shapes, plans, target)
+        self.values, self.signed = (_values(shapes, source, seed, landing, signs) for signs in (False, True))
+        self.source = source
+        self._fill(self.values)
+        self.epsilons = _epsilons(self.source, target)
 
-    def _filled(self, source: nn.Module) -> nn.Module:
-        """Return the source model with the values of the file: by safe repairs, or else as transformers itself loads
-        what its older releases saved."""
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give the source model the values of the file: by safe repairs, or else as transformers itself loads what its
+        older releases saved."""
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
 
-        settings = Settings(select=FOR_LOADING, values=False)
+        source, settings = self.source, Settings(select=FOR_LOADING, values=False)
+        self.stored = _opened(values)
         try:
             load_strictly(source, diagnose(self.stored, target_from_module(source), settings).result.state_dict())
         except NotLoadedError:
             if not (is_transformers_model(source) and hasattr(source, "from_pretrained")):
                 raise
             made: Any = type(source)
-            given = {"config": source.config, "state_dict": dict(self.values), "dtype": "float64"}
-            source, found = made.from_pretrained(None, **given, output_loading_info=True)
+            given = {"config": source.config, "state_dict": dict(values), "dtype": "float64"}
+            loaded, found = made.from_pretrained(None, **given, output_loading_info=True)
             if any(found.values()):
                 raise
-        return source.eval()
+            source.load_state_dict(loaded.state_dict())
 
     def examine(self, plans: Sequence[Plan], inputs: tuple[Input, ...], until: float) -> Equivalence:
         """Return the first map with equal outputs on one of the inputs that both models take; the same numbers may be
@@ -189,17 +195,17 @@ class _Pair:
                 tried = max(tried, number + 1)
                 best, how = min((_difference(ours, theirs, each), each) for each in alignments)
                 if best <= TOLERANCE:
-                    best = max(best, self._difference_at_large(arguments, how))
+                    best = max(best, self._difference_elsewhere(plan, arguments, how))
                 smallest = min(smallest, best)
                 if best <= TOLERANCE:
-                    return self._chosen(number, plan, best, ours, arguments[1], how)
+                    return self._chosen(number, plan, best, ours, arguments, how)
         if tried and smallest <= _FLOAT32:
             doubt = f"the outputs differ by {smallest:.1g} of the largest, as if one model computes in float32"
         elif tried:
             doubt = f"{missing[0]} of the target has no source, and the outputs differ" if missing else ""
         else:
             doubt = doubt or "no input could be derived from the models' layers"
-        return Equivalence(None, tried, smallest, epsilons=self.epsilons, doubt=doubt)
+        return Equivalence(None, tried, smallest, epsilons=self.epsilons.found, doubt=doubt)
 
     def _chosen(
         self,
@@ -207,14 +213,19 @@ class _Pair:
         plan: Plan,
         difference: float,
         ours: Outputs,
-        arguments: Arguments,
+        arguments: tuple[Arguments, Arguments],
         how: Alignment,
     ) -> Equivalence:
         """Return what the exchanges say of the map with equal outputs."""
+        own = 0.0
+        if self.epsilons.found:
+            self.epsilons.set(None)
+            own = self._apart(arguments, how)
+            self.epsilons.set(_EPSILON)
         units = _units(plan, self.stored, self.target)
 
         def compared() -> list[torch.Tensor]:
-            theirs = self._run(self.target, arguments)
+            theirs = self._run(self.target, arguments[1])
             return [_picked(ours, theirs, *each)[1] for each in how]
 
         hidden = unobservable(self.target, units, compared, self.seed)
@@ -224,23 +235,31 @@ class _Pair:
             difference,
             tuple(dict.fromkeys(unit.key for unit in hidden)),
             tuple(dict.fromkeys(unit.key for unit in hidden if not unit.follows(units, hidden))),
-            self.epsilons,
+            self.epsilons.found,
+            own,
         )
 
-    def _difference_at_large(self, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
-        """Return how far the outputs are apart for much larger inputs; 0 if rounding explains it, or if one of the
-        models cannot take them."""
+    def _difference_elsewhere(self, plan: Plan, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
+        """Return how far the outputs are apart for much larger inputs, for other batches, and for vectors of both
+        signs, which are positive otherwise as some may be variances; 0 if rounding explains it."""
+        found = [self._apart((change(arguments[0]), change(arguments[1])), how) for change in (_multiplied, _in_rows)]
+        self._fill(self.signed)
+        self._load(plan)
+        found.append(self._apart(arguments, how))
+        self._fill(self.values)
+        self._load(plan)
+        return max(found) if max(found) > _FLOAT32 else 0.0
+
+    def _apart(self, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
+        """Return how far the outputs are apart; 0 if one of the models cannot take the input."""
         try:
             ours, theirs = (
-                self._run(model, _multiplied(each, _LARGE_INPUT))
-                for model, each in zip((self.source, self.target), arguments, strict=True)
+                self._run(model, each) for model, each in zip((self.source, self.target), arguments, strict=True)
             )
+            is_finite = all(bool(tensor.isfinite().all()) for _, tensor in ours)
+            return _difference(ours, theirs, how) if is_finite else 0.0
         except (Exception, SystemExit):  # noqa: BLE001  the models' code may raise anything
             return 0.0
-        if any(not bool(tensor.isfinite().all()) for _, tensor in ours):
-            return 0.0
-        difference = _difference(ours, theirs, how)
-        return difference if difference > _FLOAT32 else 0.0
 
     def _load(self, plan: Plan) -> list[str]:
         """Give the target the values of the file by the edits of a map; return its floats that get none."""
@@ -303,11 +322,28 @@ def _forms(given: Arguments, guesses: Iterable[tuple[Input, ...]]) -> Iterator[A
         yield Arguments(tensors)
 
 
-def _multiplied(arguments: Arguments, factor: float) -> Arguments:
+def _multiplied(arguments: Arguments) -> Arguments:
     """Return arguments with larger floats."""
+    return _mapped(arguments, lambda each: each * _LARGE_INPUT if _is_float(each) else each)
+
+
+def _in_rows(arguments: Arguments) -> Arguments:
+    """Return arguments of three samples, some of them turned round; floats are multiplied by other factors in each."""
+    import torch
+
+    def batch(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim:
+            return tensor
+        three = torch.cat([tensor, tensor.flip(-1), tensor])[: len(_ROWS)]
+        factors = torch.tensor(_ROWS, dtype=torch.float64).view(-1, *(1,) * (tensor.ndim - 1))
+        return three * factors if _is_float(tensor) else three
+
+    return _mapped(arguments, batch)
+
+
+def _mapped(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
     return Arguments(
-        tuple(each * factor if _is_float(each) else each for each in arguments.args),
-        {name: each * factor if _is_float(each) else each for name, each in arguments.kwargs.items()},
+        tuple(map(change, arguments.args)), {name: change(each) for name, each in arguments.kwargs.items()}
     )
 
 
@@ -325,9 +361,11 @@ def _landing(shapes: Shapes, plans: Sequence[Plan], target: nn.Module) -> set[st
     )
 
 
-def _values(shapes: Shapes, source: nn.Module, seed: int, landing: Collection[str]) -> dict[str, torch.Tensor]:
+def _values(
+    shapes: Shapes, source: nn.Module, seed: int, landing: Collection[str], signs: bool
+) -> dict[str, torch.Tensor]:
     """Return values for the keys of the file: random weights, statistics and other buffers that the target takes;
-    constants of the source model only, and counts, are its own."""
+    constants of the source model only, and counts, are its own. With ``signs``, only variances are all positive."""
     import torch
 
     own = source.state_dict()
@@ -340,6 +378,8 @@ def _values(shapes: Shapes, source: nn.Module, seed: int, landing: Collection[st
             values[key] = own[key].clone()
         elif is_float:
             values[key] = random_values(shape, generator)
+            if signs and not key.endswith("running_var"):
+                values[key] *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
         else:
             values[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
     return values
@@ -351,23 +391,35 @@ def _opened(values: Mapping[str, torch.Tensor]) -> Checkpoint:
     return open_state_dict(values)
 
 
-def _equalised(*models: nn.Module) -> tuple[tuple[float, ...], ...]:
-    """Give all norms one epsilon if those of the models differ, and return what they were."""
+class _Epsilons(NamedTuple):
+    """The epsilons of the norms of two models, which are compared with equal ones."""
+
+    places: tuple[tuple[nn.Module, str, float], ...] = ()
+    found: tuple[tuple[float, ...], ...] = ()
+
+    def set(self, common: float | None) -> None:
+        """Give all norms one epsilon, or back their own."""
+        for module, name, own in self.places:
+            setattr(module, name, common or own)
+
+
+def _epsilons(*models: nn.Module) -> _Epsilons:
+    """Return the epsilons of the models if they differ, and make them equal."""
     places = [
         [
-            (module, name)
+            (module, name, value)
             for module in model.modules()
             for name in _EPSILONS
             if isinstance(value := vars(module).get(name), float) and 0 < value <= 0.01
         ]
         for model in models
     ]
-    found = tuple(tuple(sorted({vars(module)[name] for module, name in each})) for each in places)
+    found = tuple(tuple(sorted({value for *_, value in each})) for each in places)
     if len(set(found)) == 1 or not all(found):
-        return ()
-    for module, name in (place for each in places for place in each):
-        setattr(module, name, 1e-6)
-    return found
+        return _Epsilons()
+    unlike = _Epsilons(tuple(place for each in places for place in each), found)
+    unlike.set(_EPSILON)
+    return unlike
 
 
 def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:

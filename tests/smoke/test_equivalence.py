@@ -289,12 +289,33 @@ OURS, THEIRS = ("stem", "body", "cls", "box"), ("conv_in", "trunk", "score", "co
         pytest.param(
             lambda h, cls, box: (cls(h), box(h)), lambda h, cls, box: (cls(h), 0 * box(h)), id="one output is zero"
         ),
+        pytest.param(
+            lambda h, cls, box: (cls(h), box(h) * box.bias),
+            lambda h, cls, box: (cls(h), box(h) * box.bias.abs()),
+            id="one takes the size of a vector",
+        ),
+        pytest.param(
+            lambda h, cls, box: cls(h), lambda h, cls, box: cls(torch.cat([h[:2], -h[2:]])), id="a third sample"
+        ),
     ],
 )
 def test_what_differs_elsewhere_is_refuted(ours, theirs):
     (finding,) = findings(Body(OURS, ours), Body(THEIRS, theirs))
     assert "do not compute the same" in finding.message
     assert finding.fix is None
+
+
+def test_other_epsilons_are_said_with_what_they_change():
+    encoders = (encoder(), encoder())
+    for module in encoders[1].modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-3
+    (proposed,) = findings(*encoders)
+    assert "verified" in proposed.message
+    assert "epsilons of their norms, 1e-05 and 0.001, are made equal; with their own, the outputs differ by" in (
+        proposed.message
+    )
+    assert 1e-6 < proposed.evidence["own"] < 1e-2
 
 
 def test_what_no_output_sees_is_not_verified():
