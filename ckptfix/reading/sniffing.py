@@ -18,6 +18,9 @@ SAFETENSORS_HEADER_LIMIT = 100_000_000
 """Bytes of the longest header that the library of safetensors reads."""
 
 _SPACES = b" \t\r\n"
+_STRING = re.compile(rb"(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]", re.DOTALL)
+"""How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows."""
+
 _RANK = re.compile(r"rank|consolidated\.\d|model_(optim_)?rng\.pt$")
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
 _PACKED = (
@@ -90,8 +93,10 @@ def may_be_tar(content: Content) -> bool:
 
 def is_pickle(content: Content) -> bool:
     """Return whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and
-    1."""
+    1. A text may begin with the letter of a string, so more than that is looked at."""
     head = bytes(content.buffer[:2])
+    if head[:1] in (b"V", b"S"):
+        return _STRING.match(bytes(content.buffer[:4096])) is not None
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
 
 

@@ -281,7 +281,8 @@ def _words(figures: Mapping[str, Any]) -> Iterator[str]:
     for name, value in figures.items():
         # Counts of nothing say nothing.
         if value is not None and not isinstance(value, dict) and (value != 0 or isinstance(value, float)):
-            yield cut(f"{name.replace('_', ' ')} {_figure(value)}", _LENGTH)
+            is_place = isinstance(value, str) and " → " in value  # what a key becomes: its name stays as it is
+            yield cut(f"{name if is_place else name.replace('_', ' ')} {_figure(value)}", _LENGTH)
 
 
 def _figure(value: Any) -> str:

@@ -36,6 +36,8 @@ def test_a_terminal_gets_headings_and_paragraphs():
     [
         (["KEY999"], "there is no rule KEY999"),
         (["wrapper-prefx"], "did you mean KEY102 wrapper-prefix?"),
+        (["KEYX"], "there is no rule KEYX; see the rules of its family: ckptfix rule KEY"),
+        (["running-stat"], "did you mean VAL103 running-stats?"),
         ([], "name one rule"),
         (["KEY102", "--all"], "name one rule"),
     ],

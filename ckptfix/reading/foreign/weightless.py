@@ -19,6 +19,9 @@ from ckptfix.reading.weights.document import Document
 _SCHEDULER = {"last_epoch", "_step_count"}
 """What every ``LRScheduler.state_dict`` has."""
 
+_RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
+"""Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox."""
+
 _NODES = 1000
 """Values that are looked at for the state of an optimizer, those at the top first."""
 
@@ -41,17 +44,12 @@ def why_weightless(document: Document) -> str:
             f"{document.path}: a file of torch.distributed.checkpoint, one of several; name its folder instead, which"
             " has to hold .metadata too"
         )
-    if _holds_optimizer(root):
+    unnamed = 0 if isinstance(root, TensorSpec) else sum(map(_may_be_weight, tensors_in(root, _is_state)))
+    if not unnamed and (state := _state_of(root)):
         return (
-            f"{document.path}: the file holds an optimizer's state and no model weights;"
+            f"{document.path}: the file holds {state} and no model weights;"
             " look for the file that the same training saved beside it"
         )
-    if isinstance(root, dict) and root.keys() >= _SCHEDULER:
-        return (
-            f"{document.path}: the file holds the state of a learning-rate scheduler and no model weights;"
-            " look for the file that the same training saved beside it"
-        )
-    unnamed = 0 if isinstance(root, TensorSpec) else sum(1 for _ in tensors_in(root))
     if unnamed and not isinstance(root, Opaque):
         beside = f" under {names}" if (names := _names(root)) else ""
         return (
@@ -59,6 +57,29 @@ def why_weightless(document: Document) -> str:
             " save them as a state_dict, each under the name of its parameter"
         )
     return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
+
+
+def _state_of(root: Any) -> str | None:
+    """Return whose state a file holds, if it is the optimizer's or of what else stands beside a model in training."""
+    if _holds_optimizer(root):
+        return "an optimizer's state"
+    if isinstance(root, dict) and root.keys() >= _SCHEDULER:
+        return "the state of a learning-rate scheduler"
+    random = [*tensors_in(root)]
+    return "the states of random generators" if random and all(map(is_random_state, random)) else None
+
+
+def is_random_state(value: Any) -> bool:
+    """Return whether a tensor has the form of what torch.get_rng_state returns, on the CPU or on a GPU."""
+    return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM
+
+
+def _may_be_weight(spec: TensorSpec) -> bool:
+    return spec.numel > 1 and not is_random_state(spec)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and is_optimizer(value)
 
 
 def _holds_optimizer(root: Any) -> bool:

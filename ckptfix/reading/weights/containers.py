@@ -15,7 +15,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
-from ckptfix.reading.foreign.weightless import is_optimizer, why_weightless
+from ckptfix.reading.foreign.weightless import is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -204,6 +204,15 @@ def _holds_more(value: Any) -> bool:
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 
 
+def _is_set(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping holds more than single numbers (``{"*": tensor(265)}`` of a textual inversion) and the
+    states of random generators."""
+    specs = [value for value in mapping.values() if isinstance(value, TensorSpec)]
+    return not specs or any(
+        not is_random_state(spec) and (spec.numel > 1 or spec.dtype.startswith("float")) for spec in specs
+    )
+
+
 def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
     """Return whether tensors of torch make up at least half of a mapping, and more of them than it holds further down
     (``{"state_dict": …, "mean": …}``, ``{"models": {"g": …, "d": …}, "step": …}``). Arrays may be figures beside the
@@ -218,7 +227,12 @@ def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
 
 def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
     """Return what was found without the few tensors that lie loose around the weights, and without arrays beside
-    tensors."""
+    tensors. States of random generators are no weights, even if nothing else is there."""
+    sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
+    if not sets:
+        is_random = all(is_random_state(spec) for mapping in found.values() for spec in tensors_in([*mapping.values()]))
+        return {} if is_random else dict(found)
+    found = sets
     for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
         chosen = {path: mapping for path, mapping in found.items() if test(mapping)}
         if chosen:

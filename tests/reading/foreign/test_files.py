@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import pickle
 import random
 import socket
 import struct
@@ -172,3 +173,23 @@ def test_what_is_no_file_is_said(make: Callable[[Path], None], message: str, tmp
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="File name too long"):
         opened(tmp_path / ("n" * 300))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (), }", "pickled Python objects of NumPy"),
+        (struct.pack("<iiiq", 0, 2, 0, 32013312) + NOISE, "a weight file of Darknet"),
+        (struct.pack("<iiii", 0, 1, 0, 320133) + NOISE, "a weight file of Darknet"),
+        (b"3000000 300\n</s> \x00\x80\x3a\x3f", "word vectors of word2vec"),
+        (pickle.dumps("hello", protocol=0), "the file holds a str"),
+        (b"S'hello'\np0\n.", "the file holds a str"),
+        (b"Version 1\npicture of a cat\n.", "a text file"),
+        (b"Vocabulary\ncat\ndog\n.", "a text file"),
+    ],
+)
+def test_what_begins_like_something_else_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableError, match=message):
+        opened(path)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -84,3 +87,34 @@ def test_a_value_that_holds_itself_comes_to_an_end(tmp_path):
     value.append(value)
     with pytest.raises(UnreadableError, match="the file holds a list without tensors"):
         opened(saved(value, tmp_path))
+
+
+RANDOM = {"python": random.getstate(), "numpy": np.random.RandomState(0).get_state(), "cpu": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.get_rng_state(), RANDOM, {**RANDOM, "cuda": [torch.zeros(16, dtype=torch.uint8)]}],
+    ids=["bare", "of-a-trainer", "of-gpus"],
+)
+def test_states_of_random_generators_are_no_weights(value, tmp_path):
+    with pytest.raises(UnreadableError, match="holds the states of random generators and no model weights"):
+        opened(saved(value, tmp_path))
+
+
+def test_a_row_of_bytes_may_be_a_weight(tmp_path):
+    assert opened(saved({"absmax": torch.zeros(17, dtype=torch.uint8)}, tmp_path)).keys() == ["absmax"]
+
+
+def test_weights_without_names_beside_an_optimizer_are_named_first(tmp_path):
+    """As Gaussian splatting saves them: a tuple of parameters, with the optimizer's state among them."""
+    splats = (3, torch.nn.Parameter(torch.ones(5, 3)), torch.ones(5, 1), STATE, 5.0)
+    with pytest.raises(UnreadableError, match="no weights under names: the file holds 2 tensors in lists; save them"):
+        opened(saved((splats, 30000), tmp_path))
+
+
+def test_a_table_of_numbers_is_no_set_of_weights(tmp_path):
+    """Textual inversion keeps the number of its word under ``string_to_token``, and the weights beside it."""
+    value = {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": {"*": torch.ones(2, 4)}, "step": 500}
+    checkpoint = opened(saved(value, tmp_path))
+    assert [candidate.name for candidate in checkpoint.candidates] == ["string_to_param"]
