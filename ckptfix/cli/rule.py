@@ -42,7 +42,7 @@ def rule(run: Run, code: str | None) -> int:
         if all == (code is not None):
             raise UsageError("name one rule, or list them with ", Opt("all"))
         begun = [entry for entry in RULES if entry.code.startswith((code or "").upper())]
-        family = re.match(r"[A-Z]{3}(?=[^0-9]|$)", (code or "").upper())
+        family = (code or "")[:3].upper()
         if len(begun) > 1:  # all, or those of a family
             console.write(f"{entry.code} {entry.name}: {_summary(entry.manual)}" for entry in begun)
             return 0
@@ -50,9 +50,9 @@ def rule(run: Run, code: str | None) -> int:
         code = code or ""
         if code.lower() not in known:
             close = difflib.get_close_matches(code.lower(), known, 1)
-            is_family = family and any(entry.code.startswith(family[0]) for entry in RULES)
+            is_family = any(entry.code.startswith(family) for entry in RULES)
             if is_family and not (close and known[close[0]].name == close[0]):
-                raise UsageError(f"there is no rule {code}; see the rules of its family: ckptfix rule {family[0]}")
+                raise UsageError(f"there is no rule {code}; see the rules of its family: ckptfix rule {family}")
             hint = f"did you mean {known[close[0]].code} {known[close[0]].name}?" if close else "see ckptfix rule --all"
             raise UsageError(f"there is no rule {code}; {hint}")
         manual = known[code.lower()].manual
