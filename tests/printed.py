@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import click
 
-from ckptfix.core import shell
+from ckptfix.core import wording as shell
 
 
 def parse(words: list[str]) -> None:

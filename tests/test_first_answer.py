@@ -38,9 +38,9 @@ OTHER_WORK = (
     "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.reading.live "
     "ckptfix.reading.tensors ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.applying "
     "ckptfix.modules.factory ckptfix.smoke.measuring ckptfix.core.target ckptfix.writing.output "
-    "ckptfix.reading.folders.folders ckptfix.reading.salvage.recovery ckptfix.reading.torch_files.torchscript "
+    "ckptfix.reading.folders.folders ckptfix.reading.foreign.files ckptfix.reading.torch_files.torchscript "
     "ckptfix.reading.torch_files.torch_tar ckptfix.reading.torch_files.torch_legacy ckptfix.reading.foreign.files "
-    "ckptfix.reading.foreign.pages ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
+    "ckptfix.reading.foreign.files ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
     "ckptfix.writing.safetensors ckptfix.writing.torch_files ckptfix.cli.repair ckptfix.cli.diff "
     "ckptfix.cli.explain ckptfix.cli.rule "
 ).split()

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from ckptfix.bytes.sources import stream
 from ckptfix.bytes.threads import background, batched, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import Storage
-from ckptfix.core.tree import tensors_in
 from ckptfix.errors import DamageWarning, Opt, UnreadableError, WriteError, one_line
 
 try:  # 20 to 60 GB/s, where the zlib of most Pythons reaches 1 to 4: a full repair takes twice as long without it

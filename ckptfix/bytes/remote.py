@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.transfers import Patience, PlaceError, TransferError, persistently
-from ckptfix.core.shell import typed
+from ckptfix.core.wording import typed
 from ckptfix.errors import UnreadableError, UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import Scope, option_words, scope_of
 from ckptfix.core.settings import parse_size
-from ckptfix.core.shell import no_option, typed
+from ckptfix.core.wording import no_option, typed
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:

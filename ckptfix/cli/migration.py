@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.cli.console import Console, bytes_text, time_text, write_output
 from ckptfix.core.finding import counted
 from ckptfix.core.options import option_words
-from ckptfix.core.shell import no_option, typed
+from ckptfix.core.wording import no_option, typed
 from ckptfix.report.style import Line, Span
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report
-from ckptfix.core.shell import typed
+from ckptfix.core.wording import typed
 from ckptfix.report.telling import Telling
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ckptfix.core.report import Report
-from ckptfix.core.shell import typed
+from ckptfix.core.wording import typed
 from ckptfix.errors import UsageError
 from ckptfix.report.telling import Telling
 
@@ -95,7 +95,7 @@ def environment() -> dict[str, str]:
 
     from ckptfix import __version__
     from ckptfix.known.table import table
-    from ckptfix.values.kernel import kernel
+    from ckptfix.values.scan import kernel
 
     try:
         torch = version("torch")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptfix.core.adaptations import below
 from ckptfix.core.likeness import KNOWN
-from ckptfix.core.shell import no_option, typed
+from ckptfix.core.wording import no_option, typed
 from ckptfix.errors import Opt, UsageError
 
 CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()

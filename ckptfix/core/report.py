@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptfix.core.edits import Edit
     from ckptfix.core.likeness import Likeness
     from ckptfix.core.smoke_result import SmokeResult
-    from ckptfix.core.statistics import TensorStatistics
+    from ckptfix.core.spec import TensorStatistics
 
 REPORT_VERSION = 1
 """The version of the JSON form; it grows when a field changes its meaning or goes away."""

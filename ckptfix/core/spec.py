@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckptfix.core.dtypes import DTYPES
 
@@ -233,3 +233,132 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another. ``align`` is the size of
+    the largest element among them, of which ``start`` is a multiple.
+    """
+
+    storage: Storage
+    start: int
+    stop: int
+    align: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the region is its whole storage."""
+        return self.start == 0 and self.stop == self.storage.nbytes
+
+
+class Regions:
+    """The regions of a set of strided tensors."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        by_storage: dict[int, list[TensorSpec]] = {}
+        for spec in specs:
+            if spec.storage is not None:
+                by_storage.setdefault(id(spec.storage), []).append(spec)
+        self._regions: dict[int, list[Region]] = {key: _merge(views) for key, views in by_storage.items()}
+
+    def __iter__(self) -> Iterator[Region]:
+        for regions in self._regions.values():
+            yield from regions
+
+    def of(self, spec: TensorSpec) -> tuple[Region, int]:
+        """Return the region that holds a tensor, and the tensor's offset in it, in elements."""
+        regions = self._regions[id(spec.storage)]
+        if len(regions) == 1 and not regions[0].start:
+            return regions[0], spec.offset
+        start, _ = spec.extent
+        region = regions[_last_at(regions, start)] if len(regions) > 1 else regions[0]
+        # An offset that is no whole number of bytes keeps its remainder.
+        return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
+
+
+def _last_at(regions: list[Region], start: int) -> int:
+    """Return the index of the last region that begins at or before ``start``."""
+    from bisect import bisect_right
+
+    return max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)
+
+
+def _merge(views: list[TensorSpec]) -> list[Region]:
+    """Return the unions of overlapping extents, in order. Each begins where every dtype in it is aligned."""
+    storage = views[0].storage
+    assert storage is not None
+    if len(views) == 1:
+        (start, stop), align = views[0].extent, views[0].itemsize
+        return [Region(storage, start // align * align, stop, align)]
+    regions: list[Region] = []
+    start, stop, align = -1, -1, 1
+    for (begin, end), itemsize in sorted((view.extent, view.itemsize) for view in views):
+        if begin >= stop and not (begin == start == stop):
+            if start >= 0:
+                regions.append(Region(storage, start // align * align, stop, align))
+            start, stop, align = begin, end, itemsize
+        else:
+            stop, align = max(stop, end), max(align, itemsize)
+    regions.append(Region(storage, start // align * align, stop, align))
+    return regions
+
+
+FAINT = 1e-20
+"""A magnitude of weights that passes nothing on: float16 and the activations of float32 lose it beside any other."""
+
+DISK_BLOCK = 4096
+"""Bytes that file systems and disks move together."""
+
+
+class TensorStatistics(NamedTuple):
+    """What the numbers of a tensor look like.
+
+    ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to
+    ``rms`` are over the finite numbers, and 0.0 if there are none. ``first_nonfinite`` is the flat row-major index
+    of the first element that is NaN or infinite; None if there is none, and for sparse tensors. ``overflowing`` and
+    ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
+    ``words`` are the 8 bytes at each multiple of 4 KiB of the file, of a row-major tensor in a file without checksums:
+    equal ones lead to blocks that were copied. ``has_faint_rows`` says whether a row of a matrix begins with a number
+    below ``FAINT`` that is not zero. ``sample`` are some 256 of the numbers, at equal distances, as float32; empty for
+    sparse tensors.
+    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6.
+    """
+
+    numel: int
+    nan: int = 0
+    pos_inf: int = 0
+    neg_inf: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    minimum: float = 0.0
+    maximum: float = 0.0
+    absmax: float = 0.0
+    mean: float = 0.0
+    rms: float = 0.0
+    first_nonfinite: int | None = None
+    overflowing: int = 0
+    vanishing: int = 0
+    words: bytes = b""
+    has_faint_rows: bool = False
+    sample: bytes = b""
+
+    @property
+    def nonfinite(self) -> int:
+        """How many numbers are NaN or infinite."""
+        return self.nan + self.pos_inf + self.neg_inf
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether there are numbers, and each is zero."""
+        return 0 < self.numel == self.zeros
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there are two numbers or more, all finite and of one value."""
+        return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum

@@ -13,11 +13,11 @@ from pathlib import Path
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.edits import Regroup
 from ckptfix.core.finding import Blocks, Finding, counted
-from ckptfix.core.regions import Regions
+from ckptfix.core.objects import holds_tensors
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.core.tree import holds_tensors
+from ckptfix.core.spec import Regions
 from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify, verify_tree

@@ -22,7 +22,7 @@ from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
-    from ckptfix.core.statistics import TensorStatistics
+    from ckptfix.core.spec import TensorStatistics
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
     from ckptfix.rules.rule import Twin

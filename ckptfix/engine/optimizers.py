@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
+from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.core.tree import MANY
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
 from ckptfix.maps.positions import INITIAL, Optimizer, flat, optimizers_of

@@ -19,9 +19,9 @@ from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.positions import optimizers_in
 from ckptfix.reading import safetensors

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.config import parse_toml
-from ckptfix.core.shell import no_option, quoted, typed
+from ckptfix.core.wording import no_option, quoted, typed
 from ckptfix.errors import one_line
 from ckptfix.explain.fit import Advice, read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages

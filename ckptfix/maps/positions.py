@@ -15,9 +15,8 @@ from itertools import chain
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, is_flat_optimizer
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import is_flat_optimizer
 
 Shape = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
-from ckptfix.core.tree import tensors_in
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import sniffing
@@ -116,8 +116,7 @@ def _read(content: Content) -> Document:
 
 def _read_undone(content: Content) -> Document | None:
     """Return the document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
-    from ckptfix.reading.foreign.pages import READ, as_text
-    from ckptfix.reading.salvage.recovery import undo
+    from ckptfix.reading.foreign.files import READ, as_text, undo
 
     undone = undo(content)
     if undone is None:

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import BLOCK, Content
-from ckptfix.bytes.torn import TornBytes, unfilled_from
+from ckptfix.bytes.sources import BLOCK, Content, TornBytes, unfilled_from
 from ckptfix.core.dtypes import BY_SAFETENSORS, DType
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
@@ -77,7 +76,7 @@ def read(content: Content, nesting: int = 0) -> Document:
 def _is_appended(content: Content, end: int) -> bool:
     """Return whether the bytes after the last tensor are something of their own: another file, a text, or zeros that
     follow a number. Then no tensor is doubtful."""
-    from ckptfix.reading.foreign.pages import as_text
+    from ckptfix.reading.foreign.files import as_text
 
     tail = bytes(content.buffer[end : end + BLOCK])
     if not tail.strip(b"\r\n"):

@@ -13,10 +13,8 @@ from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream,
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.objects import Global, Opaque
-from ckptfix.core.regions import Region, Regions
-from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.tree import tensors_in
+from ckptfix.core.objects import Global, Opaque, tensors_in
+from ckptfix.core.spec import Region, Regions, Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.live import LiveBytes, bytes_of
 from ckptfix.reading.pickles.claims import sizes

@@ -11,7 +11,7 @@ from ckptfix.core.edits import Assemble, Rename, RenameModule
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy
 from ckptfix.core.options import REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
-from ckptfix.core.shell import typed
+from ckptfix.core.wording import typed
 from ckptfix.errors import Opt
 from ckptfix.report.figures import percent
 from ckptfix.report.style import Line, Span

@@ -10,11 +10,10 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.options import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray

@@ -10,7 +10,7 @@ from typing import Any
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.options import command_words
-from ckptfix.core.shell import typed
+from ckptfix.core.wording import typed
 from ckptfix.report.style import Line, Span
 
 _FEW = 2

@@ -10,8 +10,8 @@ from functools import cached_property
 from importlib import import_module
 
 from ckptfix.core.finding import Finding
+from ckptfix.core.objects import has_optimizer
 from ckptfix.core.settings import Settings
-from ckptfix.core.tree import has_optimizer
 from ckptfix.rules.rule import Context, Rule
 
 

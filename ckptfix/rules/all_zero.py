@@ -37,7 +37,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, from_elsewhere, replaces
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import was_stepped

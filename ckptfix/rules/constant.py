@@ -26,8 +26,7 @@ import re
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix

@@ -28,8 +28,7 @@ from typing import NamedTuple
 from ckptfix.bytes.sources import FileBytes, located
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.finding import Finding, Level, advise, counted
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import DISK_BLOCK
+from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 

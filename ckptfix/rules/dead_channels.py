@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.core.statistics import FAINT
+from ckptfix.core.spec import FAINT
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with

@@ -57,7 +57,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings

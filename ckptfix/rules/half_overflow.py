@@ -32,7 +32,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 from ckptfix.values.statistics import Statistics

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite

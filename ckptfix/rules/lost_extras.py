@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted
-from ckptfix.core.tree import holds_tensors
+from ckptfix.core.objects import holds_tensors
 from ckptfix.rules.rule import Context, Rule, rule
 
 

@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms

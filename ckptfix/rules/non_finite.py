@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.tree import tensors_in
+from ckptfix.core.objects import tensors_in
 from ckptfix.maps.positions import fits, logical_shape, optimizers_of
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.stale_optimizer import DROP, KEEP

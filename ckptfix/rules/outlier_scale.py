@@ -28,8 +28,7 @@ from statistics import median
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms

@@ -12,8 +12,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_
 from ckptfix.core.edits import Replace
 from ckptfix.core.finding import FILE, Placeholder, Remedy
 from ckptfix.core.settings import Settings
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.statistics import tensor_statistics

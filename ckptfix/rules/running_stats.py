@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, for_running_statistics, replaces, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.statistics import Statistics

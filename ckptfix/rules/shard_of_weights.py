@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptfix.bytes.torn import is_torn
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted

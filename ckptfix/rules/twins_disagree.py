@@ -29,8 +29,7 @@ from functools import partial
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding

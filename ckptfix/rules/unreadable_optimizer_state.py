@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, Remedy, counted
-from ckptfix.core.objects import Opaque
-from ckptfix.core.tree import holds_tensors
+from ckptfix.core.objects import Opaque, holds_tensors
 from ckptfix.maps.positions import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 from ckptfix.rules.rule import Context, Rule, rule

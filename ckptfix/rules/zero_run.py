@@ -24,13 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.bytes.sources import located
-from ckptfix.bytes.torn import SECTOR
+from ckptfix.bytes.sources import SECTOR, located
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise, counted
-from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import WITHOUT_ZERO
 from ckptfix.values.integrity import WORD, Hole, longest_holes, storages_of

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ckptfix.bytes.checksums import is_sound, is_unproved
-from ckptfix.bytes.sources import stream
+from ckptfix.bytes.sources import SECTOR, stream
 from ckptfix.bytes.threads import side_by_side
-from ckptfix.bytes.torn import SECTOR
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.tree import tensors_in
 
 WORD = 8
 """Bytes that are looked at together when a hole is searched."""

@@ -1,5 +1,5 @@
 /* The figures of a block of numbers in one pass, at about the rate at which memory is read; portable.py does the same in
-   some eight passes of numpy. It neither includes Python nor needs it: kernel.py calls it by ctypes.
+   some eight passes of numpy. It neither includes Python nor needs it: scan.py calls it by ctypes.
 
    Plain loops that a compiler turns into vectors; on x86-64 it makes one version of each for every generation of the
    processor, and the loader picks (https://gcc.gnu.org/onlinedocs/gcc/Function-Multiversioning.html).

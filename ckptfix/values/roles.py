@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.core.target import BUFFER, Target
 
 _SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_integer)")

@@ -9,8 +9,7 @@ from itertools import chain
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
 from ckptfix.values.scan import Part, looks, parts_of, statistics_of
 from ckptfix.values.tally import Tally

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
+
 BLOCK = 1 << 16
 """Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache."""
 

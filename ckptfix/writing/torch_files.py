@@ -14,10 +14,9 @@ from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task, tell_slower
-from ckptfix.core.regions import Region, Regions
-from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import tensors_in
+from ckptfix.core.spec import Region, Regions, TensorSpec
 from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.torch_files.torch_legacy import MAGIC, PROTOCOL
 from ckptfix.writing.pickle_writer import PickleWriter, StorageRef

@@ -19,7 +19,7 @@ from textwrap import wrap
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.core.shell import no_option, typed
+from ckptfix.core.wording import no_option, typed
 from ckptfix.errors import one_line
 from ckptfix.known.recognition import Shapes, recognise
 from ckptfix.known.table import table

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.bytes.sources import MemoryBytes
-from ckptfix.core.regions import Regions
-from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.spec import Regions, Storage, TensorSpec
 
 STORAGE = Storage("0", MemoryBytes(bytes(1000)))
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from ckptfix.core.shell import no_option, quoted, typed
+from ckptfix.core.wording import no_option, quoted, typed
 
 PLAIN = ["model.pth", "a/b c.pth", "it's.pth", "$HOME", "*.pth", "größe.pth", "", "back\\slash", "--only"]
 ODD = ["two\nlines.pth", "tab\t'quoted'\\.pth", "esc\x1b[31m1", "bytes\udcff\udc80.pth", "no\u200bwidth 12", "\x017"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.values.decode import Narrowing, encoding, narrowing_to
-from ckptfix.values.kernel import KINDS, LIBRARY, kernel
+from ckptfix.values.scan import KINDS, LIBRARY, kernel
 from ckptfix.values.tally import Tally, tally_units
 from tests.values.exact import HALVES, assert_same_tally
 
@@ -130,7 +130,7 @@ def test_subnormals_count_where_the_processor_would_flush_them():
     script = """
 import numpy as np, torch
 from ckptfix.values.decode import encoding
-from ckptfix.values.kernel import kernel
+from ckptfix.values.scan import kernel
 assert torch.set_flush_denormal(True)
 numbers = np.full(40, 1, np.uint32).view(np.float32)
 found = kernel().tally(numbers, encoding("float32"), None)

@@ -19,8 +19,7 @@ from ckptfix.bytes import threads
 from ckptfix.bytes.checksums import is_open, is_sound
 from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.live import spec_of_tensor
 from ckptfix.values import scan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.values.decode import encoding
 from ckptfix.values.scan import Scanner, statistics_of
 from ckptfix.values.tally import BLOCK

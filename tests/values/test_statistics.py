@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.values.statistics import BINS, Statistics, histogram
 from ckptfix.values.walk import CHUNK
 from tests.values.exact import HALVES

@@ -13,7 +13,7 @@ from functools import partial
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
-from ckptfix.reading.archives.unpacking import Blocks
+from ckptfix.reading.archives.unpacking import Member
 
 RECORD = 512
 MEMBER_LIMIT = 30_000
@@ -133,13 +133,12 @@ def _end(position: int, size: int) -> int:
     return position + RECORD + size + -size % RECORD
 
 
-def members(content: Content) -> tuple[list[tuple[str, bytes, Blocks]], list[Fact]]:
-    """Return the name, first bytes and blocks of every file, and what is wrong with the archive."""
-    files = TarFiles(content)
-    found: list[tuple[str, bytes, Blocks]] = []
+def members(content: Content) -> tuple[list[Member], list[Fact]]:
+    """Return every file of an archive, and what is wrong with it."""
+    files, found = TarFiles(content), []
     for name, start, size in files.walk():
         head = bytes(content.buffer[start : start + min(size, _HEAD)])
-        found.append((name, head, partial(_blocks, content, start, size)))
+        found.append(Member(name, head, partial(_blocks, content, start, size)))
     return found, files.damage
 
 

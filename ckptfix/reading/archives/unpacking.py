@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 from ckptfix.bytes import decoders
 from ckptfix.bytes.decoders import FAULTS
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import Content
-from ckptfix.bytes.torn import filled_end
+from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.progress import tell_slower
 from ckptfix.core.wording import clauses
@@ -103,6 +102,16 @@ Blocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
 """Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
 
 What is wrong with the file is added to the list; the blocks then end early."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file in an archive: its name, its first bytes, what gives its blocks, and why it is closed, if it is."""
+
+    name: str
+    head: bytes
+    blocks: Blocks
+    closed: str = ""
 
 
 def expand(path: str, member: str, blocks: Blocks) -> Content:

@@ -6,15 +6,21 @@ They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip``
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import zipfile
+import zlib
+from collections.abc import Iterator
 from functools import partial
 
-from ckptfix.bytes.sources import Content
-from ckptfix.core.facts import Fact
-from ckptfix.core.wording import clauses
+from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.bytes.sources import Content, filled_end
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
-from ckptfix.reading.archives import tar_members, unpacking, zip_members
-from ckptfix.reading.archives.unpacking import Blocks, expand
+from ckptfix.reading.archives import tar_members, unpacking
+from ckptfix.reading.archives.unpacking import Member, Stream, expand
+from ckptfix.reading.archives.zip_directory import Member as ZipMember
+from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
+from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
 from ckptfix.reading.sniffing import is_torch_tar
 
@@ -48,16 +54,6 @@ FOREIGN = {
     b"\x1f\x9d": "compress (.Z)",
 }
 """How files of packers begin that are named and not unpacked."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A file in an archive: its name, its first bytes, what gives its blocks, and why it is closed, if it is."""
-
-    name: str
-    head: bytes
-    blocks: Blocks
-    closed: str = ""
 
 
 def unwrap(content: Content, member: str | None = None) -> Content:
@@ -103,12 +99,10 @@ def _foreign(content: Content) -> str | None:
 def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
     """Return the files of a tar or of an ordinary zip archive, None if the content is none; ``damage`` is told its
     own."""
-    if zip_members.sniff(content):
-        found, causes = zip_members.members(content)
-        members = [Member(*parts) for parts in found]
+    if is_zip_of_files(content):
+        members, causes = _zip_members(content)
     elif tar_members.sniff(content) and not is_torch_tar(content):
-        files, causes = tar_members.members(content)
-        members = [Member(*parts) for parts in files]
+        members, causes = tar_members.members(content)
     else:
         return None
     damage += causes
@@ -175,3 +169,117 @@ def _wraps(head: bytes) -> bool:
 def _printable(name: str) -> str:
     """Return a name from an archive, safe to print on one line."""
     return "".join(sign if sign.isprintable() else "?" for sign in name)
+
+
+OVERLAP_LIMIT = 4
+"""How many times the archive its files may take: a damaged entry or two may claim any size."""
+
+COSTLY_LIMIT = 100
+"""Members packed by bzip2 whose first bytes are looked at: each has a whole block of 900 KB to be expanded."""
+
+_HEAD = 512
+_OF_TORCH = re.compile(
+    r"(?:.*/)?(?:data\.pkl|constants\.pkl|model\.json|version|byteorder|\.format_version|\.storage_alignment"
+    r"|\.data/.*|code/.*|(?:data|tensors|constants)/\d+)"
+)
+
+
+def is_zip_of_files(content: Content) -> bool:
+    """Return whether the content is a zip archive, and not itself a file of torch.
+
+    One without a directory is recognised by the names before its members, as far as they can be followed."""
+    if bytes(content.buffer[:4]) not in (b"PK\x03\x04", b"PK\x05\x06"):
+        return False
+    # A header that bytes were put into (CR before LF) seems to have a name of none.
+    names, first = member_names(content), [name for name in first_names(content) if name and not name.endswith("/")]
+    if names:
+        # A single bit of the directory may have changed the one name that tells whose file it is.
+        is_of_torch = is_torchscript(names) or is_torch_package(names)
+        return not is_of_torch and not any(map(is_torch_save, (names, [*names, *first])))
+    return bool(first) and not any(map(_OF_TORCH.fullmatch, first))
+
+
+def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
+    """Return the files of a zip archive, and what is wrong with it."""
+    listing = list_members(content)
+    packed = sum(min(info.compress_size, len(content)) for info in listing.infos)
+    if packed > OVERLAP_LIMIT * len(content):
+        raise HostileError(
+            f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they "
+            "overlap, to fill a disk; do not use this file"
+        )
+    damage = list(listing.damage)
+    if listing.found is not None and not damage:
+        damage = [Fact.of(Kind.ZIP_CUT, nbytes=len(content))]
+    found: list[Member] = []
+    costly = 0
+    for info in listing.infos:
+        if not info.filename.endswith("/"):
+            costly += info.compress_type == zipfile.ZIP_BZIP2
+            blocks = partial(_blocks, content, listing, info)
+            closed = why_closed(info.flag_bits, info.compress_type)
+            head = b""
+            if not closed and costly <= COSTLY_LIMIT:
+                head, closed = _head(content, listing, info)
+            found.append(Member(info.filename, head, blocks, closed))
+        if listing.found is not None and info.filename in listing.found.open_at:
+            break  # what seems to follow is inside of it
+    return found, damage
+
+
+def _stream(content: Content, listing: ZipIndex, info: ZipMember) -> Stream | Fact:
+    """Return the packed bytes of a member, as far as they are there; where there are none, why."""
+    start = listing.data_start(content, info)
+    if start is None:
+        return Fact(Kind.MEMBER_LOST)
+    is_open = listing.found is not None and info.filename in listing.found.open_at
+    packed = max(info.compress_size, len(content) - start) if is_open else info.compress_size
+    # A decoder makes something of zeros that were never filled; what is stored tells for itself.
+    end = filled_end(content) if is_open and info.compress_type != zipfile.ZIP_STORED else len(content)
+    stop = min(start + packed, end)
+    try:
+        head = bytes(content.buffer[start : min(start + 9, stop)])
+        decoder, skipped = zip_decoder(info.compress_type, packed, max(info.file_size, packed), head)
+    except FAULTS as error:
+        return Fact.of(Kind.MEMBER_DAMAGED, fault=str(error))
+    return Stream(content, start + skipped, stop, decoder)
+
+
+def _head(content: Content, listing: ZipIndex, info: ZipMember) -> tuple[bytes, str]:
+    """Return the first bytes of a member; where there are none that should be, why, as the end of a sentence."""
+    stream = _stream(content, listing, info)
+    if isinstance(stream, Fact):
+        return b"", f"{clause(stream)}; fetch the archive again"
+    head = b""
+    for block, _ in stream.blocks(_HEAD):
+        head += block
+        if len(head) >= _HEAD:
+            break
+    why = f"is damaged from its first bytes on ({stream.fault}); fetch the archive again" if stream.fault else ""
+    return head, "" if head else why
+
+
+def _blocks(content: Content, listing: ZipIndex, info: ZipMember, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
+    closed = why_closed(info.flag_bits, info.compress_type)
+    if closed:
+        raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
+    stream = _stream(content, listing, info)
+    if isinstance(stream, Fact):
+        damage.append(stream)
+        return
+    crc = 0
+    for block, packed in stream.blocks():
+        crc = zlib.crc32(block, crc)
+        yield block, packed
+    is_known = listing.found is None or info.filename not in listing.found.open_at
+    if stream.fault:
+        damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
+    elif not is_known or not _is_whole(stream, info):
+        damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.file_size))
+    elif crc != info.CRC:
+        damage.append(Fact(Kind.ZIP_CHECKSUM))
+
+
+def _is_whole(stream: Stream, info: ZipMember) -> bool:
+    # The end of an LZMA stream is its size; a marker after it is an option.
+    return stream.ended or (info.compress_type == zipfile.ZIP_LZMA and stream.expanded == info.file_size)

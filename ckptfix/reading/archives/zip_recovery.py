@@ -23,8 +23,7 @@ from typing import Any
 
 from ckptfix.bytes.decoders import zip_decoder
 from ckptfix.bytes.files import RangeBuffer
-from ckptfix.bytes.sources import Content
-from ckptfix.bytes.torn import TornBytes, filled_end, zero_tail
+from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError

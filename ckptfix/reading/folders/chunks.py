@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.bytes.sources import TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked

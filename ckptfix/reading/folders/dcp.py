@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, WindowContent
-from ckptfix.bytes.torn import is_torn
+from ckptfix.bytes.sources import Content, WindowContent, is_torn
 from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque

@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfix.bytes.sources import Content
-from ckptfix.bytes.torn import TornBytes, is_torn
+from ckptfix.bytes.sources import Content, TornBytes, is_torn
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses

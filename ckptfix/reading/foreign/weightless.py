@@ -9,9 +9,8 @@ from typing import Any
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, is_flat_optimizer, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import is_flat_optimizer, tensors_in
 from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.document import Document

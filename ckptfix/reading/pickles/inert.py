@@ -24,8 +24,7 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
-from ckptfix.reading.pickles.graph_code import is_graph_code
-from ckptfix.reading.pickles.payload import is_known, is_union
+from ckptfix.reading.pickles.payload import is_graph_code, is_known, is_union
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from ckptfix.bytes.limits import bounded_keys
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Global, Opaque
-from ckptfix.core.tree import holds_tensors
+from ckptfix.core.objects import Global, Opaque, holds_tensors
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import payload_remarks

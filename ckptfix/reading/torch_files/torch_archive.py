@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ckptfix.bytes.limits import Bounds
-from ckptfix.bytes.torn import TornBytes
+from ckptfix.bytes.sources import TornBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource, Storage
 from ckptfix.core.wording import clause, clauses

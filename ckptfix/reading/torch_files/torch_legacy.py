@@ -10,13 +10,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, LateBytes, WindowContent
-from ckptfix.bytes.torn import SECTOR, TornBytes, filled_end, is_torn, unfilled_from, zero_tail
+from ckptfix.bytes.sources import (
+    SECTOR,
+    Content,
+    LateBytes,
+    TornBytes,
+    WindowContent,
+    filled_end,
+    is_torn,
+    unfilled_from,
+    zero_tail,
+)
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError

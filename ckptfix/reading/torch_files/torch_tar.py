@@ -13,8 +13,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfix.bytes.sources import Content, WindowBytes
-from ckptfix.bytes.torn import TornBytes
+from ckptfix.bytes.sources import Content, TornBytes, WindowBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global

@@ -14,12 +14,11 @@ from typing import Any
 
 from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, SoughtBytes
-from ckptfix.bytes.torn import TornBytes, missing_bytes
+from ckptfix.bytes.sources import Content, SoughtBytes, TornBytes, missing_bytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
 from ckptfix.reading.archives.zip_directory import Member, header_name, read_header

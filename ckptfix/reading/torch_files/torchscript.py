@@ -17,9 +17,8 @@ from typing import Any
 from ckptfix.bytes.sources import Content
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.core.tree import tensors_in
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.zip_recovery import first_names
 from ckptfix.reading.pickles.claims import checked

@@ -10,17 +10,15 @@ from typing import Any
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.pickles.payload import refusing_payload
-from ckptfix.reading.salvage.salvage import split_entries, without_torn
-from ckptfix.reading.weights.document import Document
+from ckptfix.reading.weights.document import Document, split_entries, without_torn
 from ckptfix.reading.weights.loose_tensors import loose_remarks, value_at
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick

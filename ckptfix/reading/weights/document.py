@@ -1,15 +1,21 @@
-"""What a file says before anybody asks which state_dict in it is meant: the parsed root object and facts about the
-file.
-"""
+"""What a file says before anybody asks which state_dict in it is meant: the parsed root object, facts about the file,
+and what of a damaged one is whole."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfix.bytes.sources import is_torn
+from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.facts import Fact
+from ckptfix.core.finding import counted
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clauses
+from ckptfix.errors import Opt, UnreadableError, Words
 
 
 @dataclass
@@ -36,3 +42,82 @@ class Document:
     lost: dict[str, TensorSpec | None] = field(default_factory=dict)
     producer: str = ""
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
+
+
+def split_entries(
+    document: Document, entries: Mapping[str, Any], salvage: bool
+) -> tuple[dict[str, Any], dict[str, TensorSpec | None]]:
+    """Return the whole entries of a state_dict and the lost ones.
+
+    Raises ``UnreadableError`` for a damaged file that is not to be salvaged, and where no tensor of it is whole."""
+    torn = {key: entry for key, entry in entries.items() if _has_torn(entry)}
+    whole = {key: entry for key, entry in entries.items() if key not in torn}
+    # Of packed parameters, which hold several tensors, only the name is left.
+    lost = {key: entry if isinstance(entry, TensorSpec) else None for key, entry in torn.items()}
+    lost.update({key: spec for key, spec in document.lost.items() if key not in whole})
+    if not document.damage and not lost:
+        return whole, lost
+    tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
+    if not (salvage and tensors):
+        causes = clauses(document.damage) or "is damaged"
+        raise UnreadableError(f"{document.path}: {causes}: ", *_remedy(whole, lost, tensors))
+    return whole, lost
+
+
+def _remedy(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None], tensors: int) -> tuple[Words, ...]:
+    if not tensors:
+        return ("no tensor in it is complete; fetch the file again",)
+    back = f"all {counted(tensors, 'tensor')}"
+    if lost:
+        back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
+    return (f"fetch the file again, or take {back} with ", Opt("salvage", True))
+
+
+def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:
+    """Return the share of the numbers that is whole, in brackets; nothing if the size of what is lost is not
+    known."""
+    if any(spec is None for spec in lost.values()):
+        return ""
+    kept = sum(spec.numel for spec in whole.values() if isinstance(spec, TensorSpec))
+    gone = sum(spec.numel for spec in lost.values() if spec is not None)
+    return f" ({100 * kept / (kept + gone):.3g} % of the numbers)" if kept + gone else ""
+
+
+def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[tuple[PathPart, ...]]]:
+    """Return the container with everything left out that is beside the weights and holds a lost tensor, and its places.
+
+    A dict loses the member, a list gets None in its place. The state_dict itself is not touched: its entries are the
+    checkpoint's."""
+    left_out: list[tuple[PathPart, ...]] = []
+
+    def pruned(value: Any, path: tuple[PathPart, ...]) -> Any:
+        if path == container:
+            return value
+        step = container[len(path)]
+        if isinstance(value, dict):
+            made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+            for key, child in value.items():
+                if key == step:
+                    made[key] = pruned(child, (*path, step))
+                elif _has_torn(child):
+                    left_out.append((*path, key))
+                else:
+                    made[key] = child
+            return made
+        if isinstance(value, (list, tuple)):
+            return [
+                pruned(child, (*path, step)) if at == step else keep(child, path, at) for at, child in enumerate(value)
+            ]
+        return value
+
+    def keep(child: Any, path: tuple[PathPart, ...], at: int) -> Any:
+        if _has_torn(child):
+            left_out.append((*path, at))
+            return None
+        return child
+
+    return pruned(root, ()), left_out
+
+
+def _has_torn(value: Any) -> bool:
+    return is_torn(value) if isinstance(value, TensorSpec) else any(is_torn(spec) for spec in tensors_in(value))

@@ -14,9 +14,8 @@ from typing import Any
 from ckptfix.core.buffers import is_transient
 from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.tree import tensors_in
 from ckptfix.reading.weights.modules import is_module, module_parts
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})

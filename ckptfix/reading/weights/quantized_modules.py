@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptfix.bytes.sources import MemoryBytes
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import Global, Opaque, holds_tensors
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.tree import holds_tensors
 from ckptfix.reading.pickles.claims import TypedStorage
 
 SCRIPT_OBJECT = "torch.ScriptObject"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckptfix.reading.foreign.pages import as_text, name_text
+from ckptfix.reading.foreign.files import as_text, name_text
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146ab" + b"0" * 54 + b"\nsize 12345\n"
 S3 = '<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>No &quot;such&quot; key.</Message></Error>'

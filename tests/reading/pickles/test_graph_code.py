@@ -11,7 +11,7 @@ from torch.fx.graph_module import reduce_graph_module
 
 import ckptfix
 from ckptfix.core.finding import Level
-from ckptfix.reading.pickles.graph_code import is_graph_code
+from ckptfix.reading.pickles.payload import is_graph_code
 from tests.reading.files import opened, saved
 from tests.reading.state_dicts import same
 

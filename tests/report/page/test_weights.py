@@ -2,7 +2,7 @@ import json
 import struct
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.statistics import TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.report.page.data import weights_to_json
 from tests.report.samples import report
 

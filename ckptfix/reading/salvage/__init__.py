@@ -1,1 +1,0 @@
-"""What a damaged file still holds, and which damage can be undone."""
