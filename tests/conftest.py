@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import printed
 
-# Two workers of pytest on two cores: with more threads, torch waits for itself. Said before it is imported, and to the
+# Four workers of pytest on two cores: with more threads, torch waits for itself. Said before it is imported, and to the
 # programs that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,6 +37,11 @@ printed.watch()
 # How long an example takes, and how long one is searched for, says something of the machine and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests on Ray first: the first tests go to one worker of pytest, and the cluster starts once."""
+    items.sort(key=lambda item: item.path.name != "test_cluster.py")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -47,6 +47,11 @@ def trained(steps: int, momentum: float = 0.9) -> tuple[Net, torch.optim.SGD]:
     return net, optimizer
 
 
+@pytest.fixture(scope="module")
+def training() -> tuple[Net, torch.optim.SGD]:
+    return trained(1500)
+
+
 def scaled(factor: float, layer: str = "conv3") -> dict[str, torch.Tensor]:
     """The state_dict of a fresh net of which one layer has shrunk."""
     state = Net().state_dict()
@@ -159,8 +164,8 @@ def test_a_file_of_nothing_but_remains_is_found():
     assert [finding.keys for finding in propose(decayed, state)] == [tuple(state)]
 
 
-def test_training_leaves_nothing_of_a_layer_without_gradients():
-    net, optimizer = trained(1500)
+def test_training_leaves_nothing_of_a_layer_without_gradients(training):
+    net, optimizer = training
     state = net.state_dict()
     assert 0 < state["conv3.weight"].norm() < 1e-6 * Net().state_dict()["conv3.weight"].norm()
     (finding,) = propose(decayed, state, root={"state_dict": state, "optimizer": optimizer.state_dict()})
@@ -281,8 +286,8 @@ def test_what_the_message_adds(corroboration, words):
     assert corroboration.in_words == words
 
 
-def test_the_file_of_a_trainer_tells_how_the_layer_got_there(tmp_path):
-    net, optimizer = trained(1500)
+def test_the_file_of_a_trainer_tells_how_the_layer_got_there(training, tmp_path):
+    net, optimizer = training
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1500}, tmp_path / "t.pth")
     (finding,) = loud(propose(decayed, open_file(str(tmp_path / "t.pth"))))
     assert "weight_decay 0.01 at lr 0.1 over 1500 steps predicts" in finding.message
