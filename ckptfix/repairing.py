@@ -178,7 +178,9 @@ def repair(
     is_changed = differs(checkpoint, diagnosis.plan, checked)
     if not is_changed and (only_changes or output is None):
         destination = None
-    if not dry_run:
+    if dry_run:
+        report = replace(report, is_dry_run=True)
+    else:
         report = deliver(diagnosis.result, report, destination, checked, _forward_test(model, model_args, checked))
     log_edits(report.source, report.edits)
     return Repair(report, diagnosis.plan, diagnosis.result, is_changed)

@@ -53,7 +53,7 @@ class ReportWriter:
         elif self.form == "github":
             from ckptfix.report.ci import github_lines
 
-            self.console.write_plain(github_lines(report, telling))
+            self.console.write_plain(github_lines(report))
         elif not (self.console.quiet and report.exit_code == 0):
             from ckptfix.report.terminal import concise_lines, full_lines
 
@@ -79,7 +79,7 @@ class ReportWriter:
             left = [finding for finding in report.remaining if finding.level > Level.NOTE]
             self._counts["with defects" if left else "without"] += 1
             self._counts["defects"] += len(left)
-            self._counts["fixable"] += sum(finding.is_fixable and not finding.needs_unsafe for finding in left)
+            self._counts["fixable"] += sum(map(report.is_fixable, left))
         for message in self.console.failures[told:]:
             if self.page is not None:
                 self.page.add_error(source, message)

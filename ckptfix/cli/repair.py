@@ -27,8 +27,7 @@ def repair(run: Run, path: str) -> int:
         if "backup" in run.given and not choices.get("in_place"):
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         arguments = repair_arguments(choices)
-        mode = Mode.DRY_RUN if arguments["dry_run"] else Mode.REPAIR
-        telling = Telling(mode, console.verbose, choices)
+        telling = Telling(Mode.REPAIR, console.verbose, choices)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
         console.progress(f"repairing {path}")

@@ -37,7 +37,7 @@ class Report(Displayed):
     each of these; ``place`` is the path of the state_dict in the container of the result, and
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
     rules, or beginnings of their codes, whose findings the user accepts. ``is_refused`` says that the result must not
-    be written. They are no part of the JSON form.
+    be written, ``is_dry_run`` that nothing was to be. The figures and what follows them are no part of the JSON form.
     """
 
     source: str
@@ -61,6 +61,7 @@ class Report(Displayed):
     written_as: str = ""
     accepted: tuple[str, ...] = ()
     is_refused: bool = False
+    is_dry_run: bool = False
 
     def __repr__(self) -> str:
         left = sum(finding.level > Level.NOTE for finding in self.remaining)
@@ -93,13 +94,19 @@ class Report(Displayed):
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the edits were not carried out in the end: they may not be, or their result failed its test."""
-        return self.is_refused or (self.output is None and self.smoke is not None and self.smoke.passed is False)
+        """Whether the edits were not carried out in the end: nothing was to be written, or nothing may be, or the
+        result failed its test."""
+        failed = self.output is None and self.smoke is not None and self.smoke.passed is False
+        return self.is_dry_run or self.is_refused or failed
 
     @property
     def exit_code(self) -> int:
         """0: clean, or all fixed and verified. 1: something is left, or a parameter is untrained."""
         return int(self.is_open or (self.coverage is not None and self.coverage.untrained > 0))
+
+    def is_fixable(self, finding: Finding) -> bool:
+        """Return whether a repair with the settings of this report fixes a finding."""
+        return finding in self.fixed or (finding.is_fixable and not finding.needs_unsafe)
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the findings as a table of pandas, one row each. Raises ``UsageError`` if pandas is not installed."""
@@ -137,14 +144,16 @@ class Report(Displayed):
             "target": self.target,
             "exit_code": self.exit_code,
             "findings": [
-                _finding(finding, id(finding) in fixed or finding in self.applied, fixes) for finding in self.findings
+                _finding(finding, id(finding) in fixed or finding in self.applied, self.is_fixable(finding), fixes)
+                for finding in self.findings
             ],
             "edits": _edits(self.edits),
             "coverage": None if self.coverage is None else _coverage(self.coverage),
             "obstacles": list(self.obstacles),
             "smoke": None if self.smoke is None else _smoke(self.smoke),
             "output": self.output,
-            "refused": self.is_withheld,
+            "dry_run": self.is_dry_run,
+            "refused": self.is_withheld and not self.is_dry_run,
             "remarks": list(self.remarks),
             "likeness": None if self.likeness is None else self.likeness.to_json(),
         }
@@ -162,7 +171,7 @@ def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, An
     return {"version": REPORT_VERSION, "source": source, "exit_code": exit_code, "error": message}
 
 
-def _finding(finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
+def _finding(finding: Finding, fixed: bool, fixable: bool, fixes: bool) -> dict[str, Any]:
     fix = {"fix": None if finding.fix is None else _fix(finding.fix)} if fixes else {}
     return {
         "code": finding.code,
@@ -172,6 +181,7 @@ def _finding(finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
         "keys": list(finding.keys),
         "evidence": plain(finding.evidence),
         **fix,
+        "fixable": fixable,
         "fixed": fixed,
         "remedies": [_remedy(remedy) for remedy in finding.remedies],
     }

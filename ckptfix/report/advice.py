@@ -31,7 +31,8 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
             yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
         elif report.exit_code == 0 and telling.mode is not Mode.CHECK:
-            yield (Span("nothing left to do", "good"),)
+            command = next_command(report, telling)
+            yield ("run: ", Span(command, "command")) if command else (Span("nothing left to do", "good"),)
         elif not report.is_open and report.coverage is not None and report.exit_code:
             share = percent(report.coverage.untrained, report.coverage.parameters)
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
@@ -60,13 +61,15 @@ def next_command(report: Report, telling: Telling) -> str:
 def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     """Yield the commands that cure what remains word by word: the recommended one, then those with another choice."""
     remedies = recommended(report)
-    # The same command again would do the same again, except that a check has not done it yet. It would be of no use
-    # if a strict load fails on its result too, or if the file has no weights that could be loaded.
+    # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
+    # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
     remaining = _remaining(report)
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
-    is_of_use = any(finding.is_fixable for finding in remaining) and not (is_blocked or report.obstacles)
-    if is_new or (telling.mode is Mode.CHECK and is_of_use):
+    is_undone = report.is_dry_run and bool(report.edits)
+    if telling.mode is Mode.CHECK:
+        is_undone = any(finding.is_fixable for finding in remaining)
+    if is_new or (is_undone and not (is_blocked or report.obstacles)):
         yield command_for(_here(report.source), telling.choices, remedies)
         yield from _with_other_choices(report, telling, remedies)
 

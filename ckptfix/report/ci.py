@@ -27,7 +27,7 @@ from ckptfix.core.report import Report
 from ckptfix.report.advice import remedies_text
 from ckptfix.report.folding import fold_keys
 from ckptfix.report.style import Paper, printable
-from ckptfix.report.telling import Mode, Telling, message_with_count
+from ckptfix.report.telling import Telling, message_with_count
 from ckptfix.report.terminal import headline
 from ckptfix.rules import RULES
 
@@ -35,11 +35,6 @@ _MANUALS = {rule.code: rule for rule in RULES}
 
 _MOST_KEYS = 100
 """Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number."""
-
-
-def _is_fixed(finding: Finding, report: Report, telling: Telling) -> bool:
-    """Return whether the defect is gone from what was written; after a dry run none is."""
-    return finding in report.applied and telling.mode is not Mode.DRY_RUN
 
 
 @dataclass
@@ -57,7 +52,7 @@ class SarifLog:
         for finding in report.findings:
             self._rules.setdefault(finding.code, _rule(finding))
             self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
-            self._results.append(_result(report.source, finding, _is_fixed(finding, report, telling)))
+            self._results.append(_result(report.source, finding, finding in report.applied))
 
     def add_error(self, source: str, message: str) -> None:
         """Add a file that could not be checked."""
@@ -130,11 +125,11 @@ def _uri(source: str) -> str:
 _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}
 
 
-def github_lines(report: Report, telling: Telling) -> Iterator[str]:
+def github_lines(report: Report) -> Iterator[str]:
     """Yield one workflow command for each finding; what was fixed is a notice. A failed forward test has its own
     finding."""
     for finding in report.findings:
-        fixed = _is_fixed(finding, report, telling)
+        fixed = finding in report.applied
         command = "notice" if fixed else _COMMANDS[finding.level]
         yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 
@@ -172,7 +167,7 @@ class JUnitDocument:
         suite = self._suite(report.source)
         for finding in report.findings:
             test = _test(suite, f"{finding.code} {finding.name}")
-            if finding.level > Level.NOTE and not _is_fixed(finding, report, telling):
+            if finding.level > Level.NOTE and finding not in report.applied:
                 remedy = [remedies_text(finding.remedies)] if finding.remedies else []
                 details = [*map(str, fold_keys(finding.keys)), *remedy]
                 _fail(test, "failure", finding.code, message_with_count(finding), details)

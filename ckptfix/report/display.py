@@ -32,10 +32,10 @@ def report_lines(report: Report) -> list[str]:
 
 def report_rows(report: Report) -> Iterator[Row]:
     """Yield a row for each finding."""
-    from ckptfix.report.telling import Mode, mark, message_with_count
+    from ckptfix.report.telling import mark, message_with_count
 
     for finding in report.findings:
-        done = mark(finding, report, Mode.REPAIR).strip("[]")
+        done = mark(finding, report).strip("[]")
         yield (finding.code, finding.level.name.lower(), message_with_count(finding), done)
 
 

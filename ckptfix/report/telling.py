@@ -19,7 +19,6 @@ class Mode(Enum):
 
     CHECK = "check"
     REPAIR = "repair"
-    DRY_RUN = "dry run"
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ def message_with_count(finding: Finding) -> str:
     return f"{finding.message} ({counted(number, 'key')})"
 
 
-def mark(finding: Finding, report: Report, mode: Mode) -> str:
+def mark(finding: Finding, report: Report) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
-        return "[would be fixed]" if mode is Mode.DRY_RUN or report.is_withheld else "[fixed]"
+        return "[would be fixed]" if report.is_withheld else "[fixed]"
     if report.is_accepted(finding):
         return "[accepted]"
     if finding.needs_unsafe:

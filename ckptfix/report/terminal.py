@@ -40,8 +40,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield from _finding_lines(finding, report, telling)
     yield ""
     if report.edits:
-        is_done = telling.mode is not Mode.DRY_RUN and not report.is_withheld
-        yield (Span("done:" if is_done else "would do:", "strong"),)
+        yield (Span("would do:" if report.is_withheld else "done:", "strong"),)
         yield from (f"  {line}" for line in edit_lines(report.edits, telling.limit))
     yield _coverage_line(report.coverage, telling.mode is Mode.REPAIR and not report.is_withheld)
     if report.smoke is not None:
@@ -49,7 +48,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield from (f"  {check}" for check in report.smoke.checks)
     if report.output is not None:
         yield ("written: ", Span(report.output, "strong"))
-    elif telling.mode is Mode.DRY_RUN:
+    elif report.is_dry_run:
         yield "written: nothing (dry run)"
     elif telling.mode is Mode.REPAIR:
         is_clean = report.exit_code == 0 and not report.edits
@@ -93,7 +92,7 @@ def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:
             f"{report.source}: ",
             Span(finding.code, finding.level.name.lower()),
             f" {finding.name}: {message_with_count(finding)}",
-            *_marked(finding, report, telling),
+            *_marked(finding, report),
         )
 
 
@@ -107,14 +106,14 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
         return (source, *(_defects(left) if left else _sound(report, telling)))
     done = _done_text(report)
     if report.exit_code == 0 and report.edits:
-        if telling.mode is Mode.DRY_RUN:
+        if report.is_dry_run:
             return (source, Span("would be repaired", "good"), f" ({done})")
         return (source, Span("repaired", "good"), f" ({done}){written}; {_proof(report)}")
     if report.exit_code == 0 and report.output is not None:
         return (source, Span("written", "good"), f"{written}; {_proof(report)}")
     if not left:
         return (source, *_sound(report, telling))
-    if telling.mode is Mode.DRY_RUN:
+    if report.is_dry_run:
         return (source, Span(f"{len(report.fixed)} would be fixed", "warning"), "; left: ", *_defects(left))
     fixed = f"{len(report.fixed)} fixed{written}" if report.output is not None else "not repaired"
     return (source, Span(fixed, "warning" if report.output is not None else "error"), "; left: ", *_defects(left))
@@ -211,7 +210,7 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
         Span(finding.name, "strong"),
         " ",
         Span(level, level),
-        *_marked(finding, report, telling),
+        *_marked(finding, report),
     )
     yield f"  {finding.message}"
     yield from (f"    {line}" for line in _key_lines(finding, telling))
@@ -294,8 +293,8 @@ def _figure(value: Any) -> str:
     return str(value)
 
 
-def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | Span, ...]:
-    text = mark(finding, report, telling.mode)
+def _marked(finding: Finding, report: Report) -> tuple[str | Span, ...]:
+    text = mark(finding, report)
     return (" ", Span(text, "good")) if text else ()
 
 

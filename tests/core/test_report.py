@@ -36,6 +36,7 @@ def test_an_empty_report():
         "coverage": None,
         "obstacles": [],
         "smoke": None,
+        "dry_run": False,
         "refused": False,
         "output": None,
         "remarks": [],
@@ -68,6 +69,13 @@ def test_a_repair_in_full():
 def test_what_is_not_fixed_says_so():
     data = strict(report(PREFIX, NOTE).to_json())
     assert [finding["fixed"] for finding in data["findings"]] == [False, False]
+    assert [finding["fixable"] for finding in data["findings"]] == [True, False]
+
+
+def test_a_dry_run_has_fixed_nothing():
+    data = strict(report(PREFIX, fixed=(PREFIX,), is_dry_run=True).to_json())
+    assert (data["dry_run"], data["refused"], data["exit_code"]) == (True, False, 0)
+    assert {(finding["fixable"], finding["fixed"]) for finding in data["findings"]} == {(True, False)}
     assert data["exit_code"] == 1
 
 

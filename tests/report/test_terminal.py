@@ -89,10 +89,11 @@ def test_full_report_of_a_check():
 
 
 def test_a_dry_run_says_would():
-    text = full(report(PREFIX, fixed=(PREFIX,), edits=repaired().edits[:6]), mode=Mode.DRY_RUN)
+    text = full(report(PREFIX, fixed=(PREFIX,), edits=repaired().edits[:6], is_dry_run=True), mode=Mode.REPAIR)
     assert "[would be fixed]" in text
     assert "would do:\n  rename 6 keys: module.{…} → {…}\n" in text
     assert "written: nothing (dry run)\n" in text
+    assert text.endswith("\nrun: ckptfix repair resnet.pth\n")
 
 
 def test_what_was_filled_is_said_beside_the_coverage():
@@ -144,7 +145,11 @@ def test_figures_and_shapes_stand_beside_their_keys():
         ({"target": "zoo:net"}, Mode.CHECK, "fits zoo:net"),
         ({"target": "zoo:net", "obstacles": ("a",)}, Mode.CHECK, "a strict load would fail"),
         ({"smoke": SmokeResult(False)}, Mode.REPAIR, "the forward test failed"),
-        ({"edits": repaired().edits}, Mode.DRY_RUN, "would be repaired (6 keys renamed, 3 keys filled)"),
+        (
+            {"edits": repaired().edits, "is_dry_run": True},
+            Mode.REPAIR,
+            "would be repaired (6 keys renamed, 3 keys filled)",
+        ),
         ({"output": "a.safetensors"}, Mode.REPAIR, "written → a.safetensors; read back and compared"),
     ],
 )
@@ -157,7 +162,7 @@ def test_headline_of_a_repair_that_leaves_something():
     line = "resnet.pth: 1 fixed → b.pth; left: 1 defect: another shape (1 key)\n"
     assert Paper().write([headline(left, Telling(Mode.REPAIR))]) == line
     line = "resnet.pth: 1 would be fixed; left: 1 defect: another shape (1 key)\n"
-    assert Paper().write([headline(replace(left, output=None), Telling(Mode.DRY_RUN))]) == line
+    assert Paper().write([headline(replace(left, output=None, is_dry_run=True), Telling(Mode.REPAIR))]) == line
     refused = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6])
     line = "resnet.pth: not repaired; left: 1 defect: another shape (1 key)\n"
     assert Paper().write([headline(refused, Telling(Mode.REPAIR))]) == line

@@ -149,21 +149,14 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
     """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
-    data = report.to_json(fixes=False)
-    findings = [
-        {**finding, "fixable": original.is_fixable and not original.needs_unsafe}
-        for finding, original in zip(data["findings"], report.findings, strict=True)
-    ]
     return {
-        **data,
-        "findings": findings,
+        **report.to_json(fixes=False),
         "size": _size(report.source),
         "outcome": _outcome(report, telling),
         "command": next_command(report, telling) or None,
         "looks_like": _likeness(report, telling),
         "error": None,
         "seconds": seconds,
-        "dry_run": telling.mode is Mode.DRY_RUN,
     }
 
 
@@ -184,7 +177,7 @@ def record_of_error(source: str, message: str, outcome: str = "unreadable") -> d
 
 
 def _outcome(report: Report, telling: Telling) -> str:
-    if telling.mode is Mode.REPAIR:
+    if telling.mode is Mode.REPAIR and not report.is_dry_run:
         return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"
     if report.exit_code == 0:
         return "can be repaired" if report.edits else "already fine"

@@ -32,6 +32,7 @@ PREFIX = {
     "message": "4 keys with the wrapper prefix `module.`",
     "keys": [f"module.layers.{number}.weight" for number in range(4)],
     "evidence": {"prefix": "module", "share": 1.0},
+    "fixable": True,
     "fixed": True,
     "remedies": [],
 }

@@ -25,7 +25,7 @@ NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=
         pytest.param(report(NAN), Mode.CHECK, "needs a decision", id="no fix"),
         pytest.param(report(PREFIX, obstacles=("x",)), Mode.CHECK, "needs a decision", id="would not load after it"),
         pytest.param(repaired(), Mode.REPAIR, "repaired", id="repaired"),
-        pytest.param(repaired(), Mode.DRY_RUN, "can be repaired", id="dry run"),
+        pytest.param(replace(repaired(), is_dry_run=True), Mode.REPAIR, "can be repaired", id="dry run"),
         pytest.param(report(), Mode.REPAIR, "already fine", id="nothing to repair"),
         pytest.param(report(NAN), Mode.REPAIR, "needs a decision", id="left"),
         pytest.param(report(smoke=SmokeResult(False)), Mode.CHECK, "needs a decision", id="the forward test failed"),

@@ -6,7 +6,7 @@ const foldedList = (lines) => el("ul", { className: "folded" }, lines.map((line)
 const urgency = (finding) => LEVELS.indexOf(finding.level) + (finding.fixed || finding.accepted ? 0 : LEVELS.length);
 
 function findingCard(finding, isRefused) {
-  const state = finding.fixed ? [isDry ? "would be fixed" : "fixed", "good"] : finding.accepted ? ["accepted", "good"] : finding.fixable ? [isRefused ? "would be fixed" : "a repair fixes it", "repaired"] : null;
+  const state = finding.fixed ? ["fixed", "good"] : finding.accepted ? ["accepted", "good"] : finding.fixable ? [isDry || isRefused ? "would be fixed" : "a repair fixes it", "repaired"] : null;
   const keys = finding.keys || [];
   return el("article", { className: `card ${finding.level}` },
     el("h4", {},
