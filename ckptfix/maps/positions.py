@@ -345,8 +345,17 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
                 yield Naming(names, source, known, moments, own)
 
 
+def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept of a parameter by name, with what bitsandbytes keeps in a dict of its own."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from values_in(value)
+        else:
+            yield name, value
+
+
 def _moments(row: Mapping[str, Any]) -> list[Any]:
-    return [value for value in row.values() if logical_shape(value)]
+    return [value for _, value in values_in(row) if logical_shape(value)]
 
 
 def logical_shape(value: object) -> Shape:
@@ -361,7 +370,7 @@ def logical_shape(value: object) -> Shape:
     return ()
 
 
-_BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
+BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 """What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks."""
 
 
@@ -370,7 +379,7 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
     that of the factored moments of Adafactor."""
     factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
     allowed = {shape, (), (1,)} | (factored if len(shape) > 1 else set())
-    return all(logical_shape(value) in allowed or _BLOCKWISE.fullmatch(str(name)) for name, value in row.items())
+    return all(logical_shape(value) in allowed or BLOCKWISE.fullmatch(name) for name, value in values_in(row))
 
 
 def runs_of(keys: Sequence[str]) -> Counter[str]:

@@ -27,7 +27,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of, stored_names
+from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of, stored_names, values_in
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.stale_optimizer import DROP, KEEP
 
@@ -59,7 +59,7 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
     fields = {
         f"{place} {name}": (number, name, value)
         for place, number in enumerate(optimizer.ids)
-        for name, value in optimizer.row(number).items()
+        for name, value in values_in(optimizer.row(number))
         if isinstance(value, TensorSpec) and value.has_data and DTYPES[value.dtype].is_float
     }
     specs = {label: value for label, (_, _, value) in fields.items()}

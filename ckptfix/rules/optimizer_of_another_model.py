@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import tensors_in
-from ckptfix.maps.positions import fits, logical_shape, optimizers_of
+from ckptfix.maps.positions import fits, logical_shape, optimizers_of, values_in
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.stale_optimizer import DROP, KEEP
 
@@ -44,7 +44,7 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
         strange: list[list[int]] = []
         matrices = 0
         for row in map(optimizer.row, optimizer.ids):
-            kept = {name: shape for name, value in row.items() if (shape := logical_shape(value))}
+            kept = {name: shape for name, value in values_in(row) if (shape := logical_shape(value))}
             if not any(len(shape) > 1 for shape in kept.values()):
                 continue
             matrices += 1

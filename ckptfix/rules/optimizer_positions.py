@@ -26,7 +26,7 @@ from typing import Any
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.plan import Plan
-from ckptfix.maps.positions import Naming, Optimizer, logical_shape, optimizers_of
+from ckptfix.maps.positions import Naming, Optimizer, logical_shape, optimizers_of, values_in
 from ckptfix.rules.following import Change, ways
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -70,7 +70,7 @@ def _positions(optimizer: Optimizer, naming: Naming) -> dict[str, dict[str, Any]
         naming.names[number]: {
             "id": number,
             "group": place,
-            "state": {name: list(logical_shape(value)) for name, value in optimizer.row(number).items()},
+            "state": {name: list(logical_shape(value)) for name, value in values_in(optimizer.row(number))},
         }
         for place, group in enumerate(optimizer.groups)
         for number in group["params"]
