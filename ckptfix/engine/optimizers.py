@@ -14,7 +14,7 @@ from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import INITIAL, Optimizer, flat, optimizers_of
+from ckptfix.maps.positions import BLOCKWISE, INITIAL, Optimizer, flat, optimizers_of
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
@@ -93,7 +93,6 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
     regroup = next(edit for edit in proposed if isinstance(edit, Regroup) and edit.where == optimizer.name)
     edits = [edit for edit in proposed if isinstance(edit, Moments) and edit.where == optimizer.name]
     ids = {str(number): number for number in optimizer.ids}
-    is_keyed = all(isinstance(number, str) for number in ids.values())
     used = {edit.source for edit in edits if edit.source is not None}
     used |= {part.source for edit in edits for part in edit.parts}
     out_of_range = any(edit.group >= len(regroup.like) for edit in edits)
@@ -108,7 +107,7 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
     ordered = sorted(edits, key=lambda edit: edit.group)
     rows = _assembled_rows(checkpoint, optimizer, ids, ordered, rule)
     for number, edit in enumerate(ordered):
-        new = edit.key if is_keyed else number
+        new = edit.key if optimizer.is_keyed else number
         members[edit.group].append(new)
         names[edit.group].append(edit.key)
         row = rows.get(edit.key)
@@ -152,12 +151,19 @@ def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...
 def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return a row with its elementwise tensors in another shape."""
     count = TensorSpec("uint8", shape).numel
-    return {
-        name: replace(value, shape=shape, strides=contiguous_strides(shape))
-        if isinstance(value, TensorSpec) and value.shape and value.numel == count and name != "step"
-        else value
-        for name, value in row.items()
-    }
+    result: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            result[name] = _reshaped(value, shape)
+        elif isinstance(value, TensorSpec) and value.shape and value.numel == count and not _is_of_blocks(name):
+            result[name] = replace(value, shape=shape, strides=contiguous_strides(shape))
+        else:
+            result[name] = value
+    return result
+
+
+def _is_of_blocks(name: str) -> bool:
+    return name == "step" or BLOCKWISE.fullmatch(name) is not None
 
 
 def _assembled_rows(
@@ -178,6 +184,7 @@ def _assembled_rows(
             elif field in optimizer.row(ids[edit.parts[0].source]):
                 rows[edit.key][field] = with_own_storage(first)
         entries = {text: spec for text, spec in specs.items() if isinstance(spec, TensorSpec)}
-        for key, spec in assembled(replace(checkpoint, entries=entries), wanted, rule).items():
-            rows[key][field] = spec
+        for made in assembled(replace(checkpoint, entries=entries), wanted, rule).values():
+            for key, spec in made:
+                rows[key][field] = spec
     return rows

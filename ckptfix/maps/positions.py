@@ -64,6 +64,11 @@ class Optimizer:
         """The ids of all groups, one after another."""
         return [number for group in self.groups for number in group["params"]]
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether names are in the place of numbers, so that their order means nothing."""
+        return bool(self.ids) and all(isinstance(number, str) for number in self.ids)
+
     def row(self, number: Any) -> Mapping[str, Any]:
         """Return what is kept of a parameter; empty if it never had a gradient."""
         row = self.state.get(number)
@@ -286,9 +291,8 @@ class Naming:
 
 def stored_names(optimizer: Optimizer) -> dict[Any, str] | None:
     """Return the names that the state itself gives to its ids, None without."""
-    ids = optimizer.ids
-    if ids and all(isinstance(number, str) for number in ids):
-        return {number: number for number in ids}
+    if optimizer.is_keyed:
+        return {number: number for number in optimizer.ids}
     found: dict[Any, str] = {}
     for group in optimizer.groups:
         names = group.get("param_names")

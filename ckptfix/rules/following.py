@@ -20,6 +20,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.maps.positions import (
+    BLOCKWISE,
     INITIAL,
     NAMED,
     RECIPES,
@@ -34,6 +35,7 @@ from ckptfix.maps.positions import (
     namings,
     runs_of,
     stored_names,
+    values_in,
 )
 
 Shape = tuple[int, ...]
@@ -281,9 +283,13 @@ class Followed:
                 return False
             if has_state and any(step.shape or step.parts for step in group):
                 return False
-            if has_state and [step.source for step in group] != old["params"]:
-                return False
-            if names is not None and [bare(step.key) for step in group] != [bare(names[n]) for n in old["params"]]:
+            ours = [(step.source, step.key) for step in group]
+            theirs = [(number, number if names is None else names[number]) for number in old["params"]]
+            found, wanted = (
+                [(number if has_state else None, None if names is None else bare(key)) for number, key in pairs]
+                for pairs in (ours, theirs)
+            )
+            if set(found) != set(wanted) if self.optimizer.is_keyed else found != wanted:
                 return False
         return True
 
@@ -490,12 +496,26 @@ def _carried(
     rows = [optimizer.row(ids[source]) for source in sources]
     if origin.key and not rows[0]:
         return Step(key, ids[origin.key])
-    if not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
-        return Step(key)
-    if origin.key:
+    if origin.key and spec.shape and _is_reshapable(rows[0], shapes[0]):
         return Step(key, ids[origin.key], spec.shape)
+    if origin.key or not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
+        return Step(key)
     parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
     return Step(key, None, spec.shape, parts)
+
+
+def _is_reshapable(row: Mapping[str, Any], shape: Shape) -> bool:
+    """Return whether another shape of the same elements changes the shape of moments and nothing else: none is factored
+    or put together by a class. Blocks of 8-bit moments are counted over all elements."""
+    moments = [value for name, value in values_in(row) if logical_shape(value) and not BLOCKWISE.fullmatch(name)]
+    return all(
+        isinstance(value, TensorSpec) and value.shape in (shape, (1,)) and _is_plain(value) and value.is_contiguous
+        for value in moments
+    )
+
+
+def _is_plain(value: TensorSpec) -> bool:
+    return not (value.parts or value.quantizer)
 
 
 def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape]) -> bool:
@@ -504,15 +524,13 @@ def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape])
         return False
     for name in rows[0]:
         values = [row[name] for row in rows]
-        moments = [
-            value for value in values if isinstance(value, TensorSpec) and not value.parts and not value.quantizer
-        ]
+        moments = [value for value in values if isinstance(value, TensorSpec) and _is_plain(value)]
         is_moment = name != STEP and [value.shape for value in moments] == list(shapes)
         if is_moment and len({value.dtype for value in moments}) == 1:
-            if len(rows) > 1 or moments[0].is_contiguous:
-                continue
+            continue
+        if any(isinstance(value, Mapping) or logical_shape(value) not in ((), (1,)) for value in values):
             return False
-        if any(logical_shape(value) not in ((), (1,)) for value in values) or len(set(map(_number, values))) > 1:
+        if len(set(map(_number, values))) > 1:
             return False
     return True
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
+from ckptfix.core.rename_map import MapRule, RenameMap
 
 subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="pip install torchao")
 
@@ -103,3 +104,34 @@ def test_plain_state_is_no_finding(tmp_path, row):
     optimizer = {"state": {0: row}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
     assert [finding.code for finding in ckptfix.check(tmp_path / "a.pth").findings] == []
+
+
+def blockwise(shape: tuple[int, ...]) -> dict[str, Any]:
+    """The row that AdamW8bit of bitsandbytes 0.50 keeps of a parameter of so many elements."""
+    codes = {f"state{n}": torch.randint(0, 255, shape, dtype=torch.uint8) for n in (1, 2)}
+    maps = {f"qmap{n}": torch.linspace(-1, 1, 256) for n in (1, 2)}
+    scales = {f"absmax{n}": torch.rand(-(-codes["state1"].numel() // 256)) for n in (1, 2)}
+    return {"step": 3, "__bnb_optimizer_quant_state__": {**codes, **maps, **scales}}
+
+
+def test_blocks_of_bitsandbytes_are_carried_and_never_cut(tmp_path, monkeypatch):
+    """A reshape leaves their order; a layer that is split or transposed starts anew."""
+    monkeypatch.chdir(tmp_path)
+    old = {"a.weight": (16, 16), "gone.weight": (64, 96), "qkv.weight": (192, 64), "b.weight": (20, 16)}
+    rows = [blockwise(shape) for shape in old.values()]
+    optimizer = {"state": dict(enumerate(rows)), "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
+    torch.save({"model": {key: torch.rand(shape) for key, shape in old.items()}, "optimizer": optimizer}, "run.pth")
+    model = nn.ModuleDict({"a": nn.Conv2d(16, 16, 1, bias=False)})
+    model.update({name: nn.Linear(64, 64, bias=False) for name in "qkv"} | {"b": nn.Linear(16, 20, bias=False)})
+    split = RenameMap((MapRule("qkv.weight", "{q,k,v}.weight", ("split 3",)),), "map.json")
+    asked: dict[str, Any] = {"output": "out.pth", "unsafe_fixes": True, "rename_map": split}
+    report = ckptfix.repair("run.pth", model, **asked).report
+    (finding,) = (one for one in report.fixed if one.code == "OPT101")
+    assert finding.keys == ("q.weight", "k.weight", "v.weight")
+    made = torch.load("out.pth", weights_only=True)["optimizer"]
+    assert list(made["state"]) == [0, 4]
+    for row, source, shape in ((made["state"][0], rows[0], (16, 16, 1, 1)), (made["state"][4], rows[3], (20, 16))):
+        found, wanted = (one["__bnb_optimizer_quant_state__"] for one in (row, source))
+        assert all(torch.equal(found[name].view_as(wanted[name]), wanted[name]) for name in wanted)
+        assert found["state1"].shape == shape
+        assert found["qmap1"].shape == (256,)
