@@ -10,19 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from ckptfix.comparison.difference import Gap
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import Quantizer, TensorSpec
-from ckptfix.values.decode import Encoding, encoding
+from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.walk import OVERLAP, Walk
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
-
 
 BLOCK = 1 << 16
 """Elements that are compared in one go."""

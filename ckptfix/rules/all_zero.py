@@ -36,9 +36,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise
+from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, from_elsewhere, replaces
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
@@ -71,7 +71,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     excused = [] if empty_file else _excused(suspects, matrices, context)
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
-    reported = [key for key in suspects if key not in are_excused]
+    reported = dict.fromkeys(key for key in suspects if key not in are_excused)
     if excused:
         yield rule.finding(
             Level.NOTE,
@@ -84,11 +84,9 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
         norms = norms_after(context.checkpoint, reported)
         companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
         replacements = Replacements(context)
-        edits = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
-        for is_cured in (True, False):
-            keys = [key for key in edits if bool(edits[key]) is is_cured]
-            some = [key for key in reported if bool(edits[key]) is is_cured]
-            cure = tuple(edit for key in keys if (edit := edits[key]))
+        cures = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
+        for keys, fix in cured_apart(cures, cures):
+            some = [key for key in keys if key in reported]
             hold = "holds" if len(some) == 1 else "hold"
             if some:
                 yield rule.finding(
@@ -100,17 +98,17 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                         "matrices": len(matrices),
                         "zero_by_design": len(zero) - len(reported),
                     },
-                    fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
+                    fix=fix,
                     remedies=from_elsewhere(rule),
                 )
     for leaf, what in (("weight", "weights of norms"), ("bias", "biases")):
         vectors = [key for key in statistics if split_key(key)[1] == leaf and len(specs[key].shape) == 1]
         if leaf == "weight":
             vectors = [key for key in vectors if statistics[key].all_zero]
-        if len(vectors) > 1 and all(statistics[key].all_zero for key in vectors) and not set(vectors) & set(reported):
+        if len(vectors) > 1 and all(statistics[key].all_zero for key in vectors) and reported.keys().isdisjoint(vectors):
             yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
     untrained = _untrained_adapter(statistics)
-    if untrained and not set(untrained) & set(reported):
+    if untrained and reported.keys().isdisjoint(untrained):
         is_stepped = was_stepped(context.checkpoint.root)
         yield rule.finding(
             Level.WARNING if is_stepped else Level.NOTE,

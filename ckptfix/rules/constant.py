@@ -25,9 +25,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, from_elsewhere
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
@@ -45,20 +45,18 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     statistics = context.statistics
     found = [key for key in statistics if _is_constant(key, statistics[key], context)]
     replacements = Replacements(context)
-    edits = {key: replacements.of(rule.code, key, _is_sound) for key in found}
-    for keys in ([key for key in found if edits[key]], [key for key in found if not edits[key]]):
-        if keys:
-            cure = tuple(edit for key in keys if (edit := edits[key]))
-            yield rule.finding(
-                Level.WARNING,
-                f"{'1 weight matrix is' if len(keys) == 1 else f'{len(keys)} weight matrices are'} of a single value",
-                keys=tuple(keys),
-                evidence={
-                    "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
-                },
-                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedies=from_elsewhere(rule),
-            )
+    cures = {key: replacements.of(rule.code, key, _is_sound) for key in found}
+    for keys, fix in cured_apart(found, cures):
+        yield rule.finding(
+            Level.WARNING,
+            f"{'1 weight matrix is' if len(keys) == 1 else f'{len(keys)} weight matrices are'} of a single value",
+            keys=tuple(keys),
+            evidence={
+                "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
 
 
 def _is_sound(figures: TensorStatistics) -> bool:

@@ -22,19 +22,14 @@ https://github.com/deepinsight/insightface/issues/277, https://arxiv.org/abs/170
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import FAINT
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
 from ckptfix.values.statistics import Statistics
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 SHOWN = 8
 """How many channels are named."""

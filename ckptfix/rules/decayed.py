@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
@@ -56,9 +56,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Replace
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, from_elsewhere
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
@@ -138,30 +138,28 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
         )
     replacements = Replacements(context)
-    edits = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
-    for is_cured in (True, False):
-        some = [matrix for matrix in found if bool(edits[matrix.key]) is is_cured]
-        if some:
-            keys = dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))
-            worst = min(some, key=lambda matrix: matrix.share)
-            corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
-            cure = tuple(edit for matrix in some if (edit := edits[matrix.key]))
-            yield rule.finding(
-                Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
-                f"{counted_matrices(some)} decayed to {worst.share:.1g} of the expected scale"
-                f"{corroboration[worst.key].in_words}",
-                keys=tuple(keys),
-                evidence={
-                    "tensors": {
-                        matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
-                    },
-                    "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
-                    "optimizer": strongest_decay(context.checkpoint.root),
+    by_key = {matrix.key: matrix for matrix in found}
+    cures = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
+    for keys, fix in cured_apart(by_key, cures):
+        some = [by_key[key] for key in keys]
+        worst = min(some, key=lambda matrix: matrix.share)
+        corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
+        yield rule.finding(
+            Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
+            f"{counted_matrices(some)} decayed to {worst.share:.1g} of the expected scale"
+            f"{corroboration[worst.key].in_words}",
+            keys=tuple(dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))),
+            evidence={
+                "tensors": {
+                    matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
                 },
-                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedies=from_elsewhere(rule),
-            )
-    yield from light_decay(rule, context, matrices, {matrix.key for matrix in found}, witness)
+                "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
+                "optimizer": strongest_decay(context.checkpoint.root),
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
+    yield from light_decay(rule, context, matrices, by_key.keys(), witness)
 
 
 def _started_so(matrix: _Matrix, witness: Witness) -> bool:
@@ -443,7 +441,7 @@ PROVEN = 0.1
 
 
 def light_decay(
-    rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: set[str], witness: Witness
+    rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: Collection[str], witness: Witness
 ) -> Iterator[Finding]:
     """Yield those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found``
     are the matrices that were reported already."""
@@ -457,20 +455,17 @@ def light_decay(
             if corroboration.is_untouched and predicted < LIGHT:
                 is_proven = max(share, predicted) < PROVEN and corroboration.agrees
                 (proven if is_proven else light)[key] = corroboration
-    edits = {key: _replacement(rule, key, context) for key in proven}
-    for is_cured in (True, False):
-        some = {key: proven[key] for key in proven if bool(edits[key]) is is_cured}
-        cure = tuple(edit for key in some if (edit := edits[key]))
-        if some:
-            worst = min(some.values(), key=lambda corroboration: corroboration.observed)
-            yield rule.finding(
-                Level.WARNING,
-                f"{counted_matrices(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
-                keys=tuple(some),
-                evidence=_evidence(some, matrices),
-                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedies=() if cure else from_elsewhere(rule),
-            )
+    for keys, fix in cured_apart(proven, {key: _replacement(rule, key, context) for key in proven}):
+        some = {key: proven[key] for key in keys}
+        worst = min(some.values(), key=lambda corroboration: corroboration.observed)
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted_matrices(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
+            keys=tuple(some),
+            evidence=_evidence(some, matrices),
+            fix=fix,
+            remedies=() if fix else from_elsewhere(rule),
+        )
     if light:
         yield rule.finding(
             Level.NOTE,
@@ -485,7 +480,7 @@ def counted_matrices(found: Sized) -> str:
     return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
 
 
-def _replacement(rule: Rule, key: str, context: Context) -> Replace | None:
+def _replacement(rule: Rule, key: str, context: Context) -> tuple[Replace, ...]:
     start = usual_rms(context.checkpoint.specs[key])
     return Replacements(context).of(rule.code, key, partial(_is_larger, PROVEN * start))
 

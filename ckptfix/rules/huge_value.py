@@ -27,21 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, from_elsewhere
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 MOST, MOST_VARIANCE = 1e6, 1e9
 """The largest absolute value that is believed, of a ``running_var`` the second."""
@@ -60,25 +56,18 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}
     replacements = Replacements(context)
-    edits = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}
+    cures = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}
     for level in (Level.ERROR, Level.WARNING):
-        for is_cured in (True, False):
-            keys = tuple(
-                key
-                for key in found
-                if (found[key].absmax >= ABSURD) is (level is Level.ERROR) and bool(edits[key]) is is_cured
+        some = [key for key in found if (found[key].absmax >= ABSURD) is (level is Level.ERROR)]
+        for keys, fix in cured_apart(some, cures):
+            yield rule.finding(
+                level,
+                f"{counted(len(keys), 'tensor')} with values up to {max(found[key].absmax for key in keys):.2g}",
+                keys=tuple(keys),
+                evidence={"tensors": {key: _evidence(key, found[key], context) for key in keys}},
+                fix=fix,
+                remedies=() if fix else from_elsewhere(rule),
             )
-            cure = tuple(edit for key in keys if (edit := edits[key]))
-            if keys:
-                largest = max(found[key].absmax for key in keys)
-                yield rule.finding(
-                    level,
-                    f"{counted(len(keys), 'tensor')} with values up to {largest:.2g}",
-                    keys=keys,
-                    evidence={"tensors": {key: _evidence(key, found[key], context) for key in keys}},
-                    fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                    remedies=() if cure else from_elsewhere(rule),
-                )
 
 
 def _bound(key: str) -> float:

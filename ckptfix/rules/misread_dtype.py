@@ -28,20 +28,14 @@ https://en.wikipedia.org/wiki/Bfloat16_floating-point_format, https://arxiv.org/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.decode import encoding
+from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 SMALLEST = 256
 """Values of a matrix below which its figures may be chance."""

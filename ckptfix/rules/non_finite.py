@@ -29,21 +29,17 @@ torch/nn/modules/batchnorm.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptfix.core.edits import Edit, Zero
-from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise
+from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, for_running_statistics, reset_edits
+from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
+from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 SHOWN = 8
 """How many channels are named."""
@@ -62,20 +58,17 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
     replacements = Replacements(context)
     cures = {key: _cure(rule, key, context, replacements) for key in bad}
     for level in (Level.ERROR, Level.WARNING):
-        for is_cured in (True, False):
-            keys = tuple(key for key in bad if bad[key] is level and bool(cures[key]) is is_cured)
-            if keys:
-                tensors = {key: context.statistics[key] for key in keys}
-                edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
-                specs = context.checkpoint.specs
-                yield rule.finding(
-                    level,
-                    _message(tensors),
-                    keys=keys,
-                    evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
-                    fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
-                    remedies=() if edits else _remedies(rule, keys, context, replacements),
-                )
+        for keys, fix in cured_apart([key for key in bad if bad[key] is level], cures):
+            tensors = {key: context.statistics[key] for key in keys}
+            specs = context.checkpoint.specs
+            yield rule.finding(
+                level,
+                _message(tensors),
+                keys=tuple(keys),
+                evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
+                fix=fix,
+                remedies=() if fix else _remedies(rule, tuple(keys), context, replacements),
+            )
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level | None:
@@ -102,8 +95,8 @@ def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
     """Return what the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
-    if replace := replacements.of(rule.code, key, _is_finite):
-        return (replace,)
+    if replaced := replacements.of(rule.code, key, _is_finite):
+        return replaced
     if is_running_statistic(key):
         return reset_edits(key, context)
     spec = context.checkpoint.specs[key]

@@ -27,9 +27,9 @@ from functools import partial
 from statistics import median
 
 from ckptfix.core.buffers import split_key
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, from_elsewhere
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
 from ckptfix.values.statistics import Statistics
@@ -56,31 +56,29 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     medians = _medians(scales, specs)
     found = [key for key in medians if _is_outlier(key, statistics[key], medians[key], context)]
     replacements = Replacements(context)
-    edits = {key: replacements.of(rule.code, key, partial(_is_sound, specs[key], medians[key])) for key in found}
-    for keys in ([key for key in found if edits[key]], [key for key in found if not edits[key]]):
-        if keys:
-            cure = tuple(edit for key in keys if (edit := edits[key]))
-            worst = max(_scale(statistics[key], specs[key]) / medians[key] for key in keys)
-            is_one = len(keys) == 1
-            which = "1 weight matrix is" if is_one else f"{len(keys)} weight matrices are"
-            yield rule.finding(
-                Level.WARNING,
-                f"{which} up to {worst:.2g} times as large as {'its' if is_one else 'their'} kind",
-                keys=tuple(keys),
-                evidence={
-                    "tensors": {
-                        key: {
-                            "rms": statistics[key].rms,
-                            "median_rms_of_kind": medians[key] * usual_rms(specs[key]),
-                            "absmax": statistics[key].absmax,
-                        }
-                        for key in keys
-                    },
-                    "thresholds": {"of_kind": OF_KIND, "of_start": OF_START},
+    cures = {key: replacements.of(rule.code, key, partial(_is_sound, specs[key], medians[key])) for key in found}
+    for keys, fix in cured_apart(found, cures):
+        worst = max(_scale(statistics[key], specs[key]) / medians[key] for key in keys)
+        is_one = len(keys) == 1
+        which = "1 weight matrix is" if is_one else f"{len(keys)} weight matrices are"
+        yield rule.finding(
+            Level.WARNING,
+            f"{which} up to {worst:.2g} times as large as {'its' if is_one else 'their'} kind",
+            keys=tuple(keys),
+            evidence={
+                "tensors": {
+                    key: {
+                        "rms": statistics[key].rms,
+                        "median_rms_of_kind": medians[key] * usual_rms(specs[key]),
+                        "absmax": statistics[key].absmax,
+                    }
+                    for key in keys
                 },
-                fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                remedies=from_elsewhere(rule),
-            )
+                "thresholds": {"of_kind": OF_KIND, "of_start": OF_START},
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
 
 
 def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:

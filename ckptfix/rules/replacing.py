@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
-from ckptfix.core.edits import Replace
-from ckptfix.core.finding import FILE, Placeholder, Remedy
+from ckptfix.core.edits import Edit, Replace
+from ckptfix.core.finding import FILE, Applicability, Fix, Placeholder, Remedy
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
@@ -41,6 +41,14 @@ def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
     )
 
 
+def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> Iterator[tuple[list[str], Fix | None]]:
+    """Yield the keys that have a cure, with the fix that the user asked for, and then those that have none."""
+    for is_cured in (True, False):
+        if keys := [key for key in found if bool(cures[key]) is is_cured]:
+            edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
+            yield keys, Fix(edits, Applicability.UNSAFE, asked=True) if edits else None
+
+
 OF_TWINS = "VAL301"
 """The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
 
@@ -57,18 +65,18 @@ class Replacements:
 
     context: Context
 
-    def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
-        """Return what replaces the values of a key that a rule found broken; None if nothing was asked for, or
+    def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
+        """Return what replaces the values of a key that a rule found broken; nothing if that was not asked for, or
         nothing sound is there. ``is_sound`` is what the rule thinks of the new figures."""
-        return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else None
+        return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else ()
 
-    def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Replace | None:
+    def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
         """Return the same for a key that has to go with one that is replaced, whether it was named or not."""
         spec = self.context.checkpoint.specs[key]
         edit, found = self._offer(key, spec, is_sound)
         if found is None or found.shape != spec.shape or not is_sound(_figures(found, spec.dtype)):
-            return None
-        return edit
+            return ()
+        return (edit,)
 
     @cached_property
     def twins(self) -> Mapping[str, tuple[Twin, ...]]:

@@ -35,9 +35,9 @@ from dataclasses import dataclass
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Edit
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, for_running_statistics, replaces, reset_edits
+from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.statistics import Statistics
 
@@ -83,19 +83,17 @@ def _findings(
     """Yield one finding for the norms that a flag cures, and one for the others. Notes are not defects, and left
     alone."""
     replacements = Replacements(context)
-    cures = [() if level is Level.NOTE else _cure(rule, norm, context, replacements) for norm in wrong]
-    for is_cured in (True, False):
-        norms = [norm for norm, cure in zip(wrong, cures, strict=True) if bool(cure) is is_cured]
-        edits = tuple(edit for cure in cures for edit in cure) if is_cured else ()
-        if norms:
-            yield rule.finding(
-                level,
-                f"{len(norms)} {what}",
-                keys=tuple(norm.variance_key for norm in norms),
-                evidence={"tensors": {norm.variance_key: norm.evidence for norm in norms}},
-                fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
-                remedies=() if level is Level.NOTE or edits else for_running_statistics(rule),
-            )
+    norms = {norm.variance_key: norm for norm in wrong}
+    cures = {key: () if level is Level.NOTE else _cure(rule, norms[key], context, replacements) for key in norms}
+    for keys, fix in cured_apart(norms, cures):
+        yield rule.finding(
+            level,
+            f"{len(keys)} {what}",
+            keys=tuple(keys),
+            evidence={"tensors": {key: norms[key].evidence for key in keys}},
+            fix=fix,
+            remedies=() if level is Level.NOTE or fix else for_running_statistics(rule),
+        )
 
 
 def _cure(rule: Rule, norm: _RunningStatistics, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
@@ -103,12 +101,13 @@ def _cure(rule: Rule, norm: _RunningStatistics, context: Context, replacements: 
     settings, key = context.settings, norm.variance_key
     if replaces(settings, rule.code, key):
         mean_key = norm.sibling_key("running_mean")
-        edits = [replacements.of(rule.code, key, _is_variance)]
-        if mean_key in context.checkpoint.specs:
-            # The mean goes with its variance, whether it was named or not.
-            edits.append(replacements.beside(mean_key, _is_finite))
-        if all(edits):
-            return tuple(edit for edit in edits if edit is not None)
+        variance = replacements.of(rule.code, key, _is_variance)
+        if mean_key not in context.checkpoint.specs:
+            return variance or reset_edits(key, context)
+        # The mean goes with its variance, whether it was named or not.
+        mean = replacements.beside(mean_key, _is_finite)
+        if variance and mean:
+            return (*variance, *mean)
     return reset_edits(key, context)
 
 

@@ -28,9 +28,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ckptfix.core.buffers import split_key
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements
+from ckptfix.rules.replacing import Replacements, cured_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
@@ -74,21 +74,19 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
     place = next(iter(twins.values())).place
     if broken:
         replacements = Replacements(context)
-        edits = {key: replacements.of(rule.code, key, partial(_is_sound, key)) for key in broken}
-        for keys in ([key for key in broken if edits[key]], [key for key in broken if not edits[key]]):
-            if keys:
-                cure = tuple(edit for key in keys if (edit := edits[key]))
-                yield rule.finding(
-                    Level.ERROR,
-                    f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",
-                    keys=tuple(keys),
-                    evidence={"twins": {key: twins[key].label for key in keys}},
-                    fix=Fix(cure, Applicability.UNSAFE, asked=True) if cure else None,
-                    remedies=(
-                        Remedy((("replace", (rule.code,)), ("fill", "twin")), "takes them from there"),
-                        *((Remedy((("weights", place),), "takes the whole set"),) if place else ()),
-                    ),
-                )
+        cures = {key: replacements.of(rule.code, key, partial(_is_sound, key)) for key in broken}
+        for keys, fix in cured_apart(broken, cures):
+            yield rule.finding(
+                Level.ERROR,
+                f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",
+                keys=tuple(keys),
+                evidence={"twins": {key: twins[key].label for key in keys}},
+                fix=fix,
+                remedies=(
+                    Remedy((("replace", (rule.code,)), ("fill", "twin")), "takes them from there"),
+                    *((Remedy((("weights", place),), "takes the whole set"),) if place else ()),
+                ),
+            )
     # The other end of a pair in the same state_dict is found broken under its own name.
     if worse and place:
         yield rule.finding(

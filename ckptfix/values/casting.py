@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import WriteError
-from ckptfix.values.decode import Encoding, encoding
+from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.tally import magnitudes
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
-
-    Array = npt.NDArray[Any]
 
 
 _BLOCK = 1 << 20

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
+else:
+    Array = Any  # numpy takes longer to import than a small file to read
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.maps.positions import Layout, named_by_itself, namings, optimizers_in
-from ckptfix.values.decode import encoding
+from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.walk import Walk
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer_states", "opt")
 

@@ -19,15 +19,12 @@ from ckptfix.bytes.sources import located
 from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import DISK_BLOCK, FAINT, Storage, TensorSpec, TensorStatistics
-from ckptfix.values.decode import Encoding, Narrowing, encoding
+from ckptfix.values.decode import Array, Encoding, Narrowing, encoding
 from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_codes, tally_units
 from ckptfix.values.walk import Walk
 
 if TYPE_CHECKING:
     import numpy as np
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 
 PART = 1 << 23

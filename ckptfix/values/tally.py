@@ -9,15 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from ckptfix.values.decode import Encoding, Narrowing
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
-
+from ckptfix.values.decode import Array, Encoding, Narrowing
 
 BLOCK = 1 << 16
 """Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache."""

@@ -11,15 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 from ckptfix.bytes.sources import stream
 from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+from ckptfix.values.decode import Array
 
 CHUNK = 1 << 22
 """Bytes that are read in one go."""

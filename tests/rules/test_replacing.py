@@ -41,25 +41,25 @@ def is_never_sound(figures):
 )
 def test_noop(settings, is_sound):
     donor = {"weight": torch.zeros(2, 2)}
-    assert Replacements(context(STATE, None, donor, **settings)).of("VAL101", "weight", is_sound) is None
+    assert Replacements(context(STATE, None, donor, **settings)).of("VAL101", "weight", is_sound) == ()
 
 
 @pytest.mark.parametrize("name", ["VAL101", "VAL", "weight", "w*"])
 def test_a_donor_gives_its_values(name):
     seen = context(STATE, None, {"weight": torch.zeros(2, 2).half()}, fill="donor.pth", replace=(name,))
-    edit = Replacements(seen).of("VAL101", "weight", is_finite)
+    (edit,) = Replacements(seen).of("VAL101", "weight", is_finite)
     assert edit == Replace("weight", "float32", (2, 2), "donor", "weight")
 
 
 def test_a_donor_of_another_shape_gives_nothing():
     seen = context(STATE, None, {"weight": torch.zeros(3, 2)}, fill="donor.pth", replace=("VAL",))
-    assert Replacements(seen).of("VAL101", "weight", is_finite) is None
+    assert Replacements(seen).of("VAL101", "weight", is_finite) == ()
 
 
 def test_a_donor_whose_values_overflow_in_the_dtype_of_the_key_gives_nothing():
     half = {"weight": torch.ones(2, 2).half()}
     seen = context(half, None, {"weight": torch.full((2, 2), 1e6)}, fill="donor.pth", replace=("VAL",))
-    assert Replacements(seen).of("VAL101", "weight", is_finite) is None
+    assert Replacements(seen).of("VAL101", "weight", is_finite) == ()
 
 
 def test_a_fresh_norm_has_all_its_statistics():
