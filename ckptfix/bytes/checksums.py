@@ -29,18 +29,15 @@ except ImportError:
 
 __all__ = ["crc32"]
 
+# What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again.
 _SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
-"""What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again."""
-
-_BATCH = 4 << 20
-"""Bytes whose proof takes much longer than handing it to a thread."""
+_BATCH = 4 << 20  # bytes whose proof takes much longer than handing it to a thread
 
 
 def is_sound(storage: Storage) -> bool:
     """Return whether the storage, and each that it is made of, has the checksum that its file gives, or none.
 
-    Reads it in blocks. Raises ``UnreadableError`` if the bytes are not in the file.
-    """
+    Reads it in blocks. Raises ``UnreadableError`` if the bytes are not in the file."""
     found = storage.crc32 is None or _SOUND.get(storage)
     if found is None:
         for _ in _proving(storage):
@@ -81,8 +78,7 @@ def _proving(storage: Storage) -> Iterator[memoryview]:
     note_checksum(storage, crc)
 
 
-Alarm = Callable[[Storage], None]
-"""What is done about a damaged storage that is read."""
+Alarm = Callable[[Storage], None]  # what is done about a damaged storage that is read
 
 
 def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
@@ -125,8 +121,7 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
 
 def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
     """Raise ``WriteError`` if one of the storages is damaged: its checksum does not go into the new file, which
-    would make the damage look sound.
-    """
+    would make the damage look sound."""
     for storage in storages:
         if storage is not None and not is_sound(storage):
             raise WriteError(

@@ -23,30 +23,21 @@ from ckptfix.bytes.sources import FileBytes, located, stream
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import ByteSource
 
-WINDOW = 512 << 10
-"""Bytes that are written, and read back, at a time: few enough to be in the processor's cache still."""
+WINDOW = 512 << 10  # bytes that are written, and read back, at a time: few enough to be in the processor's cache still
 
+# Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
+# makes more pieces, and for more it has to search, on virtual machines even to ask the host.
 EDGE = 64 << 10
-"""Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
-makes more pieces, and for more it has to search, on virtual machines even to ask the host."""
+PAGE = 4096  # bytes of a page: what begins at the same place in a page on both sides is copied without splitting any
+LARGE = 1 << 20  # bytes from which a range is worth up to a page of padding, so that it keeps its place in its pages
 
-PAGE = 4096
-"""Bytes of a page: what begins at the same place in a page on both sides is copied without splitting any."""
-
-LARGE = 1 << 20
-"""Bytes from which a range is worth up to a page of padding, so that it keeps its place in its pages."""
-
+# Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls.
 CHUNK = 64 << 20
-"""Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls."""
+FLUSHED = 64 << 20  # bytes of a new file after which the disk is to begin with them
+SMALL = 64 << 10  # up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself
 
-FLUSHED = 64 << 20
-"""Bytes of a new file after which the disk is to begin with them."""
-
-SMALL = 64 << 10
-"""Up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself."""
-
+# Windows to use again: fresh memory for each file would take as long as all calls that read it back.
 _BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=2)
-"""Windows to use again: fresh memory for each file would take as long as all calls that read it back."""
 
 
 class Copied(NamedTuple):

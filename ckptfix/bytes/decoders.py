@@ -10,19 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+# Memory that an xz or lzma stream may ask for; the highest preset needs 65 MB. It is all in use at the end.
 DICTIONARY_LIMIT = 128 << 20
-"""Memory that an xz or lzma stream may ask for; the highest preset needs 65 MB. It is all in use at the end."""
 
+# What a decoder raises where its stream is damaged.
 FAULTS = (zlib.error, lzma.LZMAError, OSError, ValueError, EOFError)
-"""What a decoder raises where its stream is damaged."""
 
+# Makes a decoder with `decompress(packed, limit)` and `eof`, as `bz2.BZ2Decompressor` is one.
 Decoder = Callable[[], Any]
-"""Makes a decoder with ``decompress(packed, limit)`` and ``eof``, as ``bz2.BZ2Decompressor`` is one."""
 
 deflate: Decoder = partial(zlib.decompressobj, -zlib.MAX_WBITS)
 bzip2: Decoder = bz2.BZ2Decompressor
 xz: Decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, DICTIONARY_LIMIT)
 
+# Compression methods of zip members that the standard library does not know (APPNOTE.TXT 4.4.5).
 METHODS = {
     1: "Shrink",
     6: "Implode",
@@ -35,7 +36,6 @@ METHODS = {
     97: "WavPack",
     98: "PPMd",
 }
-"""Compression methods of zip members that the standard library does not know (APPNOTE.TXT 4.4.5)."""
 
 _ENCRYPTED, _AES = 1, 99
 _LZMA_HEAD = 9

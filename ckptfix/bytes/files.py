@@ -82,8 +82,7 @@ class OpenFile:
 
     def refuse_changed(self) -> None:
         """Raise ``UnreadableError`` if somebody wrote to the file since it was opened: what was read of it may be
-        half the old content and half the new.
-        """
+        half the old content and half the new."""
         if _stamp(os.fstat(self.descriptor)) != self._stamp:
             raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
 
@@ -110,12 +109,10 @@ def _why_closed(path: str, error: OSError | ValueError) -> str:
     return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"
 
 
+# Bytes that a look takes with it: a look at what is near costs nothing then. Of an archive, the end of a member and the
+# header of the next, or a row of small members.
 NEAR = 4096
-"""Bytes that a look takes with it: a look at what is near costs nothing then. Of an archive, the end of a member and
-the header of the next, or a row of small members."""
-
-SEARCHED = 1 << 20
-"""Bytes that are searched at a time."""
+SEARCHED = 1 << 20  # bytes that are searched at a time
 
 
 class Buffer(Protocol):

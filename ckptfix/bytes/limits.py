@@ -9,8 +9,7 @@ what it asks for. What a small file was packed from counts up to eight times the
 
 A pickle of a few bytes can also name one object many times over: whatever copies an object, hashes it or shows it has
 to be bounded, or a small file takes all time (memo bombs, colliding keys, calls that copy the same list again and
-again). Nothing here depends on what the objects mean.
-"""
+again). Nothing here depends on what the objects mean."""
 
 from __future__ import annotations
 
@@ -22,53 +21,35 @@ from typing import Any
 
 from ckptfix.errors import HostileError
 
-MEMORY = 64 << 20
-"""Bytes that the parsed form of a small file may take."""
+MEMORY = 64 << 20  # bytes that the parsed form of a small file may take
+MEMORY_SHARE = 4  # how many times its size the parsed form of a large file may take
 
-MEMORY_SHARE = 4
-"""How many times its size the parsed form of a large file may take."""
-
+# The same for a file that is not large, and the bytes at which that ends: rows of numbers take more than tensors.
 DENSE, DENSE_SHARE = 256 << 20, 16
-"""The same for a file that is not large, and the bytes at which that ends: rows of numbers take more than tensors."""
 
+# How many times a packed file what is in it counts; it may expand to anything. Logs and names pack five to one.
 PACKING = 8
-"""How many times a packed file what is in it counts; it may expand to anything. Logs and names pack five to one."""
 
+# Opcodes, beyond half the size of the file, that its pickles may have: a few seconds of work. Opcodes that leave
+# nothing behind cost no memory, and deflate packs a thousand of them into a byte.
 STEPS = 3_000_000
-"""Opcodes, beyond half the size of the file, that its pickles may have: a few seconds of work. Opcodes that leave
-nothing behind cost no memory, and deflate packs a thousand of them into a byte."""
+SLOT = 9  # bytes of a place in a list that grows by an eighth when it is full
+STORAGE = 320  # bytes of what is kept of a storage beside itself: where its bytes lie, and its places in tables
+TEXT, NUMBER, LIST, DICT = 40, 32, 72, 200  # bytes of the parts of parsed JSON
 
-SLOT = 9
-"""Bytes of a place in a list that grows by an eighth when it is full."""
-
-STORAGE = 320
-"""Bytes of what is kept of a storage beside itself: where its bytes lie, and its places in tables."""
-
-TEXT, NUMBER, LIST, DICT = 40, 32, 72, 200
-"""Bytes of the parts of parsed JSON."""
-
+# Items that the calls of a pickle may be handed to copy, beyond this many times its size: protocol 2 hands the bytes of
+# each tensor over twice, as text to `_codecs.encode` and as bytes to `_load_from_bytes`.
 HANDED, HANDED_SHARE = 1 << 20, 3
-"""Items that the calls of a pickle may be handed to copy, beyond this many times its size: protocol 2 hands the bytes
-of each tensor over twice, as text to ``_codecs.encode`` and as bytes to ``_load_from_bytes``."""
+KEY_NODES = 256  # parts of a key of a dict: a tuple is hashed through, and a shared nested one costs 2^depth
+KEY_STEPS = 5  # opcodes that a look at such a key counts as
+KEY_BITS = 4096  # size of a number that is a key
 
-KEY_NODES = 256
-"""Parts of a key of a dict: a tuple is hashed through, and a shared nested one costs 2^depth."""
-
-KEY_STEPS = 5
-"""Opcodes that a look at such a key counts as."""
-
-KEY_BITS = 4096
-"""Size of a number that is a key."""
-
+# Keys of one hash in one dict; each costs a look at all the others. Only numbers can be chosen to collide.
 COLLISIONS = 64
-"""Keys of one hash in one dict; each costs a look at all the others. Only numbers can be chosen to collide."""
+_PLACES = 1 << 16  # counts of hashes that are kept, whatever the number of keys: those of many keys share one
 
-_PLACES = 1 << 16
-"""Counts of hashes that are kept, whatever the number of keys: those of many keys share one."""
-
+# What a pickle can fill with any number of things, by its exact type: it makes no others.
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, OrderedDict, set))
-"""What a pickle can fill with any number of things, by its exact type: it makes no others."""
-
 _PLAIN_HASH = (1 << 61) - 1  # a smaller int is its own hash
 
 

@@ -26,23 +26,17 @@ from ckptfix.errors import UnreadableError, UsageError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+# Bytes of a request: as few as an answer costs anyway, then twice as many each time as long as the file is read on.
 LEAST, MOST = 1 << 16, 8 << 20
-"""Bytes of a request: as few as an answer costs anyway, then twice as many each time as long as the file is read on."""
+KEPT = 8  # answers that are kept in memory, beside the first: as many as threads read side by side, twice
+TIMEOUT = 60.0  # seconds without a byte after which a request has failed
+PATIENCE = Patience(attempts=4)  # about four seconds: somebody waits for the answer
 
-KEPT = 8
-"""Answers that are kept in memory, beside the first: as many as threads read side by side, twice."""
-
-TIMEOUT = 60.0
-"""Seconds without a byte after which a request has failed."""
-
-PATIENCE = Patience(attempts=4)
-"""About four seconds: somebody waits for the answer."""
-
+# The extra of ckptfix that brings the package of a scheme.
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
-"""The extra of ckptfix that brings the package of a scheme."""
 
+# Where backends say which version of a file is there, the most certain first.
 STAMPS = "ETag etag md5Hash blob_id content_md5 LastModified mtime modified updated created".split()
-"""Where backends say which version of a file is there, the most certain first."""
 
 _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 

@@ -17,8 +17,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.errors import Opt, UnreadableError
 
-BLOCK = 1 << 20
-"""Bytes read at a time: so few that they are still in the processor's cache when they are looked at."""
+BLOCK = 1 << 20  # bytes read at a time: so few that they are still in the processor's cache when they are looked at
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,8 +74,7 @@ class SwappedBytes:
         return memoryview(elements).cast("B")[start - first : stop - first]
 
 
-_UNSIGNED = {2: "H", 4: "I", 8: "Q"}
-"""The type code of ``array`` for an unsigned number of that many bytes."""
+_UNSIGNED = {2: "H", 4: "I", 8: "Q"}  # the type code of `array` for an unsigned number of that many bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +157,8 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
         _BUFFERS.append(buffer)
 
 
+# Buffers of `BLOCK` bytes that no stream has: as many as threads read side by side.
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
-"""Buffers of ``BLOCK`` bytes that no stream has: as many as threads read side by side."""
 
 
 def blocks_of(data: memoryview) -> Iterator[memoryview]:
@@ -266,9 +264,7 @@ class WindowContent(Content):
         return WindowBytes(self._outer, offset, nbytes)
 
 
-SECTOR = 512
-"""Bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less."""
-
+SECTOR = 512  # bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less
 _ZEROS = bytes(BLOCK)
 
 
@@ -341,11 +337,8 @@ def filled_end(content: Content) -> int:
     return zeros if len(content) - zeros >= SECTOR else len(content)
 
 
-SAMPLE = 1 << 16
-"""Bytes before the zeros that are looked at."""
-
-DENSE = 0.01
-"""The largest share of zeros among the numbers in front."""
+SAMPLE = 1 << 16  # bytes before the zeros that are looked at
+DENSE = 0.01  # the largest share of zeros among the numbers in front
 
 
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:

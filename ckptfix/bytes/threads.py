@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-
-THREADS = 2
-"""Two read nearly as fast as a machine with few cores can; a migration runs other jobs beside them."""
-
+THREADS = 2  # two read nearly as fast as a machine with few cores can; a migration runs other jobs beside them
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 

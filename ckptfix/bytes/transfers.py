@@ -40,6 +40,7 @@ class TransferError(PlaceError):
     """A transfer failed as often as it was tried."""
 
 
+# The base classes of what backends raise besides `OSError`.
 _BACKENDS = (
     ("aiohttp", "ClientError"),
     ("azure.core.exceptions", "AzureError"),
@@ -53,11 +54,11 @@ _BACKENDS = (
     ("paramiko", "SSHException"),
     ("requests", "RequestException"),
 )
-"""The base classes of what backends raise besides ``OSError``."""
 
 _FORBIDDEN = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError")
 _SENSELESS = ("ParamValidationError", "InvalidURL", "UnsupportedProtocol")
 
+# What stays as it is, however often it is tried.
 _FINAL = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), AbsentError),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ForbiddenError),
@@ -65,11 +66,9 @@ _FINAL = {
     **dict.fromkeys((errno.EISDIR, errno.EEXIST, errno.EINVAL, errno.ENAMETOOLONG), PlaceError),
     **dict.fromkeys((errno.EILSEQ, errno.ELOOP, errno.ENOSYS), PlaceError),
 }
-"""What stays as it is, however often it is tried."""
 
 _STATUS = {401: ForbiddenError, 403: ForbiddenError, 404: AbsentError, 410: AbsentError}
-_PASSING = {408, 409, 412, 423, 425, 429}
-"""The statuses below 500 that another try may change."""
+_PASSING = {408, 409, 412, 423, 425, 429}  # the statuses below 500 that another try may change
 
 _ADVICE: dict[type[PlaceError], str] = {
     AbsentError: "check the name",
@@ -143,8 +142,8 @@ class Patience:
         return float(min(self.first * 2 ** (tried - 1), self.longest) * random.uniform(0.5, 1.5))
 
 
+# About 15 seconds in all. Backends retry a few times by themselves before any of these tries fails.
 PATIENCE = Patience()
-"""About 15 seconds in all. Backends retry a few times by themselves before any of these tries fails."""
 
 
 def persistently(action: Callable[[], T], where: str, verb: str, patience: Patience | None = None) -> T:

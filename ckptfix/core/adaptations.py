@@ -1,7 +1,6 @@
 """What ``--adapt`` takes: the name of a kind of tensor, and the recipe that makes one of another shape from the file's.
 
-``pos_embed=timm``, ``pos_embed@visual.*=timm:14x14:24x24``, ``vocab=pad:mean``, ``head=classes.txt``.
-"""
+``pos_embed=timm``, ``pos_embed@visual.*=timm:14x14:24x24``, ``vocab=pad:mean``, ``head=classes.txt``."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from ckptfix.errors import Opt, UsageError
 POS_EMBED, WINDOW_BIAS, PATCH_EMBED, IN_CHANS = "pos_embed", "window_bias", "patch_embed", "in_chans"
 VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
 
+# The recipes of each kind of tensor; empty for those whose recipe is a file or a list of the user's.
 RECIPES: Mapping[str, tuple[str, ...]] = {
     POS_EMBED: ("timm", "plain", "torchvision", "linear", "cut"),
     WINDOW_BIAS: ("swin", "beit", "levit"),
@@ -26,10 +26,9 @@ RECIPES: Mapping[str, tuple[str, ...]] = {
     HEAD: (),
     DEPTH: (),
 }
-"""The recipes of each kind of tensor; empty for those whose recipe is a file or a list of the user's."""
 
+# The kinds whose recipe may be followed by the grid of the file and that of the model.
 WITH_GRIDS = (POS_EMBED, WINDOW_BIAS)
-"""The kinds whose recipe may be followed by the grid of the file and that of the model."""
 
 Grid = tuple[int, ...]
 

@@ -1,22 +1,18 @@
 """Buffers that are known by name: what torch and widely used libraries register beside parameters.
 
 Two kinds matter. The running statistics of BatchNorm are learned. The rest can be worked out from the model's own
-configuration, so releases move them in and out of the state_dict: what one release saved, the next does not expect.
-"""
+configuration, so releases move them in and out of the state_dict: what one release saved, the next does not expect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+# The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64.
 NUM_BATCHES_TRACKED = "num_batches_tracked"
-"""The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64."""
+COUNTED_SINCE = "0.4.1"  # the release of torch that added `num_batches_tracked`
+RUNNING_STATISTICS = frozenset({"running_mean", "running_var", NUM_BATCHES_TRACKED})  # the buffers of a BatchNorm
 
-COUNTED_SINCE = "0.4.1"
-"""The release of torch that added ``num_batches_tracked``."""
-
-RUNNING_STATISTICS = frozenset({"running_mean", "running_var", NUM_BATCHES_TRACKED})
-"""The buffers of a BatchNorm."""
-
+# Last segments of buffers that come and go between releases, with where they come from.
 TRANSIENT: Mapping[str, str] = {
     "position_ids": "BERT, CLIP and most of transformers; not saved since 4.31",
     "token_type_ids": "BERT's embeddings in transformers; not saved",
@@ -35,10 +31,9 @@ TRANSIENT: Mapping[str, str] = {
     **dict.fromkeys(("tp", "fp", "tn", "fn", "confmat", "correct", "total"), "state of a torchmetrics metric"),
     **dict.fromkeys(("sum_squared_error", "sum_abs_error"), "state of a torchmetrics metric"),
 }
-"""Last segments of buffers that come and go between releases, with where they come from."""
 
+# Names under which decoders of the GPT-2 family registered their causal mask, of shape (1, 1, n, n).
 _MASKS = frozenset({"bias", "mask"})
-"""Names under which decoders of the GPT-2 family registered their causal mask, of shape (1, 1, n, n)."""
 
 
 def split_key(key: str) -> tuple[str, str]:

@@ -17,11 +17,8 @@ from ckptfix.errors import UnknownKeyError
 if TYPE_CHECKING:
     import torch
 
-IN_MEMORY = "memory"
-"""The format name of a state_dict that never was a file."""
-
-PathPart = str | int
-"""One step into a container: a key of a dict, an attribute of an object, or an index of a list."""
+IN_MEMORY = "memory"  # the format name of a state_dict that never was a file
+PathPart = str | int  # one step into a container: a key of a dict, an attribute of an object, or an index of a list
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class Checkpoint(Displayed):
     a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
     the state_dict, with their names without it; None if the whole state_dict is meant. ``beside`` has what a trainer
     saved in files of their own next to it, its optimizer and scheduler, by the name of the file. ``copies`` are
-    those that a training made of its fp32 masters in the dtype that it used, by the key of the master.
-    """
+    those that a training made of its fp32 masters in the dtype that it used, by the key of the master."""
 
     path: str
     format: str
@@ -112,8 +108,7 @@ class Checkpoint(Displayed):
 
         Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
         in the file. Where they are not those that were saved, a ``DamageWarning`` says so: the checksum of a storage is
-        proved at the first read of it.
-        """
+        proved at the first read of it."""
         if key not in self.specs:
             raise UnknownKeyError(self._no_tensor(key))
         assert self.reader is not None, "made without a reader"
@@ -124,8 +119,7 @@ class Checkpoint(Displayed):
 
         The entries that are not tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
         With ``mmap``, as in ``torch.load``, they are mapped where that can be: writing to one never reaches the file,
-        which must not be overwritten or cut short then. Raises ``UnreadableError`` if bytes fail their checksum.
-        """
+        which must not be overwritten or cut short then. Raises ``UnreadableError`` if bytes fail their checksum."""
         assert self.reader is not None, "made without a reader"
         return self.reader.state_dict(self, tuple(self.entries) if mmap else ())
 

@@ -1,8 +1,7 @@
 """The configuration file: the nearest ``ckptfix.toml``, or ``pyproject.toml`` with a table ``[tool.ckptfix]``.
 
 Its keys are the long flags of the command line without their dashes, its values what the flags take. Only one file is
-read: files are never merged, and a flag on the command line wins over the file.
-"""
+read: files are never merged, and a flag on the command line wins over the file."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Configuration:
 def load_configuration(start: Path | None = None) -> Configuration:
     """Return the configuration for a working directory, the current one by default; empty if there is no file.
 
-    Paths in it are relative to the file that names them. Raises ``UsageError`` that names the file and the key.
-    """
+    Paths in it are relative to the file that names them. Raises ``UsageError`` that names the file and the key."""
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
         own, shared = folder / "ckptfix.toml", folder / "pyproject.toml"

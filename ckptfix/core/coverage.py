@@ -11,9 +11,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
+# Origins of values that were trained: a checkpoint that `--fill` names, the other set of weights of the file, an
+# adapter, and the tensor to which a filled one was tied.
 TRAINED = frozenset({"donor", "twin", "adapter", "tie"})
-"""Origins of values that were trained: a checkpoint that ``--fill`` names, the other set of weights of the file, an
-adapter, and the tensor to which a filled one was tied."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Coverage:
     """How much of the target came from the file, by number of elements; tied tensors count once.
 
     ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path), and
-    ``adapted`` those that recipes of ``--adapt`` made of the file's: they count as from it.
-    """
+    ``adapted`` those that recipes of ``--adapt`` made of the file's: they count as from it."""
 
     parameters: int
     parameters_from_file: int

@@ -11,8 +11,7 @@ from functools import cached_property
 @dataclass(frozen=True)
 class DType:
     """One element type: its torch name, bytes per element, storage class in pickles, and safetensors tag, where it has
-    them.
-    """
+    them."""
 
     name: str
     itemsize: int
@@ -78,15 +77,16 @@ _TABLE = (
     *(DType(f"uint{n}", 1) for n in range(1, 8)),
 )
 
+# Every element type by its torch name (`float32` for `torch.float32`).
 DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _TABLE}
-"""Every element type by its torch name (``float32`` for ``torch.float32``)."""
 
+# Every element type by the class that stands for it in a pickle (`FloatStorage`).
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in _TABLE if dtype.storage}
-"""Every element type by the class that stands for it in a pickle (``FloatStorage``)."""
 
+# Every element type by its tag in a safetensors header (`F32`).
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
-"""Every element type by its tag in a safetensors header (``F32``)."""
 
+# Every element type by numpy's type string without the byte order (`f4`).
 BY_NUMPY: dict[str, DType] = {
     "f8": DTYPES["float64"],
     "f4": DTYPES["float32"],
@@ -97,4 +97,3 @@ BY_NUMPY: dict[str, DType] = {
     **{f"i{size}": DTYPES[f"int{8 * size}"] for size in (1, 2, 4, 8)},
     **{f"u{size}": DTYPES[f"uint{8 * size}"] for size in (1, 2, 4, 8)},
 }
-"""Every element type by numpy's type string without the byte order (``f4``)."""

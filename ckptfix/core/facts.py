@@ -132,8 +132,7 @@ class Fact:
     whole), and the numbers and names that belong to it, as the words of the kind in ``wording`` use them.
 
     >>> Fact.of(Kind.CUT_SHORT, nbytes=10, end=12).data["end"]
-    12
-    """
+    12"""
 
     kind: Kind
     place: str = "."
@@ -145,8 +144,8 @@ class Fact:
         return cls(kind, place, data)
 
 
+# After these a tensor may be another one than was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
-"""After these a tensor may be another one than was saved."""
 
+# Damage of a packed file that may have left wrong bytes, and has not only cut it short.
 WRONG_BYTES = frozenset({Kind.PACKED_BYTES, Kind.ZIP_CHECKSUM, Kind.STREAM_DAMAGED})
-"""Damage of a packed file that may have left wrong bytes, and has not only cut it short."""

@@ -17,8 +17,7 @@ class Applicability(IntEnum):
     """Shown, never applied: the user has to decide."""
     UNSAFE = 1
     """A value is invented, dropped or cast, or nothing confirms the guess. Applied on ``--unsafe-fixes``, or when asked
-    for by its own flag.
-    """
+    for by its own flag."""
     SAFE = 2
     """Every stored value stays bit for bit, or is what torch itself would supply."""
 
@@ -34,8 +33,7 @@ class Level(IntEnum):
 @dataclass(frozen=True)
 class Fix:
     """Edits that cure a finding. ``asked`` means that the user's own flag asked for exactly this, whatever its
-    applicability.
-    """
+    applicability."""
 
     edits: tuple[Edit, ...]
     applicability: Applicability
@@ -92,8 +90,7 @@ def advise(text: str) -> tuple[Remedy, ...]:
     return (Remedy(text=text),)
 
 
-UNSAFE_FIXES: tuple[str, object] = ("unsafe_fixes", True)
-"""The option that applies every unsafe fix."""
+UNSAFE_FIXES: tuple[str, object] = ("unsafe_fixes", True)  # the option that applies every unsafe fix
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ class Finding:
 
     ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it
     rests on, plain JSON data; ``remedies`` are the ways to deal with it if no fix was applied, the recommended one
-    first; ``blocks`` is what it forbids as long as it remains. ``is_accepted``: the settings ask to leave it so.
-    """
+    first; ``blocks`` is what it forbids as long as it remains. ``is_accepted``: the settings ask to leave it so."""
 
     code: str
     name: str

@@ -99,10 +99,10 @@ class Likeness:
         }
 
 
-KNOWN = "known:"
-"""What a target begins with that comes from the table of known architectures."""
+KNOWN = "known:"  # what a target begins with that comes from the table of known architectures
 
 
+# What the libraries call the sizes. Only timm builds a model without its head.
 _ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "timm": {"num_classes": "num_classes", "in_chans": "in_chans", "img_size": "img_size"},
     "torchvision": {"num_classes": "num_classes", "img_size": "image_size"},
@@ -117,7 +117,6 @@ _ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "smp": {"num_classes": "classes", "in_chans": "in_channels"},
     "torchaudio": {},
 }
-"""What the libraries call the sizes. Only timm builds a model without its head."""
 
 
 def bracketed(sizes: Mapping[str, object]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 Metadata = Mapping[str, Mapping[str, Any]]
 
+# The row of a module that keys gained as a wrapper: `nn.Module._version`, which no wrapper of torch overrides.
 NEW_ROW: Mapping[str, Any] = {"version": 1}
-"""The row of a module that keys gained as a wrapper: ``nn.Module._version``, which no wrapper of torch overrides."""
 
 
 def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Metadata | None:
@@ -19,8 +19,7 @@ def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Me
     themselves.
 
     A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place, and
-    goes where the wrapper has gone. A wrapper that the keys gained gets a row.
-    """
+    goes where the wrapper has gone. A wrapper that the keys gained gets a row."""
     if metadata is None or list(renames) == list(renames.values()):
         return metadata
     modules = _module_renames(renames)

@@ -17,8 +17,8 @@ TAG = "ckptfix"
 DEPTH_LIMIT = 200
 
 
+# Values that a note may hold twice. JSON has no references: what stands in many places is written in each.
 REPEATED = 100_000
-"""Values that a note may hold twice. JSON has no references: what stands in many places is written in each."""
 
 
 class _Unstorable(Exception):

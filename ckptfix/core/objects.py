@@ -35,8 +35,7 @@ class Opaque:
 
     ``items`` came by append, ``pairs`` by item assignment, ``state`` by ``__setstate__``. A file may hold a million
     objects, and most of them have none: the empty ones are shared, and ``own_items`` and ``own_pairs`` are what is
-    filled.
-    """
+    filled."""
 
     cls: Global
     args: tuple[Any, ...] = ()
@@ -81,9 +80,9 @@ class Opaque:
         return {}
 
 
+# Members up to which a container without another one in it is looked at each time that it is met, and not remembered: a
+# million rows of numbers beside the weights would cost more to remember than to read.
 SMALL = 64
-"""Members up to which a container without another one in it is looked at each time that it is met, and not remembered:
-a million rows of numbers beside the weights would cost more to remember than to read."""
 
 
 def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> Iterator[TensorSpec]:
@@ -128,8 +127,8 @@ def holds_tensors(entry: object) -> bool:
     return any(True for _ in tensors_in(entry))
 
 
+# Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer.
 MANY = 1000
-"""Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer."""
 
 
 def is_flat_optimizer(root: Any) -> bool:

@@ -1,8 +1,7 @@
 """The table of options: the only place that knows which options there are.
 
 The command line, the settings of the library, ``ckptfix.toml``, ``zoo.toml`` and every printed command come from it. To
-add an option, add a row here and, for a setting of the library, a field in ``core/settings.py``.
-"""
+add an option, add a row here and, for a setting of the library, a field in ``core/settings.py``."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Kind(Enum):
     """The arguments of a function: a mapping or a list."""
 
 
-LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)
-"""Kinds of options that can be given several times."""
+LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)  # kinds of options that can be given several times
 
 
 class Scope(Enum):
@@ -72,8 +70,7 @@ class Option:
     ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
     ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they name no file, and
     ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
-    takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out.
-    """
+    takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out."""
 
     name: str
     kind: Kind
@@ -115,6 +112,7 @@ def _setting(name: str, kind: Kind, commands: tuple[str, ...], help: str, **more
 
 
 # fmt: off
+# Every option, grouped as in the help.
 GROUPS: Mapping[str, tuple[Option, ...]] = {
     "Zoo": (
         Option("init", Kind.SWITCH, (MIGRATE,), help="Look at the files of SRC, draft zoo.toml, and stop."),
@@ -296,8 +294,6 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             help="Print every key and all evidence, and the traceback of an internal error."),
     ),
 }
-# fmt: on
-"""Every option, grouped as in the help."""
 
 OPTIONS = tuple(option for group in GROUPS.values() for option in group)
 
@@ -433,8 +429,7 @@ def from_toml(
     """Return the options of a TOML table by name.
 
     ``where`` names the table in errors, and paths are relative to ``folder``; ``others`` are keys that the caller reads
-    itself. Raises ``UsageError`` for an unknown key or a value of the wrong kind.
-    """
+    itself. Raises ``UsageError`` for an unknown key or a value of the wrong kind."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key in others:
@@ -471,8 +466,8 @@ def _input_below(folder: Path, text: str) -> str:
     return f"{name}{equals}{folder / file}" if file.endswith(INPUT_SUFFIXES) else text
 
 
+# By these an input of the forward test is a file and not a shape.
 INPUT_SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
-"""By these an input of the forward test is a file and not a shape."""
 
 
 def without_model(choices: Iterable[str]) -> list[str]:

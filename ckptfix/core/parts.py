@@ -2,8 +2,7 @@
 
 A part says: take this box of that tensor, look at it in the shape ``view``, put its axes in the order ``axes``, and put
 the result into the box ``place``. That covers renaming, reshaping, transposing, splitting, concatenating, stacking,
-interleaving and the permutation of rotary embeddings; each part has an inverse of the same kind.
-"""
+interleaving and the permutation of rotary embeddings; each part has an inverse of the same kind."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from math import prod
 from typing import Any
 
 Shape = tuple[int, ...]
-Bounds = tuple[tuple[int, int], ...]
-"""A box of a tensor: where it starts and stops along each axis."""
+Bounds = tuple[tuple[int, int], ...]  # a box of a tensor: where it starts and stops along each axis
 
 
 @dataclass(frozen=True, slots=True)

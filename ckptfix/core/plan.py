@@ -1,7 +1,6 @@
 """Plans: the edits of the rules as data, which print, go to JSON and back, and can be undone.
 
-A plan is a row of steps; each step sees the result of those before it.
-"""
+A plan is a row of steps; each step sees the result of those before it."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.parts import Part, inverse, shape_of
 from ckptfix.errors import PlanError
 
-PLAN_VERSION = 1
-"""The version of a plan's JSON form."""
+PLAN_VERSION = 1  # the version of a plan's JSON form
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,7 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
+# What the fields of an edit take, by their annotation.
 _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: type(value) is int and value >= 0,
@@ -101,7 +100,6 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "tuple[Delta, ...]": lambda value: isinstance(value, tuple) and all(isinstance(delta, Delta) for delta in value),
     "tuple[Part, ...]": lambda value: isinstance(value, tuple) and all(isinstance(part, Part) for part in value),
 }
-"""What the fields of an edit take, by their annotation."""
 
 
 def _edit(data: Mapping[str, Any]) -> Edit:

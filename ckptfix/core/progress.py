@@ -1,7 +1,6 @@
 """What long work tells whoever watches it: how far it is, and what had to take a slower way.
 
-The library prints nothing. The command line watches while a command runs; a program of its own may do the same.
-"""
+The library prints nothing. The command line watches while a command runs; a program of its own may do the same."""
 
 from __future__ import annotations
 
@@ -24,9 +23,7 @@ class Watcher(Protocol):
         """So many bytes took a slower way than the plain copy of a range of a file."""
 
 
-SMALL = 1_000_000
-"""Bytes of a task that is done before anyone could read about it."""
-
+SMALL = 1_000_000  # bytes of a task that is done before anyone could read about it
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 

@@ -2,8 +2,7 @@
 
     blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3
 
-``ckptfix.maps`` says what the patterns and the steps mean.
-"""
+``ckptfix.maps`` says what the patterns and the steps mean."""
 
 from __future__ import annotations
 
@@ -18,12 +17,8 @@ from ckptfix.core.display import Displayed
 from ckptfix.core.finding import counted
 from ckptfix.errors import Opt, UsageError
 
-MAP_VERSION = 1
-"""The version of a map's JSON form."""
-
-LABELS = ("ambiguous", "likely", "certain", "verified")
-"""How far a rule can be trusted, in order."""
-
+MAP_VERSION = 1  # the version of a map's JSON form
+LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be trusted, in order
 AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
 

@@ -1,7 +1,6 @@
 """The settings of a check or a repair as the code reads them, and as the library's functions take them.
 
-Each is an option with ``is_setting`` in the table of options; ``tests/core/test_options.py`` holds them together.
-"""
+Each is an option with ``is_setting`` in the table of options; ``tests/core/test_options.py`` holds them together."""
 
 from __future__ import annotations
 
@@ -28,11 +27,10 @@ _UNITS = {
 }
 
 
-FORMATS = PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"
-"""What ``--format`` takes."""
+FORMATS = PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"  # what `--format` takes
 
+# What `--dtype` takes, by torch's names.
 CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""What ``--dtype`` takes, by torch's names."""
 
 _SHORT_DTYPES = {
     "fp32": "float32",
@@ -42,8 +40,7 @@ _SHORT_DTYPES = {
     "fp8": "float8_e4m3fn",
 }
 
-SOURCE = "source"
-"""What ``--compare`` calls the file that is repaired."""
+SOURCE = "source"  # what `--compare` calls the file that is repaired
 
 
 def parse_size(option: str, text: str) -> int:
@@ -227,15 +224,13 @@ class Settings:
     def shard_bytes(self) -> int | None:
         """The most bytes of tensors in one file, None for one file of any size.
 
-        Raises ``UsageError`` if ``shard_size`` is not a size.
-        """
+        Raises ``UsageError`` if ``shard_size`` is not a size."""
         return None if self.shard_size is None else parse_size("shard_size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
         """Return whether the result is meant for a torch older than ``release``.
 
-        Raises ``UsageError`` if ``for_torch`` is not a version.
-        """
+        Raises ``UsageError`` if ``for_torch`` is not a version."""
         if self.for_torch is None:
             return False
         from packaging.version import InvalidVersion, Version

@@ -18,8 +18,7 @@ class Comparison:
     share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
     dimension, None if there are no classes. ``unlike`` says why the two cannot be compared, and is empty if they
     can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None if nobody
-    looked.
-    """
+    looked."""
 
     against: str
     identical: bool = False
@@ -57,8 +56,7 @@ class SmokeResult:
 
     ``device`` is where it ran (``cpu``, ``cuda:0``), ``inputs`` and ``outputs`` describe tensors as text (``float32[2,
     3, 224, 224]``), ``seconds`` is the time of the forward pass. ``checks`` are lines about what was looked at beyond
-    it: training mode, gradients, another device. ``compared`` are the figures of the comparison with another file.
-    """
+    it: training mode, gradients, another device. ``compared`` are the figures of the comparison with another file."""
 
     passed: bool | None
     device: str = ""
@@ -79,8 +77,7 @@ class Equivalence:
     with a like tensor no output shows; of these, ``open`` follow from no other tensor of their module. ``epsilons`` are
     those of the norms of both models, if they differ: the outputs were compared with equal ones, and with their own
     they differ by ``own``. ``doubt`` says why nothing is proved, and is empty if something is: that the map is right,
-    or that it is not.
-    """
+    or that it is not."""
 
     chosen: int | None = None
     tried: int = 0

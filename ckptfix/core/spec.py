@@ -118,8 +118,7 @@ class Storage(_Referable):
     ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
     ``crc32`` is the checksum that the container gives for the whole storage, where it has one. ``parts`` are the
     storages of the file that its bytes are made of, where it is none of them itself (chunks that were put together,
-    elements that were turned round or converted): their checksums speak for it.
-    """
+    elements that were turned round or converted): their checksums speak for it."""
 
     key: str
     source: ByteSource
@@ -136,8 +135,7 @@ class Storage(_Referable):
 @dataclass(frozen=True)
 class Quantizer:
     """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors
-    themselves.
-    """
+    themselves."""
 
     scheme: str
     scale: float | TensorSpec
@@ -238,8 +236,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 @dataclass(frozen=True, eq=False)
 class Region:
     """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another. ``align`` is the size of
-    the largest element among them, of which ``start`` is a multiple.
-    """
+    the largest element among them, of which ``start`` is a multiple."""
 
     storage: Storage
     start: int
@@ -309,11 +306,9 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     return regions
 
 
+# A magnitude of weights that passes nothing on: float16 and the activations of float32 lose it beside any other.
 FAINT = 1e-20
-"""A magnitude of weights that passes nothing on: float16 and the activations of float32 lose it beside any other."""
-
-DISK_BLOCK = 4096
-"""Bytes that file systems and disks move together."""
+DISK_BLOCK = 4096  # bytes that file systems and disks move together
 
 
 class TensorStatistics(NamedTuple):
@@ -327,8 +322,7 @@ class TensorStatistics(NamedTuple):
     equal ones lead to blocks that were copied. ``has_faint_rows`` says whether a row of a matrix begins with a number
     below ``FAINT`` that is not zero. ``sample`` are some 256 of the numbers, at equal distances, as float32; empty for
     sparse tensors.
-    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6.
-    """
+    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6."""
 
     numel: int
     nan: int = 0

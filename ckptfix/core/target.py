@@ -49,8 +49,7 @@ class Target:
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
-    ``frozen`` names the parameters that ask for no gradient.
-    """
+    ``frozen`` names the parameters that ask for no gradient."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -81,8 +80,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
     """Return what a strict ``load_state_dict`` of a live module wants.
 
     ``initial`` gives the module's values of that moment, as detached tensors that share the module's memory; it is None
-    for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through.
-    """
+    for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through."""
     import torch
 
     state = module.state_dict(keep_vars=True)
@@ -143,8 +141,8 @@ def _pair(value: object) -> tuple[int, int] | None:
     return pair[0], pair[1]
 
 
+# Where torch's own layers are. Their hooks supply counters and shapes of lazy layers, which the rules know of.
 _TORCH = "torch.nn.modules."
-"""Where torch's own layers are. Their hooks supply counters and shapes of lazy layers, which the rules know of."""
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -183,8 +181,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
 
     The load is tried on a copy on the meta device, where values cost nothing, and then on one full of NaN: a hook that
     drops what it does not know makes every load a success, and only the values say what was loaded. Buffers on the meta
-    device have no values to keep, so those are NaN too, or zero.
-    """
+    device have no values to keep, so those are NaN too, or zero."""
     import copy
     import warnings
 
@@ -228,8 +225,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
 def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
     """Return what fits in the place of another checkpoint.
 
-    Parameters and buffers are told apart by what the file says, else by name and dtype.
-    """
+    Parameters and buffers are told apart by what the file says, else by name and dtype."""
     specs = {key: spec for key, spec in checkpoint.specs.items() if not _is_extra_state(key)}
     return Target(
         label=checkpoint.path,
@@ -256,8 +252,7 @@ def _slot_of(tensor: torch.Tensor, is_parameter: bool) -> Slot:
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are one: the same object, or the same view of the same storage.
 
-    Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device.
-    """
+    Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device."""
     import torch
     from torch.nn.parameter import is_lazy
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
 from ckptfix.core.finding import counted
 
-_LISTED = 4
-"""Names of a list that are given."""
-
+_LISTED = 4  # names of a list that are given
 _CUT_ZIP = "is cut short: the zip archive has no directory at its end"
 
 
@@ -18,8 +16,7 @@ def clause(fact: Fact) -> str:
     """Return the words for a fact: for damage, a clause that follows the file's name.
 
     >>> clause(Fact.of(Kind.ZIP_CUT, nbytes=12))
-    'is cut short: the zip archive has no directory at its end, it has 12 bytes'
-    """
+    'is cut short: the zip archive has no directory at its end, it has 12 bytes'"""
     words = _WORDS[fact.kind]
     return words.format(place=fact.place, **fact.data) if isinstance(words, str) else words(fact)
 

@@ -21,6 +21,7 @@ from ckptfix.reading.opening import open_file
 
 CONFIG = "adapter_config.json"
 
+# What a tensor of a layer is, by its name.
 _ROLES = {
     **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down"), "A"),
     **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up"), "B"),
@@ -28,7 +29,6 @@ _ROLES = {
     **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
     "lora_B.bias": "bias",
 }
-"""What a tensor of a layer is, by its name."""
 
 _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
 _TENSOR = re.compile(
@@ -42,9 +42,10 @@ _COMPONENT = re.compile(
 _FOREIGN = re.compile(r"(?:^|[._])(hada_\w+|lokr_\w+|oft_\w+|boft_\w+|vera_\w+|dora_scale|lora_mid)(?:\.|$)")
 _BASE = "base_model.model."
 
+# Patterns of layers that take no more than some thousand steps, whatever they are matched with.
 _SIMPLE = re.compile(r"[\w.\-|()\\^$\[\]]*(?:(?<!\))[*+][\w.\-|()\\^$\[\]]*){0,2}")
-"""Patterns of layers that take no more than some thousand steps, whatever they are matched with."""
 
+# Settings of peft under which the product of two matrices is not all that changes.
 _VARIANTS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
@@ -55,10 +56,9 @@ _VARIANTS = {
     "kasa_config": "KaSA",
     "layer_replication": "layer_replication, by which the model has more layers than its file,",
 }
-"""Settings of peft under which the product of two matrices is not all that changes."""
 
+# Values of `init_lora_weights` for which the base, too, was changed before the training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of ``init_lora_weights`` for which the base, too, was changed before the training."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Format:
         return document
 
 
+# Every format, in the order in which they are tried.
 FORMATS = (
     Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
     Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.is_torch_package_zip),
@@ -44,7 +45,6 @@ FORMATS = (
     Format("torch-tar", "ckptfix.reading.torch_files.torch_tar", sniffing.is_torch_tar),
     Format("torch-legacy", "ckptfix.reading.torch_files.torch_legacy", sniffing.is_pickle),
 )
-"""Every format, in the order in which they are tried."""
 
 
 def may_be_wrapped(content: Content) -> bool:

@@ -22,8 +22,7 @@ from ckptfix.reading.weights.document import Document
 # What only some files need is imported when one of them comes, so that the first answer is quick.
 
 
-Source = str | os.PathLike[str] | Mapping[str, Any]
-"""A checkpoint file, or a state_dict in memory."""
+Source = str | os.PathLike[str] | Mapping[str, Any]  # a checkpoint file, or a state_dict in memory
 
 
 def open_source(source: Source, settings: Settings) -> Checkpoint:
@@ -45,15 +44,15 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
+# What the Hugging Face Trainer and accelerate save next to a model.
 OF_TRAINERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
-"""What the Hugging Face Trainer and accelerate save next to a model."""
 
+# The names under which they save the model itself.
 MODELS = frozenset(
     f"{name}{end}"
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
     for end in ("", ".index.json")
 )
-"""The names under which they save the model itself."""
 
 
 def _saved_beside(path: Path) -> dict[str, Any]:

@@ -36,8 +36,7 @@ METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.contain
 def read(content: Content, nesting: int = 0) -> Document:
     """Return the document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
 
-    Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound.
-    """
+    Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound."""
     header, start, damage = read_header(content)
     notes = header.pop("__metadata__", {})
     if notes is None:
@@ -147,9 +146,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
     return Document(path, NAME, root, note(METADATA) or None, set(), remarks)
 
 
-ALIGNMENT = 8
-"""Writers pad the header with spaces to a multiple of that many bytes."""
-
+ALIGNMENT = 8  # writers pad the header with spaces to a multiple of that many bytes
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 
 

@@ -14,15 +14,14 @@ from ckptfix.reading.archives.zip_directory import (
     member_names,
 )
 
-SAFETENSORS_HEADER_LIMIT = 100_000_000
-"""Bytes of the longest header that the library of safetensors reads."""
-
+SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes of the longest header that the library of safetensors reads
 _SPACES = b" \t\r\n"
+# How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows.
 _STRING = re.compile(rb"(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]", re.DOTALL)
-"""How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows."""
 
 _RANK = re.compile(r"rank|consolidated\.\d|model_(optim_)?rng\.pt$")
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
+# How files begin that somebody compressed: gzip, bzip2, xz, 7-Zip, RAR, zstd, LZ4, LZMA, compress.
 _PACKED = (
     b"\x1f\x8b\x08",
     b"BZh",
@@ -34,7 +33,6 @@ _PACKED = (
     b"\x5d\0\0\x80\0",
     b"\x1f\x9d",
 )
-"""How files begin that somebody compressed: gzip, bzip2, xz, 7-Zip, RAR, zstd, LZ4, LZMA, compress."""
 
 
 def is_zip(content: Content) -> bool:

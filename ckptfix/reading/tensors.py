@@ -164,8 +164,7 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
 def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
     """Return the state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
-    The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot.
-    """
+    The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot."""
     storages = _storages_under(checkpoint, mapped)
     if storages:
         prove_ahead(storages)  # what is read is proved on the way

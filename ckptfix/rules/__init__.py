@@ -86,6 +86,7 @@ class Listed:
         return any(map(search, context.checkpoint.entries))
 
 
+# Every rule, once. What names say comes before what shapes say, and both before what values say.
 RULES: tuple[Listed, ...] = (
     Listed("FIL901", "executable-payload"),
     Listed("FIL203", "damaged-file"),
@@ -150,16 +151,10 @@ RULES: tuple[Listed, ...] = (
     Listed("RUN105", "forward-odd-input", Needs.FORWARD_TEST),
     Listed("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
-"""Every rule, once. What names say comes before what shapes say, and both before what values say."""
 
-FITTING = ("KEY", "BUF", "FIT")
-"""The families of rules that make the keys of a checkpoint those of a target."""
+FITTING = ("KEY", "BUF", "FIT")  # the families of rules that make the keys of a checkpoint those of a target
+VALUES = ("VAL",)  # the rules about values
 
-VALUES = ("VAL",)
-"""The rules about values."""
-
+# Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has.
 FOR_NAMES = ("KEY", "FIL102")
-"""Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has."""
-
-FOR_LOADING = (*FOR_NAMES, "BUF", "FIT105")
-"""The rules that make a checkpoint load without inventing a value."""
+FOR_LOADING = (*FOR_NAMES, "BUF", "FIT105")  # the rules that make a checkpoint load without inventing a value

@@ -32,14 +32,13 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.values.adapting import patch
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, tuple[Shape, Shape]]
-"""By key the shape in the file and that in the model."""
+Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
 
+# Segments of keys that hold position embeddings.
 POSITIONS = re.compile(
     r"(?:^|[._])(?:wpe|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?(?:_?emb(?:ed(?:ding)?s?)?)?)(?:[._]|$)",
     re.IGNORECASE,
 )
-"""Segments of keys that hold position embeddings."""
 
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
 _HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
@@ -50,24 +49,21 @@ _WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)
 _NO_WORDS = re.compile(r"token_type|segment|patch|time|label|class|y_emb", re.IGNORECASE)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
+# Parameters of tokens that come before the patches, and may have positions of their own, in that order.
 _TOKENS = {
     "class": ("cls_token", "class_token", "class_embedding"),
     "distillation": ("dist_token", "distillation_token"),
     "register": ("reg_token", "reg_tokens", "register_tokens"),
 }
-"""Parameters of tokens that come before the patches, and may have positions of their own, in that order."""
 
 _MOST_TOKENS = 16
-
-_MOST_CHANNELS = 64
-"""Channels of the file's input beyond which a convolution is not the first one of a model."""
-
+_MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
+# The recipe for position embeddings of each library, by its package, or by the keys that it writes.
 _BY_NAME = (
     (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
     (re.compile(r"(?:^|\.)position_embeddings?(?:\.weight)?$"), "plain"),
 )
-"""The recipe for position embeddings of each library, by its package, or by the keys that it writes."""
 
 
 @dataclass(frozen=True)
@@ -491,8 +487,7 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
     return tuple(place[name] for name in lists[-1])
 
 
-MEAN = "mean"
-"""What a map of classes has for one that the file does not have."""
+MEAN = "mean"  # what a map of classes has for one that the file does not have
 
 
 def _lines(file: str) -> list[str]:

@@ -26,8 +26,7 @@ puts others in their place.
 
 ## Sources
 Layers that are zero by design: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2302.05543 (ControlNet),
-https://arxiv.org/abs/2212.09748 (adaLN-Zero), https://arxiv.org/abs/1706.02677 (the last gamma of a residual block)
-"""
+https://arxiv.org/abs/2212.09748 (adaLN-Zero), https://arxiv.org/abs/1706.02677 (the last gamma of a residual block)"""
 
 from __future__ import annotations
 
@@ -52,9 +51,7 @@ from ckptfix.values.roles import (
 )
 from ckptfix.values.statistics import Statistics
 
-MOST = 0.5
-"""Share of the matrices beyond which not a layer but the file is empty."""
-
+MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
 _LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
 
 
@@ -105,7 +102,11 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
         vectors = [key for key in statistics if split_key(key)[1] == leaf and len(specs[key].shape) == 1]
         if leaf == "weight":
             vectors = [key for key in vectors if statistics[key].all_zero]
-        if len(vectors) > 1 and all(statistics[key].all_zero for key in vectors) and reported.keys().isdisjoint(vectors):
+        if (
+            len(vectors) > 1
+            and all(statistics[key].all_zero for key in vectors)
+            and reported.keys().isdisjoint(vectors)
+        ):
             yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
     untrained = _untrained_adapter(statistics)
     if untrained and reported.keys().isdisjoint(untrained):

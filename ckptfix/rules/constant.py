@@ -16,8 +16,7 @@ Unsafe: `--replace VAL205` with `--fill FILE` or `--fill target` puts other valu
 `fc.weight`: 512000 of 512000 values are 0.01.
 
 ## Sources
-torch/nn/init.py; https://www.deeplearningbook.org/contents/optimization.html (section 8.4, on breaking symmetry)
-"""
+torch/nn/init.py; https://www.deeplearningbook.org/contents/optimization.html (section 8.4, on breaking symmetry)"""
 
 from __future__ import annotations
 
@@ -31,9 +30,7 @@ from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
-SMALLEST = 64
-"""Elements below which a matrix of one value may be meant so."""
-
+SMALLEST = 64  # elements below which a matrix of one value may be meant so
 _SCALE = re.compile(r"(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$", re.IGNORECASE)
 
 

@@ -16,8 +16,7 @@ There is no fix: which of the two is the copy is not in the file. Compare the fi
 Byte 40960 to 45056 of the file, in `layers.0.weight`, are also at byte 81920, in `layers.3.weight`.
 
 ## Sources
-https://www.usenix.org/conference/fast-08/analysis-data-corruption-storage-stack (misdirected and lost writes)
-"""
+https://www.usenix.org/conference/fast-08/analysis-data-corruption-storage-stack (misdirected and lost writes)"""
 
 from __future__ import annotations
 
@@ -32,11 +31,8 @@ from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
-MOST = 256
-"""Pairs of blocks with the same first bytes of which the rest is compared."""
-
-_BEYOND = 8
-"""Bytes before and after a block that have to differ."""
+MOST = 256  # pairs of blocks with the same first bytes of which the rest is compared
+_BEYOND = 8  # bytes before and after a block that have to differ
 
 
 class _Matrix(NamedTuple):

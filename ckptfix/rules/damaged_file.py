@@ -28,8 +28,7 @@ fix that adds, drops or changes a tensor counts as safe: what seems to be missin
 
 ## Sources
 https://github.com/Lightning-AI/pytorch-lightning/issues/688 (a killed save),
-https://pytorch.org/docs/stable/notes/serialization.html
-"""
+https://pytorch.org/docs/stable/notes/serialization.html"""
 
 from __future__ import annotations
 

@@ -31,11 +31,8 @@ from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
 from ckptfix.values.statistics import Statistics
 
-SHOWN = 8
-"""How many channels are named."""
-
-FEWEST = 4
-"""Numbers of a channel below which a row of zeros may be chance."""
+SHOWN = 8  # how many channels are named
+FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
 
 
 @rule("VAL204", "dead-channels")

@@ -41,8 +41,7 @@ the start, which agrees.
 
 ## Sources
 torch/nn/init.py and torch/nn/modules/linear.py (the default start), https://arxiv.org/abs/1706.05350 (weight decay and
-normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters alone are no defect)
-"""
+normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters alone are no defect)"""
 
 from __future__ import annotations
 
@@ -79,45 +78,30 @@ if TYPE_CHECKING:
 
     from ckptfix.core.spec import TensorSpec
 
-SMALLEST = 64
-"""Elements below which an RMS says little."""
+SMALLEST = 64  # elements below which an RMS says little
+OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
+OF_HEAD = 1e-4  # the same for the last layer, which some models start at a thousandth: BEiT by its `init_scale`.
 
-OF_START = 1e-3
-"""Share of the start's RMS below which a matrix counts as decayed."""
-
-OF_HEAD = 1e-4
-"""The same for the last layer, which some models start at a thousandth: BEiT by its ``init_scale``."""
-
+# The same for embeddings and codebooks, which are looked up: some start at one over their number of rows.
 OF_EMBEDDING = 1e-5
-"""The same for embeddings and codebooks, which are looked up: some start at one over their number of rows."""
+OF_KIND = 1e-2  # share of its kind's median RMS below which it does
 
-OF_KIND = 1e-2
-"""Share of its kind's median RMS below which it does."""
-
+# Share of the start's RMS below which no doubt is left: an error, even where there is nothing to compare with.
 NOTHING_LEFT = 1e-6
-"""Share of the start's RMS below which no doubt is left: an error, even where there is nothing to compare with."""
+PEAK = 50.0  # How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6.
 
-PEAK = 50.0
-"""How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6."""
-
+# From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser.
 FEW, ALIKE = 8, 1.05
-"""From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser."""
 
+# The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4, and where all
+# inputs of a large kernel go together, the variance is some thousand times what its RMS lets expect.
 LARGEST_INPUT = 1e10
-"""The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4, and where all
-inputs of a large kernel go together, the variance is some thousand times what its RMS lets expect.
-"""
 
+# A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
+# smaller than what anybody starts with.
 ROUND, TINIEST = 0.999, 1e-6
-"""A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
-smaller than what anybody starts with.
-"""
-
-BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"
-"""Where the start's RMS comes from."""
-
-EPS = 1e-5
-"""The default eps of the norms; a running variance above it carries the scale."""
+BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start's RMS comes from
+EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
 
 
 @rule("VAL201", "decayed")
@@ -317,19 +301,15 @@ def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistic
     return not fresh and variance.rms > EPS and is_its_own
 
 
-PARALLEL = 0.99
-"""Cosine from which on a momentum is parallel to its weight."""
-
-AGREES = (0.5, 2.0)
-"""Between these the logarithms of two shares are of one order."""
+PARALLEL = 0.99  # cosine from which on a momentum is parallel to its weight
+AGREES = (0.5, 2.0)  # between these the logarithms of two shares are of one order
 
 
 @dataclass(frozen=True)
 class Corroboration:
     """What is known of one matrix. None, or an empty text, is what the file does not say.
 
-    ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found.
-    """
+    ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found."""
 
     observed: float
     predicted: float | None = None
@@ -433,11 +413,10 @@ class Witness:
         )
 
 
-LIGHT = 0.5
-"""Share of the start below which a matrix is worth a look at its optimizer."""
+LIGHT = 0.5  # share of the start below which a matrix is worth a look at its optimizer
 
+# Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little.
 PROVEN = 0.1
-"""Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little."""
 
 
 def light_decay(

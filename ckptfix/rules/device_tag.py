@@ -15,8 +15,7 @@ Safe: only the tag changes; the bytes of every tensor stay. A note: it never mak
 Tensors tagged `cuda:3` are written with the tag `cpu`; `model.to(device)` moves them where they are used.
 
 ## Sources
-`torch/serialization.py` (`validate_cuda_device`, `default_restore_location`); RoMaV2#50.
-"""
+`torch/serialization.py` (`validate_cuda_device`, `default_restore_location`); RoMaV2#50."""
 
 from __future__ import annotations
 

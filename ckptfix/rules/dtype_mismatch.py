@@ -27,8 +27,7 @@ or where the tensor is quantised or was rounded.
 ## Sources
 
 - https://github.com/ultralytics/ultralytics/pull/24731 (a cast to float16 above 65504)
-- https://pytorch.org/docs/stable/type_info.html
-"""
+- https://pytorch.org/docs/stable/type_info.html"""
 
 from __future__ import annotations
 
@@ -44,6 +43,7 @@ from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 
+# The largest finite number of each float dtype, as `torch.finfo(dtype).max` gives it.
 LARGEST = {
     "float64": 1.7976931348623157e308,
     "float32": 3.4028234663852886e38,
@@ -54,7 +54,6 @@ LARGEST = {
     "float8_e4m3fn": 448.0,
     "float8_e4m3fnuz": 240.0,
 }
-"""The largest finite number of each float dtype, as ``torch.finfo(dtype).max`` gives it."""
 
 _SORTS = (
     ("overflow", Level.ERROR, "values would overflow"),

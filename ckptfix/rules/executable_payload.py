@@ -25,8 +25,7 @@ nothing of what stands beside them; that they are what they should be is for you
 `posix.system('touch …')` in `data.pkl`.
 
 ## Sources
-https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fickling, whose lists this one follows.
-"""
+https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fickling, whose lists this one follows."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ If the numbers do not agree, there is no fix: the target is another model, or is
 ## Sources
 
 - https://github.com/facebookresearch/dinov2/issues/487, /544
-- https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_flat_param.py
-"""
+- https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_flat_param.py"""
 
 from __future__ import annotations
 

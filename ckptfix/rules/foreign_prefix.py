@@ -39,15 +39,11 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.several_state_dicts import choice
 from ckptfix.rules.wrapper_segment import two_sets
 
+# Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
+# no prefix is what is wrong.
 MOST = 32
-"""Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
-no prefix is what is wrong."""
-
-Prefixes = tuple[str, str]
-"""What is taken off and what is put on, each with its dot at the end or empty."""
-
-MAX_DEPTH = 6
-"""Segments of a prefix that are tried."""
+Prefixes = tuple[str, str]  # what is taken off and what is put on, each with its dot at the end or empty
+MAX_DEPTH = 6  # segments of a prefix that are tried
 
 
 @rule("KEY104", "foreign-prefix")
@@ -96,8 +92,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 def _explains(number: int, checkpoint: Checkpoint, target: Target) -> bool:
     """Return whether this many keys in their places are most of the file or of the target.
 
-    Two norms of one width agree on a prefix by chance in a file whose layers all have other names.
-    """
+    Two norms of one width agree on a prefix by chance in a file whose layers all have other names."""
     return 2 * number >= min(len(target.slots), len(checkpoint.specs))
 
 

@@ -19,8 +19,7 @@ There is no fix, and the file is written: it is not the checkpoint's fault.
     (rounding explains 0.004), argmax agrees in 50 %
 
 ## Sources
-- Numerical accuracy of torch: https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html
-"""
+- Numerical accuracy of torch: https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html"""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ A model for images of 3 channels, given `--input 2x1x64x64`:
 - `torch.nn.Module.load_state_dict`:
   https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
 - `strict=False` that hid a full mismatch: https://github.com/torchgeo/torchgeo/issues/4036,
-  https://github.com/CSAILVision/places365/issues/53
-"""
+  https://github.com/CSAILVision/places365/issues/53"""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ A square root of values that reach zero:
 ## Sources
 - Anomaly detection: https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
 - `torch.nn.BatchNorm2d`, training and eval mode:
-  https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
-"""
+  https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html"""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ A file whose classifier has another width:
     them
 
 ## Sources
-- Reproducibility in torch: https://docs.pytorch.org/docs/stable/notes/randomness.html
-"""
+- Reproducibility in torch: https://docs.pytorch.org/docs/stable/notes/randomness.html"""
 
 from __future__ import annotations
 

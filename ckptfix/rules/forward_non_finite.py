@@ -32,8 +32,7 @@ A `BatchNorm2d` whose `running_var` was saved after a divergence:
 ## Sources
 - NaN in a published file: https://github.com/sharif-apu/BJDD_CVPR21/issues/4
 - `torch.nn.BatchNorm2d`, the statistics in eval mode:
-  https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
-"""
+  https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html"""
 
 from __future__ import annotations
 

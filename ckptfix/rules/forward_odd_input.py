@@ -23,8 +23,7 @@ There is no fix: the finding is a note about the input and says nothing of the f
     training; an image of 0 … 255 has to be divided by 255, and normalised as in training
 
 ## Sources
-- The scale that torchvision's models expect: https://docs.pytorch.org/vision/stable/models.html
-"""
+- The scale that torchvision's models expect: https://docs.pytorch.org/vision/stable/models.html"""
 
 from __future__ import annotations
 

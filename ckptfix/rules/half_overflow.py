@@ -21,8 +21,7 @@ would lose values keep their dtype, and the finding on them remains: bfloat16 ha
 
 ## Sources
 IEEE 754 (rounding); https://arxiv.org/abs/2209.05433 (the 8-bit floats);
-https://pytorch.org/docs/stable/tensor_attributes.html
-"""
+https://pytorch.org/docs/stable/tensor_attributes.html"""
 
 from __future__ import annotations
 
@@ -37,19 +36,16 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 from ckptfix.values.statistics import Statistics
 
-MOST = 0.5
-"""Share of the values that are not zero from which on a tensor that loses them keeps its dtype."""
+MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
+SATURATES = "float8_e4m3fn"  # it has no infinity: one that is in the file becomes a NaN or a number
 
-SATURATES = "float8_e4m3fn"
-"""It has no infinity: one that is in the file becomes a NaN or a number."""
-
+# What can hold every number of a dtype.
 _LOSSLESS = {
     "float16": {"float32"},
     "bfloat16": {"float32"},
     "float8_e4m3fn": {"float32", "float16", "bfloat16"},
     "float8_e5m2": {"float32", "float16", "bfloat16"},
 }
-"""What can hold every number of a dtype."""
 
 
 @rule("VAL102", "half-overflow")

@@ -20,8 +20,7 @@ Unsafe, and only on request: the right values are not in the file. `--replace VA
 `bn1.running_var`: 1 of 64 values is 1.7e+38.
 
 ## Sources
-https://en.wikipedia.org/wiki/Single-precision_floating-point_format (the bits of a float)
-"""
+https://en.wikipedia.org/wiki/Single-precision_floating-point_format (the bits of a float)"""
 
 from __future__ import annotations
 
@@ -39,14 +38,9 @@ from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
 
-MOST, MOST_VARIANCE = 1e6, 1e9
-"""The largest absolute value that is believed, of a ``running_var`` the second."""
-
-ABSURD = 1e15
-"""From here on no scale of any data explains it."""
-
-SHOWN = 8
-"""How many channels are named."""
+MOST, MOST_VARIANCE = 1e6, 1e9  # the largest absolute value that is believed, of a `running_var` the second
+ABSURD = 1e15  # from here on no scale of any data explains it
+SHOWN = 8  # how many channels are named
 
 
 @rule("VAL207", "huge-value")

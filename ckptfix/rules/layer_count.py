@@ -26,8 +26,7 @@ they were not trained like this. A layer that is named twice is copied, and one 
 ## Sources
 
 - https://github.com/huggingface/transformers-research-projects/tree/main/distillation (every second layer)
-- https://arxiv.org/abs/2312.15166 (SOLAR: layers repeated)
-"""
+- https://arxiv.org/abs/2312.15166 (SOLAR: layers repeated)"""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import Opt, UsageError
 from ckptfix.rules.rule import Context, Rule, rule
 
-Layer = Mapping[str, tuple[int, ...] | None]
-"""The shapes of a layer's tensors, by the rest of their keys."""
+Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
 
 
 class Stack(NamedTuple):

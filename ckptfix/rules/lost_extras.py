@@ -19,8 +19,7 @@ behind is what most conversions want.
 `{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and leaves `optimizer` out.
 
 ## Sources
-https://github.com/huggingface/safetensors#format: one flat table of tensors, and text beside it.
-"""
+https://github.com/huggingface/safetensors#format: one flat table of tensors, and text beside it."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ ever overwritten.
 ## Sources
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`: one element into
-  0-d)
-"""
+  0-d)"""
 
 from __future__ import annotations
 
@@ -39,15 +38,14 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 
-_DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())
-"""What BatchNorm gives a counter."""
+_DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())  # what BatchNorm gives a counter
 
+# Binary digits up to which a dtype holds every whole number.
 _DIGITS = {
     **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
     **{f"int{bits}": bits - 1 for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": bits for bits in (8, 16, 32, 64)},
 }
-"""Binary digits up to which a dtype holds every whole number."""
 
 
 @rule("BUF103", "malformed-num-batches-tracked")

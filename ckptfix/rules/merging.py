@@ -16,19 +16,18 @@ from ckptfix.core.target import Target
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside
 
+# What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
-"""What peft puts into the names of a model in which it has wrapped layers."""
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
 _TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
-_DROPPED = 3
-"""Leading segments of a layer's name that the base may lack."""
+_DROPPED = 3  # leading segments of a layer's name that the base may lack
 
+# Segments that may stand in the place of each other: releases of a library nest the same layers in other modules.
 _OUTER = frozenset("model base_model module language_model text_model transformer".split())
-"""Segments that may stand in the place of each other: releases of a library nest the same layers in other modules."""
 
 
 @dataclass
@@ -183,12 +182,12 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
                 yield from _placed(adapter, layer, name, delta, places)
 
 
+# The tensors of a file in which one of another release is, with `expert` and `within` of the `Delta` of each.
 _Places = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
-"""The tensors of a file in which one of another release is, with ``expert`` and ``within`` of the ``Delta`` of each."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
+# The matrices of an expert, in the order of `gate_up_proj` in transformers 5.
 _PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
-"""The matrices of an expert, in the order of ``gate_up_proj`` in transformers 5."""
 
 
 def _in_other_releases(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:

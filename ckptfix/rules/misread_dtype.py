@@ -37,23 +37,14 @@ from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
 
-SMALLEST = 256
-"""Values of a matrix below which its figures may be chance."""
+SMALLEST = 256  # values of a matrix below which its figures may be chance
+LOOK = 1 << 14  # values of a suspect that are looked at
+DISTINCT = 16  # a binary or ternary network has fewer different values than that
 
-LOOK = 1 << 14
-"""Values of a suspect that are looked at."""
-
-DISTINCT = 16
-"""A binary or ternary network has fewer different values than that."""
-
+# The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is.
 HOLE, OUTSIDE = 0.25, 0.005
-"""The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is."""
-
-LARGE = 100
-"""An RMS that no matrix has, from which on its bytes are looked at in the other order."""
-
-LARGEST_CODE = 255
-"""Of unsigned bytes."""
+LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
+LARGEST_CODE = 255  # of unsigned bytes
 
 
 @rule("VAL208", "misread-dtype")

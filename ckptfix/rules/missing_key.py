@@ -25,8 +25,7 @@ untrained and end with exit code 1; those of a checkpoint that was named are not
 ## Sources
 
 - https://github.com/microsoft/torchgeo/issues/4036 (a mismatch that strict=False swallowed)
-- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
-"""
+- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 
 from __future__ import annotations
 
@@ -158,22 +157,19 @@ Shape = tuple[int, ...]
 
 _NEW = "parametrizations.{tensor}"
 
+# The tensors that a parametrization has in the place of one, in old releases of torch and in new ones.
 _PARTS = {
     "weight_norm": (("{tensor}_g", "{tensor}_v"), (f"{_NEW}.original0", f"{_NEW}.original1")),
     "spectral_norm": (("{tensor}_orig", "{tensor}_u"), (f"{_NEW}.original", f"{_NEW}.0._u")),
 }
-"""The tensors that a parametrization has in the place of one, in old releases of torch and in new ones."""
 
-MANY = 8
-"""Missing tensors from which on it is no chance that all of their shapes are among those left over."""
+MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
 
+# Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept.
 DEEPEST = 32
-"""Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept."""
 
 
-MOST = 0.5
-"""Share of a model's parameters from which on a model without them is another one."""
-
+MOST = 0.5  # share of a model's parameters from which on a model without them is another one
 NAME_THE_MODEL = advise("name the model that the file belongs to: most parameters of this one are not in the file")
 
 

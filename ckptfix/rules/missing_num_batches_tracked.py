@@ -29,8 +29,7 @@ refuses the counter, while torch supplies it to an old BatchNorm.
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/batchnorm.py (`_load_from_state_dict`)
 - https://github.com/pytorch/pytorch/issues/110361
-- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)
-"""
+- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
 
 from __future__ import annotations
 
@@ -42,11 +41,8 @@ from ckptfix.core.edits import Fill
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.rules.rule import Context, Rule, rule
 
-SAFETENSORS = "safetensors"
-"""A format that came years after the counter, and has no room for ``_metadata``."""
-
-_COUNTING_VERSION = 2
-"""The version of BatchNorm in ``_metadata`` that has the counter."""
+SAFETENSORS = "safetensors"  # a format that came years after the counter, and has no room for `_metadata`
+_COUNTING_VERSION = 2  # the version of BatchNorm in `_metadata` that has the counter
 
 
 @rule("BUF101", "missing-num-batches-tracked")

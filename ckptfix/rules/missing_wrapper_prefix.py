@@ -18,8 +18,7 @@ renamed. The counter is 0, as in a fresh AveragedModel: its next update starts t
 model.
 
 ## Sources
-pytorch#3805, pytorch#117399, timm PR#2003.
-"""
+pytorch#3805, pytorch#117399, timm PR#2003."""
 
 from __future__ import annotations
 

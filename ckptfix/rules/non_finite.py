@@ -23,8 +23,7 @@ the last resort, which cuts connections. A cast back to float32 does not bring a
 
 ## Sources
 https://github.com/csjliang/LPTN/issues, https://github.com/ultralytics/ultralytics/pull/24731,
-torch/nn/modules/batchnorm.py
-"""
+torch/nn/modules/batchnorm.py"""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
 
-SHOWN = 8
-"""How many channels are named."""
+SHOWN = 8  # how many channels are named
 
 
 @rule("VAL101", "non-finite")

@@ -137,8 +137,8 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
+# What nested tensors pickle as, strided and jagged; `weights_only` knows both.
 _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
-"""What nested tensors pickle as, strided and jagged; ``weights_only`` knows both."""
 
 
 def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:

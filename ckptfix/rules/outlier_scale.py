@@ -17,8 +17,7 @@ Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` puts other val
 `layers.7.mlp.up_proj.weight`: RMS 41, where its kind has 0.02.
 
 ## Sources
-torch/nn/init.py and torch/nn/modules/linear.py (the default start)
-"""
+torch/nn/init.py and torch/nn/modules/linear.py (the default start)"""
 
 from __future__ import annotations
 
@@ -34,14 +33,11 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
 from ckptfix.values.statistics import Statistics
 
-SMALLEST = 64
-"""Elements below which an RMS says little."""
+SMALLEST = 64  # elements below which an RMS says little
 
+# How often the median of its kind and the start a matrix has to be, and how many others there have to be.
 OF_KIND, OF_START, PEERS = 500.0, 100.0, 4
-"""How often the median of its kind and the start a matrix has to be, and how many others there have to be."""
-
-OF_START_ALONE = 1000.0
-"""The same as ``OF_START`` for a layer with too few of its kind."""
+OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of its kind
 
 
 @rule("VAL206", "outlier-scale")

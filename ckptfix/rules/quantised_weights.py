@@ -29,8 +29,7 @@ zero points were stored less one (GPTQ). Load them with the library that wrote t
 
 - https://arxiv.org/abs/2208.07339 and `bitsandbytes/functional.py` (`int8_vectorwise_dequant`)
 - https://huggingface.co/deepseek-ai/DeepSeek-V3 (`weight_scale_inv`, squares of 128)
-- https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)
-"""
+- https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)"""
 
 from __future__ import annotations
 
@@ -47,13 +46,14 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import BLOCKS, INT8, scale_steps
 from ckptfix.values.scan import first_numbers
 
+# What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
     r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|weight_scale(_inv|_2)?|input_scale"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))"
 )
-"""What libraries put beside the codes, or in their place."""
 
+# The part that only one format has, and its name.
 _NAMES = (
     ("SCB", INT8),
     ("weight.absmax", "bitsandbytes 4-bit"),
@@ -65,7 +65,6 @@ _NAMES = (
     ("weight_scale_inv", BLOCKS),
     ("weight_scale", BLOCKS),
 )
-"""The part that only one format has, and its name."""
 
 
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"

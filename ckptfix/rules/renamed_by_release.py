@@ -38,8 +38,7 @@ scale.
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/utils/parametrizations.py
 - https://github.com/pytorch/vision/pull/474
 - https://github.com/huggingface/peft/blob/main/src/peft/utils/save_and_load.py
-- https://github.com/huggingface/transformers/issues/29554 (a blanket rename of `gamma` broke ConvNeXt)
-"""
+- https://github.com/huggingface/transformers/issues/29554 (a blanket rename of `gamma` broke ConvNeXt)"""
 
 from __future__ import annotations
 
@@ -87,6 +86,7 @@ def _pattern(template: str) -> str:
     return re.sub(r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS[field[1]]})", re.escape(template))
 
 
+# The table.
 REWRITES = (
     Rewrite("weight_norm", "{module}{tensor}_g", "{module}parametrizations.{tensor}.original0"),
     Rewrite("weight_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.original1"),
@@ -103,7 +103,6 @@ REWRITES = (
     Rewrite("peft", "base_model.{module}{leaf}", "base_model.{module}modules_to_save.default.{leaf}", both_ways=False),
     Rewrite("peft", "{module}{leaf}", "base_model.model.{module}base_layer.{leaf}", both_ways=False),
 )
-"""The table."""
 
 
 @rule("KEY105", "renamed-by-release")

@@ -20,8 +20,8 @@ from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
 DATA = Placeholder("data.npy")
 
+# What the statistics of a new norm are.
 FRESH = {"running_mean": "zeros", "running_var": "ones", NUM_BATCHES_TRACKED: "zeros"}
-"""What the statistics of a new norm are."""
 
 
 def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
@@ -49,8 +49,7 @@ def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> It
             yield keys, Fix(edits, Applicability.UNSAFE, asked=True) if edits else None
 
 
-OF_TWINS = "VAL301"
-"""The rule that stands for all that a sound twin can cure, whichever rule found it broken."""
+OF_TWINS = "VAL301"  # the rule that stands for all that a sound twin can cure, whichever rule found it broken
 
 
 def replaces(settings: Settings, code: str, key: str) -> bool:
@@ -124,8 +123,7 @@ class Replacements:
 
 def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
     """New statistics for a norm, of which ``key`` is one: measured on data, or those of a fresh layer. Nothing unless
-    asked for.
-    """
+    asked for."""
     module, _ = split_key(key)
     settings, specs = context.settings, context.checkpoint.specs
     if not (settings.recalibrate or settings.reset_running_stats):

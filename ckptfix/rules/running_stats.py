@@ -25,8 +25,7 @@ norms anew, with all else in eval mode; `ckptfix.recalibrate(model, loader)` doe
 `bn1.running_var` goes down to -0.31: `model.eval()` returns NaN.
 
 ## Sources
-torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361
-"""
+torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361"""
 
 from __future__ import annotations
 

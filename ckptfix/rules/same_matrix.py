@@ -17,8 +17,7 @@ the file stores twice.
 `layers.3.fc.weight` and `layers.4.fc.weight` hold the same 1048576 values.
 
 ## Sources
-https://arxiv.org/abs/1909.11942 (layers that share their weights)
-"""
+https://arxiv.org/abs/1909.11942 (layers that share their weights)"""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
-SMALLEST = 64
-"""Values of a matrix below which equal ones may be chance, or meant."""
+SMALLEST = 64  # values of a matrix below which equal ones may be chance, or meant
 
 
 @rule("VAL209", "same-matrix")

@@ -23,8 +23,7 @@ without it, and leaves all others out; what stands in front of nearly all keys (
 `{student.fc.weight, teacher.fc.weight}`: `--weights teacher` makes `fc.weight` of the second.
 
 ## Sources
-Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save two networks in one state_dict.
-"""
+Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save two networks in one state_dict."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ from ckptfix.core.wording import clause
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
 
-MOST = 6
-"""Sets that are named."""
+MOST = 6  # sets that are named
 
 
 def choice(names: Sequence[str]) -> tuple[Remedy, ...]:

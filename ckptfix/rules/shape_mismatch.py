@@ -51,8 +51,7 @@ tensors have a shape that fits in either order, such as square matrices beside t
 
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`)
 - https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py
-- https://github.com/google-research/vision_transformer/pull/317 (a square root that took 196 positions for 195)
-"""
+- https://github.com/google-research/vision_transformer/pull/317 (a square root that took 196 positions for 195)"""
 
 from __future__ import annotations
 
@@ -77,9 +76,7 @@ _TRANSPOSED = advise(
     "and those of the same layers that are square fit as they are and may be transposed too"
 )
 
-MOST_AXES = 6
-"""Axes of a tensor up to which all orders are tried."""
-
+MOST_AXES = 6  # axes of a tensor up to which all orders are tried
 _DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
 
 
@@ -181,8 +178,7 @@ def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Targe
     all mismatched tensors with so many axes.
 
     A tensor that has the
-    right shape in either order may have to be turned as well, so that there must be none.
-    """
+    right shape in either order may have to be turned as well, so that there must be none."""
     found = {}
     for rank in sorted({len(shapes["target"] or ()) for shapes in mismatched.values()} & set(range(2, MOST_AXES + 1))):
         keys = [key for key, shapes in mismatched.items() if len(shapes["target"] or ()) == rank]

@@ -27,8 +27,7 @@ model.pth` with the files of all ranks in `global_step100`.
 ## Sources
 Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deepspeed.ai/docs/,
 https://huggingface.co/docs/transformers/big_models#sharded-checkpoint,
-https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html
-"""
+https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html"""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ There is no fix: where the values belong is not known. A file with such a tensor
 A tensor of shape [3, 10] with a value at [1, 99].
 
 ## Sources
-https://pytorch.org/docs/stable/generated/torch.sparse.check_sparse_tensor_invariants.html
-"""
+https://pytorch.org/docs/stable/generated/torch.sparse.check_sparse_tensor_invariants.html"""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ the loss; alone it accepts the bytes as they are.
 `fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.
 
 ## Sources
-APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`.
-"""
+APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ Unsafe, as it changes values: `--flush-subnormals` sets them to zero and leaves 
     # 11520 subnormal values in 3 tensors
 
 ## Sources
-https://github.com/lukemelas/EfficientNet-PyTorch/issues/39, https://github.com/pytorch/pytorch/issues/19651
-"""
+https://github.com/lukemelas/EfficientNet-PyTorch/issues/39, https://github.com/pytorch/pytorch/issues/19651"""
 
 from __future__ import annotations
 
@@ -31,14 +30,9 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
 from ckptfix.values.roles import is_matrix
 
-MANY = 0.01
-"""Share of a weight matrix from which on its subnormal values are worth a warning."""
-
-HUGE = 1e15
-"""A value beside which subnormal ones are no remains of decay: the bytes are others than were written."""
-
-SLOW = ("float32", "float64")
-"""The dtypes that processors compute in."""
+MANY = 0.01  # share of a weight matrix from which on its subnormal values are worth a warning
+HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the bytes are others than were written
+SLOW = ("float32", "float64")  # the dtypes that processors compute in
 
 
 @rule("VAL203", "subnormal")

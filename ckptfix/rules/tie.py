@@ -28,8 +28,7 @@ is the right one, nothing in the file says.
 
 - https://huggingface.co/docs/safetensors/torch_shared_tensors
 - https://github.com/huggingface/safetensors/issues/202
-- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`load_state_dict` copies module by module)
-"""
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`load_state_dict` copies module by module)"""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ has more than 4 GB of weights to be built for it.
 
 - https://github.com/huggingface/transformers/issues/6882, https://github.com/huggingface/transformers/issues/24921
 - https://github.com/huggingface/transformers/pull/24576 (ESM)
-- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/instancenorm.py (`_load_from_state_dict`)
-"""
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/instancenorm.py (`_load_from_state_dict`)"""
 
 from __future__ import annotations
 
@@ -52,11 +51,9 @@ from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
 from ckptfix.rules.rule import Context, Rule, rule
 
+# The known transient buffers whose values depend on more than a size.
 _ROTARY = frozenset({"inv_freq", "cos_cached", "sin_cached"})
-"""The known transient buffers whose values depend on more than a size."""
-
-_AFFORDABLE = 4 << 30
-"""Bytes of weights of a model that is built to look at its buffers."""
+_AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
 
 
 @rule("BUF104", "transient-buffer")
@@ -132,8 +129,7 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     """Return the superfluous buffers whose values are not the model's own, with the largest difference of each.
 
     Compared to a few units of the coarser dtype, and no closer than 1e-3: the cosine of a large angle depends on the
-    device that worked it out.
-    """
+    device that worked it out."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
     nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
     if not comparable or context.statistics is None or target.initial is None or nbytes > _AFFORDABLE:

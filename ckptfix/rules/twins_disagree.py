@@ -19,8 +19,7 @@ Unsafe, as the twin's values are others: `--replace VAL301 --fill twin` takes th
 
 ## Sources
 https://github.com/huggingface/pytorch-image-models/blob/main/timm/utils/model_ema.py,
-https://huggingface.co/docs/safetensors/torch_shared_tensors (ties that are stored twice)
-"""
+https://huggingface.co/docs/safetensors/torch_shared_tensors (ties that are stored twice)"""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
+# Share of the twin's RMS below which a matrix is broken. An average that was updated once has more.
 NOTHING_LEFT = 1e-6
-"""Share of the twin's RMS below which a matrix is broken. An average that was updated once has more."""
 
 
 @rule("VAL301", "twins-disagree")

@@ -23,8 +23,7 @@ the file fits the target: then it is the wrong model, or the wrong state_dict of
 
 ## Sources
 
-- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
-"""
+- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ from ckptfix.rules.missing_key import NAME_THE_MODEL, other_layout
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.several_state_dicts import choice_of_copies
 
+# In the keys of low-rank adapters, beside or around the layers that they change.
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
-"""In the keys of low-rank adapters, beside or around the layers that they change."""
 
 _MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
 

@@ -22,8 +22,7 @@ for it. It is dropped; no other tensor changes.
 ## Sources
 
 - https://github.com/pytorch/pytorch/issues/8481
-- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)
-"""
+- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
 
 from __future__ import annotations
 

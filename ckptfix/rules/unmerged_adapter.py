@@ -28,8 +28,7 @@ in `adapter_config.json`.
 
 - https://huggingface.co/docs/peft/main/en/developer_guides/checkpoint
 - https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2402.09353 (DoRA)
-- https://arxiv.org/abs/2205.05638 (IA3)
-"""
+- https://arxiv.org/abs/2205.05638 (IA3)"""
 
 from __future__ import annotations
 
@@ -49,9 +48,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merging import is_merged, sampled_change
 
 _BASE = ".base_layer."
-
-_SHOWN = 7
-"""Kinds of layers whose change the message has; else it has the least and the most."""
+_SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
 
 
 @rule("FIL108", "unmerged-adapter")

@@ -23,8 +23,7 @@ A detector whose backbone was frozen: 53 tensors of 23.5 M elements are constant
 ## Sources
 https://pytorch.org/docs/stable/generated/torch.jit.freeze.html,
 https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md,
-https://pytorch.org/docs/stable/notes/modules.html#module-state (what a state_dict holds)
-"""
+https://pytorch.org/docs/stable/notes/modules.html#module-state (what a state_dict holds)"""
 
 from __future__ import annotations
 

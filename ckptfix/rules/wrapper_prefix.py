@@ -52,14 +52,13 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)+)(\d+)\.")
 
+# The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
+# target has no place for it.
 STEPS = "steps"
-"""The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
-target has no place for it.
-"""
 
+# Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any number
+# of segments.
 DEEPEST = 16
-"""Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any
-number of segments."""
 
 
 @rule("KEY102", "wrapper-prefix")
@@ -168,8 +167,7 @@ def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:
 
 def _half_prefixed(keys: list[str]) -> list[str]:
     """Return the keys with the prefix whose module has keys without it too (``module.bn1.weight`` beside ``bn1.bias``),
-    or whose layers are numbered on without it (``module.blocks.0.weight`` beside ``blocks.1.weight``).
-    """
+    or whose layers are numbered on without it (``module.blocks.0.weight`` beside ``blocks.1.weight``)."""
     stripped = {key: without_first(key, depth) for key in keys if (depth := leading_modules(key))}
     if not stripped:
         return []

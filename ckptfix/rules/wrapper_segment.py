@@ -20,8 +20,7 @@ one, nothing is renamed. Where the target itself has such segments, KEY103 match
 
 ## Sources
 timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/distributed/fsdp/_common_utils.py`,
-`torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
-"""
+`torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`."""
 
 from __future__ import annotations
 
@@ -33,18 +32,15 @@ from ckptfix.core.metadata import rename_metadata
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.several_state_dicts import choice_of_copies
 
+# Segments that only wrappers make; no module of a user is called so.
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
-"""Segments that only wrappers make; no module of a user is called so."""
 
+# The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
+# too.
 MODULE = "module"
-"""The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
-too.
-"""
 
 _LEADING = f"{MODULE}."
-
-COUNTER = "n_averaged"
-"""AveragedModel's own buffer, beside its ``module``: 0-d, int64, zero in a fresh one."""
+COUNTER = "n_averaged"  # AveragedModel's own buffer, beside its `module`: 0-d, int64, zero in a fresh one
 
 
 def has_wrapper_segment(path: str) -> bool:

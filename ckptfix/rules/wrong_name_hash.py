@@ -21,8 +21,7 @@ and `renames.json` maps old names to new ones.
 
 ## Sources
 - https://pytorch.org/docs/stable/hub.html#torch.hub.load_state_dict_from_url: `filename-<sha256>.ext`
-- https://github.com/huggingface/pytorch-image-models/blob/main/clean_checkpoint.py: writes such names
-"""
+- https://github.com/huggingface/pytorch-image-models/blob/main/clean_checkpoint.py: writes such names"""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ There is no fix: the zeros may be meant. Compare the file with another copy of i
 `layer1.0.weight` has zeros from byte 512 to 1024 of 2304.
 
 ## Sources
-https://en.wikipedia.org/wiki/Data_corruption (sectors that cannot be read are returned as zeros by many tools).
-"""
+https://en.wikipedia.org/wiki/Data_corruption (sectors that cannot be read are returned as zeros by many tools)."""
 
 from __future__ import annotations
 
@@ -33,11 +32,8 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import WITHOUT_ZERO
 from ckptfix.values.integrity import WORD, Hole, longest_holes, storages_of
 
-LEAST = SECTOR - WORD
-"""Bytes of whole words in a sector that lies across them, as in a storage that no writer aligned."""
-
-DENSE = 0.01
-"""The largest share of zeros among the other numbers of the matrix."""
+LEAST = SECTOR - WORD  # bytes of whole words in a sector that lies across them, as in a storage that no writer aligned
+DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
 
 
 @rule("FIL202", "zero-run")

@@ -104,11 +104,10 @@ def _tensor(spec: TensorSpec, path: str) -> Tensor:
 
 _NEW_ROWS = frozenset({"vocab=pad:mean", "vocab=pad:zeros", PAD_TARGET})
 _KEPT_ROWS = frozenset({"vocab=cut", "pos_embed=cut"})
-HEAD_ROWS, COPY = "head", "depth"
-"""The recipes of classes by a map, and of layers that are repeated."""
+HEAD_ROWS, COPY = "head", "depth"  # the recipes of classes by a map, and of layers that are repeated
 
+# Rows that are averaged at once: in float64 they stay in the processor's cache, which takes an eighth of the time.
 _BLOCK = 64
-"""Rows that are averaged at once: in float64 they stay in the processor's cache, which takes an eighth of the time."""
 
 
 def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, refusal: PlanError) -> TensorSpec:
@@ -348,6 +347,7 @@ def _in_the_centre(weight: Tensor, edit: Adapt) -> Tensor:
 
 Formula = Callable[["Tensor", Adapt], "Tensor"]
 
+# What each recipe computes of the file's tensor.
 FORMULAS: Mapping[str, Formula] = {
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
     "pos_embed=plain": _resized(_plain, tokens_first=True),
@@ -363,4 +363,3 @@ FORMULAS: Mapping[str, Formula] = {
     "inflate=mean": _repeated_in_time,
     "inflate=centre": _in_the_centre,
 }
-"""What each recipe computes of the file's tensor."""

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_BLOCK = 1 << 20
-"""Numbers that are compared at a time."""
+_BLOCK = 1 << 20  # numbers that are compared at a time
 
 
 class CastBytes:
@@ -61,8 +60,7 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine
     likes.
 
-    Always true for a dtype of floats or complex numbers.
-    """
+    Always true for a dtype of floats or complex numbers."""
     import torch
 
     if dtype.is_floating_point or dtype.is_complex:
@@ -81,11 +79,9 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
 
 
 INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
+# The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
 FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
-"""The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row."""
-
-SQUARE = 128
-"""Rows and columns that share a scale, if there is one for each square."""
+SQUARE = 128  # rows and columns that share a scale, if there is one for each square
 
 
 def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
@@ -177,11 +173,8 @@ class ScaledBytes:
 
 
 NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
-WHICH = (NON_FINITE, SUBNORMAL)
-"""Which numbers can be set to zero."""
-
-WITHOUT_ZERO = "float8_e8m0fnu"
-"""The dtype in which no bits stand for zero, those that are all 0 for a small number."""
+WHICH = (NON_FINITE, SUBNORMAL)  # which numbers can be set to zero
+WITHOUT_ZERO = "float8_e8m0fnu"  # the dtype in which no bits stand for zero, those that are all 0 for a small number
 
 
 def can_be_zeroed(spec: TensorSpec) -> bool:

@@ -5,8 +5,7 @@ are looked up in a table of all codes, and bfloat16 is shifted into the upper ha
 
 Sources: IEEE 754; "FP8 Formats for Deep Learning" (https://arxiv.org/abs/2209.05433) for e4m3fn and e5m2; "8-bit
 Numerical Formats for Deep Neural Networks" (https://arxiv.org/abs/2206.02915) for the fnuz forms; the OCP
-Microscaling specification for e8m0fnu.
-"""
+Microscaling specification for e8m0fnu."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class Encoding:
     ``unit`` is numpy's type of one stored number, of which an element has ``units`` (two for a complex one).
     ``decode`` makes an array of float32 or float64 of a 1-d array of units, without a copy where it can.
     ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers. ``part`` is the dtype of one
-    number.
-    """
+    number."""
 
     unit: np.dtype[Any]
     units: int

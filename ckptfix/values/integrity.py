@@ -14,11 +14,10 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import Storage, TensorSpec
 
-WORD = 8
-"""Bytes that are looked at together when a hole is searched."""
+WORD = 8  # bytes that are looked at together when a hole is searched
 
+# A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row.
 _STEP = SECTOR // WORD // 2
-"""A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Hole:
     stop: int
 
 
+# What is known: an edited view of a checkpoint shares most storages.
 _HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
-"""What is known: an edited view of a checkpoint shares most storages."""
 
 
 def soundness(storages: Sequence[Storage]) -> list[bool]:

@@ -17,16 +17,11 @@ from ckptfix.reading.folders.chunks import RowMajorBytes
 if TYPE_CHECKING:
     import torch
 
+# Bytes of a block in float32: so few that they stay in the processor's cache, and that no fresh memory is asked for,
+# which took five times as long for blocks of 4 MB.
 BLOCK = 1 << 19
-"""Bytes of a block in float32: so few that they stay in the processor's cache, and that no fresh memory is asked for,
-which took five times as long for blocks of 4 MB."""
-
-MOST = 1 << 25
-"""Bytes in float32 of a tensor that may be in memory as a whole."""
-
-FEWEST = 16
-"""Rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows."""
-
+MOST = 1 << 25  # bytes in float32 of a tensor that may be in memory as a whole
+FEWEST = 16  # rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows
 Factors = Sequence[TensorSpec]
 
 

@@ -19,8 +19,8 @@ PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer
 
 HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 
+# Names under which trainers save how many steps they made.
 COUNTERS = ("global_step", "step", "steps", "iteration", "iter", "num_steps", "num_updates")
-"""Names under which trainers save how many steps they made."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Training:
     """What the optimizer did to one parameter.
 
     ``second_moments`` are Adam's averages of the squared gradient, ``momentum`` the buffer of SGD. ``initial_lr`` is
-    what a scheduler started from.
-    """
+    what a scheduler started from."""
 
     lr: float
     weight_decay: float
@@ -81,8 +80,7 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
     """Return what the file's optimizer says of each parameter, by key; empty if nothing tells which of its numbers is
     which.
 
-    Names by a recipe count only if the file has moments to confirm them, and all recipes that fit agree.
-    """
+    Names by a recipe count only if the file has moments to confirm them, and all recipes that fit agree."""
     parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
     layout = Layout({key: spec.shape for key, spec in parameters.items()})
     for optimizer in optimizers_in(checkpoint.root):

@@ -1,8 +1,7 @@
 """What a tensor is to its model: recognised by the target if there is one, else by its name.
 
 Names are read by segments. The tables below hold names that are in use; where a name says nothing, a tensor counts as
-a parameter.
-"""
+a parameter."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.core.target import BUFFER, Target
 
+# In the names of buffers that stay from release to release, which is why `core.buffers` does not list them.
 _SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
-"""In the names of buffers that stay from release to release, which is why ``core.buffers`` does not list them."""
 
 _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
 
+# Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric, and the best
+# result so far. The constraints of GPyTorch have bounds that are infinite for good.
 _RANGE = re.compile(r"(^|[._])((min|max)(_vals?|_values?)?|value|best(_[^.]*)?|(lower|upper)_bound)$")
-"""Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric, and the best
-result so far. The constraints of GPyTorch have bounds that are infinite for good.
-"""
 
+# Tables of diffusion models; 1 / alpha is +Inf at the last step of a schedule that ends in pure noise.
 _SCHEDULE = re.compile(r"(^|[._])(alphas|snr)(_|$)")
-"""Tables of diffusion models; 1 / alpha is +Inf at the last step of a schedule that ends in pure noise."""
 
 _EMBEDDING = re.compile(
     r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)", re.IGNORECASE
 )
 
+# Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first.
 _ZERO_BY_DESIGN = re.compile(
     r"""(?<![a-z])(
       \w*lora_(embedding_)?b | lora_up | hada_w2 | lokr_w\d      # adapters: arXiv:2106.09685, LyCORIS, peft
@@ -51,24 +50,20 @@ _ZERO_BY_DESIGN = re.compile(
     )(?![a-z])""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first."""
 
 
+# The last layer of a classifier, which some models start at zero or at a thousandth of the others.
 _HEAD = re.compile(r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])", re.IGNORECASE)
-"""The last layer of a classifier, which some models start at zero or at a thousandth of the others."""
 
+# The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use.
 _SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")
-"""The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use."""
 
+# The last segment of a matrix that torch's own layers, or such as are written like them, have as a parameter.
 _LAYERS_OWN = re.compile(r"(^|_)(weights?|kernel)(_(ih|hh|hr|v|orig|raw))?(_l\d+)?(_reverse)?$|^original\d?$")
-"""The last segment of a matrix that torch's own layers, or such as are written like them, have as a parameter."""
 
+# In such a segment: what is drawn for each pass, or the prior of a Bayesian layer.
 _NOISE = re.compile(r"(^|_)(eps|epsilon|noise|prior)(_|$)")
-"""In such a segment: what is drawn for each pass, or the prior of a Bayesian layer."""
-
-_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""The dtypes that weights are trained in."""
-
+_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  # the dtypes that weights are trained in
 _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
@@ -168,8 +163,7 @@ def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, N
     """For each of these matrices the norm whose tensors come next in the file, if its vectors are as long as the matrix
     has outputs.
 
-    State_dicts list modules in the order of their definition, which nearly always is the order of their use.
-    """
+    State_dicts list modules in the order of their definition, which nearly always is the order of their use."""
     specs, wanted = checkpoint.specs, set(keys)
     behind: dict[str, list[str]] = defaultdict(list)  # the keys of each module, from the end of the file to here
     norms: dict[str, Norm] = {}

@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-PART = 1 << 23
-"""Bytes of a part, which one thread looks at."""
+PART = 1 << 23  # bytes of a part, which one thread looks at
+SAMPLED = 256  # numbers of a tensor that are kept for a histogram
 
-SAMPLED = 256
-"""Numbers of a tensor that are kept for a histogram."""
-
+# Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer.
 BATCH = 1 << 25
-"""Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer."""
 
 
 class Scanner:
@@ -42,8 +39,7 @@ class Scanner:
 
     ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
     if that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
-    ``position`` is that of the first element that is fed.
-    """
+    ``position`` is that of the first element that is fed."""
 
     def __init__(
         self,
@@ -124,8 +120,7 @@ def statistics_of(tally: Tally) -> TensorStatistics:
 class Part(NamedTuple):
     """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
     ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
-    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next.
-    """
+    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next."""
 
     walk: Walk
     stored: Encoding
@@ -193,12 +188,12 @@ def _distance(numel: int) -> int:
     return distance
 
 
+# The bits of dtypes that have such small numbers, and those of `FAINT`; float16 has none.
 _FAINT = {
     "float64": ("<u8", struct.unpack("<Q", struct.pack("<d", FAINT))[0]),
     "float32": ("<u4", struct.unpack("<I", struct.pack("<f", FAINT))[0]),
     "bfloat16": ("<u2", struct.unpack("<I", struct.pack("<f", FAINT))[0] >> 16),
 }
-"""The bits of dtypes that have such small numbers, and those of ``FAINT``; float16 has none."""
 
 
 def _has_faint(block: memoryview, at: int, row: int, dtype: str) -> bool:
@@ -252,8 +247,7 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
     """Return the places along the first dimension with at least ``least`` numbers of a kind.
 
     ``chosen`` makes a mask of an array of float32 or float64. Empty for what has no channels: a 0-d or sparse tensor,
-    and one that repeats a single channel. Raises ``UnreadableError`` if the bytes are not in the file.
-    """
+    and one that repeats a single channel. Raises ``UnreadableError`` if the bytes are not in the file."""
     import numpy as np
 
     stored = encoding(spec.dtype)
@@ -301,10 +295,7 @@ def first_numbers(spec: TensorSpec, count: int) -> Array:
 
 
 LIBRARY = Path(__file__).parent / "_kernel.so"
-
-INTERFACE = 6
-"""As in ``kernel.c``. A library of another interface was built from other sources, and is not used."""
-
+INTERFACE = 6  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 

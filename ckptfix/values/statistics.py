@@ -22,8 +22,7 @@ class Statistics(Mapping[str, TensorStatistics]):
     Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are
     those of the stored bytes: a lazy conjugation or negation is not applied, and a quantised tensor counts by its
     integers. Access raises ``UnreadableError`` where the bytes are not in the file. ``narrowing`` is the cast that was
-    asked for, whose losses are counted in the same pass.
-    """
+    asked for, whose losses are counted in the same pass."""
 
     def __init__(self, checkpoint: Checkpoint, narrowing: Narrowing | None = None) -> None:
         self._narrowing = narrowing
@@ -138,8 +137,7 @@ def _values(spec: TensorSpec) -> TensorSpec | None:
 def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> TensorStatistics:
     """Return the statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
 
-    Raises ``UnreadableError`` if the bytes are not in the file.
-    """
+    Raises ``UnreadableError`` if the bytes are not in the file."""
     parts = _parts(spec, narrowing)
     return _assemble(spec, parts, looks(parts))
 

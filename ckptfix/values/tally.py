@@ -12,18 +12,17 @@ from dataclasses import dataclass
 
 from ckptfix.values.decode import Array, Encoding, Narrowing
 
+# Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache.
 BLOCK = 1 << 16
-"""Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache."""
 
+# Magnitudes whose squares, and sums of a block of them, neither vanish nor overflow in float64.
 SAFE_TO_SQUARE = (1e-140, 1e140)
-"""Magnitudes whose squares, and sums of a block of them, neither vanish nor overflow in float64."""
 
 
 @dataclass
 class Tally:
     """What was counted in ``numel`` numbers. ``minimum`` to ``rms`` are over the finite ones; the moments are kept as
-    averages, which cannot overflow. ``first`` is the index of the first element that is not finite.
-    """
+    averages, which cannot overflow. ``first`` is the index of the first element that is not finite."""
 
     numel: int = 0
     nan: int = 0

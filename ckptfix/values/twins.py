@@ -1,8 +1,7 @@
 """Where else the same tensor was saved: in another set of weights of the container, or under a second name beside it.
 
 Trainers keep a moving average (EMA) of the weights beside the raw ones. Most write a second state_dict into the
-container; some write both into one, under other names. Writers that cannot store a tie write its tensor twice.
-"""
+container; some write both into one, under other names. Writers that cannot store a tie write its tensor twice."""
 
 from __future__ import annotations
 
@@ -13,20 +12,18 @@ from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 
+# First segments of the raw weights and of their average within one state_dict.
 _PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
-"""First segments of the raw weights and of their average within one state_dict."""
 
+# How the names of averages begin that stand beside the raw weights.
 _AVERAGED = ("ema_", *(averaged for _, averaged in _PREFIXES))
-"""How the names of averages begin that stand beside the raw weights."""
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "tok_embeddings.weight")
+# Names of the input and the output embedding of language models, which most of them tie.
 _HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight")
-"""Names of the input and the output embedding of language models, which most of them tie."""
 
 _TIED = (*_EMBEDDINGS, *_HEADS)
-
-SHARED = 0.9
-"""Share of the keys that two sets of weights have in common, from which on they are of one model."""
+SHARED = 0.9  # share of the keys that two sets of weights have in common, from which on they are of one model
 
 
 @dataclass(frozen=True)

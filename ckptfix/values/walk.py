@@ -2,8 +2,7 @@
 
 Neither the order of the dimensions nor a repeated element (stride 0) changes what numbers a tensor holds. So the scan
 goes through the storage once, from front to back, whatever the view; only the place of the first bad element needs
-the logical order.
-"""
+the logical order."""
 
 from __future__ import annotations
 
@@ -16,14 +15,9 @@ from ckptfix.bytes.sources import stream
 from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Array
 
-CHUNK = 1 << 22
-"""Bytes that are read in one go."""
-
-OVERLAP = 64
-"""How often, on average, a view may repeat the elements of its storage. More is no weight but an attack."""
-
-Dims = tuple[tuple[int, int], ...]
-"""Sizes and strides, in elements."""
+CHUNK = 1 << 22  # bytes that are read in one go
+OVERLAP = 64  # How often, on average, a view may repeat the elements of its storage. More is no weight but an attack.
+Dims = tuple[tuple[int, int], ...]  # sizes and strides, in elements
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,7 @@ class Walk:
         next.
 
         Of a run, those of the elements ``start`` to ``stop`` alone can be asked for. Raises ``UnreadableError`` if
-        the bytes are not in the file.
-        """
+        the bytes are not in the file."""
         storage, itemsize = self.spec.storage, self.spec.itemsize
         assert storage is not None, "a walk needs a storage"
         if self.is_run:

@@ -7,5 +7,4 @@ table       what is to be done with what (``zoo.toml``); ``survey`` and ``drafti
 planning    the jobs of a run
 job         one of them, as plain data; ``performing`` does it, and ``deciding`` says what is left to the user
 engine      all jobs in processes of this machine, within the memory that ``resources`` counts; ``cluster`` on Ray
-committing  outputs are put in place and written down in the ``manifest``, a journal in the ``workspace``
-"""
+committing  outputs are put in place and written down in the ``manifest``, a journal in the ``workspace``"""

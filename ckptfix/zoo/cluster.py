@@ -22,14 +22,11 @@ from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.manifest import version
 from ckptfix.zoo.resources import cost_of
 
-_PATIENCE, _RECOUNT = 10.0, 10.0
-"""Seconds that a cluster has to answer, and after which its nodes are counted again."""
+_PATIENCE, _RECOUNT = 10.0, 10.0  # seconds that a cluster has to answer, and after which its nodes are counted again
+_AHEAD = 2  # jobs in flight for each processor: one runs, and one is there when it ends
 
-_AHEAD = 2
-"""Jobs in flight for each processor: one runs, and one is there when it ends."""
-
+# How often a job is tried whose process dies, which may be its own fault, and one whose node does, which is not.
 _CRASHES, _LOSSES = 2, 5
-"""How often a job is tried whose process dies, which may be its own fault, and one whose node does, which is not."""
 
 
 @dataclass

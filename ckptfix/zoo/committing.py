@@ -43,8 +43,7 @@ def sha256_of_files(files: Iterable[tuple[str, Path]]) -> str:
 
 def copy_file(source: Path, goal: Path) -> int:
     """Copy a file with its permissions and times, inside the kernel if it can, which shares the blocks if the file
-    system can. Returns the number of bytes.
-    """
+    system can. Returns the number of bytes."""
     with source.open("rb", buffering=0) as old, goal.open("xb", buffering=0) as new:
         size = os.fstat(old.fileno()).st_size
         task = Task(f"copying {source}", size)
@@ -100,18 +99,14 @@ def forget(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-_MOST = 512
-"""Finished jobs after which a group is written down at once."""
-
-_LARGE = 1 << 20
-"""Bytes of an output whose pages are worth a call."""
+_MOST = 512  # finished jobs after which a group is written down at once
+_LARGE = 1 << 20  # bytes of an output whose pages are worth a call
 
 
 class Committer:
     """Takes what came of jobs and writes it down, in the order of arrival: in groups, and at the end, also after
     Ctrl-C. ``on_written`` gets each of them when nothing can undo it any more. ``left_over`` returns the outputs of an
-    earlier run that a record makes stale.
-    """
+    earlier run that a record makes stale."""
 
     def __init__(
         self,

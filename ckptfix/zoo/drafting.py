@@ -2,8 +2,7 @@
 
 ``survey`` opens each checkpoint and groups those of equal layout. A group is recognised by its exact structure, by a
 class, by telling keys, or by the names of its files. The table is written with the evidence, and with what is open.
-``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has telling names of other models.
-"""
+``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has telling names of other models."""
 
 from __future__ import annotations
 
@@ -34,10 +33,7 @@ from ckptfix.zoo.places import Place
 from ckptfix.zoo.survey import Group, Layout, Sight, gather, survey
 
 _FAMILIES = Path(__file__).with_name("families.toml")
-
-_BUILDERS = ("timm", "torchvision")
-"""Libraries whose models are known by what people call their files."""
-
+_BUILDERS = ("timm", "torchvision")  # libraries whose models are known by what people call their files
 _SHOWN = 4
 
 

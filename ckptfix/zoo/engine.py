@@ -27,9 +27,7 @@ from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
 from ckptfix.zoo.workspace import temporary_folder
 
-TICK = 0.25
-"""Seconds between two calls of ``on_wait``."""
-
+TICK = 0.25  # seconds between two calls of `on_wait`
 _PATIENCE, _SLOWEST = 1800.0, 1e6
 
 
@@ -56,9 +54,7 @@ def patience(job: Job) -> float:
     return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
 
 
-_AHEAD = 64
-"""Jobs that are considered if the next does not fit beside those that run."""
-
+_AHEAD = 64  # jobs that are considered if the next does not fit beside those that run
 _TAIL = 4096
 
 
@@ -280,12 +276,10 @@ class _Queue:
         return None
 
 
+# Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few
+# others.
 _NEW_OBJECTS = 5_000
-"""Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few
-others."""
-
-_EASY_PREY = b"600"
-"""If memory runs out, the kernel should end a worker and not the driver, nor another program."""
+_EASY_PREY = b"600"  # if memory runs out, the kernel should end a worker and not the driver, nor another program
 
 
 def main() -> None:

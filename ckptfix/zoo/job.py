@@ -14,8 +14,7 @@ from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.table import Treatment
 
-SOURCE = "source"
-"""The folder for a source that is not on this machine: files in it have the names of the zoo."""
+SOURCE = "source"  # the folder for a source that is not on this machine: files in it have the names of the zoo
 
 
 class Others(str, Enum):

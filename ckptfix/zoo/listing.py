@@ -39,12 +39,8 @@ from ckptfix.reading.torch_files.torch_legacy import MAGIC
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import Entry, Place
 
-HEAD = 4096
-"""Bytes of a file that are read; more are no better, since what tells comes first."""
-
-EXPANDED = 1 << 16
-"""Bytes that the head of a compressed file is expanded to, at most."""
-
+HEAD = 4096  # bytes of a file that are read; more are no better, since what tells comes first
+EXPANDED = 1 << 16  # bytes that the head of a compressed file is expanded to, at most
 _DEPTH = 3
 _DECODERS: dict[str, decoders.Decoder] = {"gzip": partial(zlib.decompressobj, zlib.MAX_WBITS | 16), "xz": decoders.xz}
 
@@ -150,9 +146,7 @@ def _tar(content: Content, depth: int) -> Looks:
     return Looks.CHECKPOINT if {"sys_info", "pickle"} <= names else Looks.DOUBTFUL
 
 
-ROOT = "."
-"""The name of a folder that is the whole zoo."""
-
+ROOT = "."  # the name of a folder that is the whole zoo
 _CHUNK = re.compile(r".*\.distcp", re.DOTALL)
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
 _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
@@ -356,9 +350,7 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-THREADS = 32
-"""Requests for first bytes that are under way at once, if files are not on this machine."""
-
+THREADS = 32  # requests for first bytes that are under way at once, if files are not on this machine
 ABSENT = "is in the list of files, and not there; correct the list"
 
 _REPOSITORY = frozenset({".git", ".hg", ".svn"})

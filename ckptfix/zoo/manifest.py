@@ -172,11 +172,8 @@ def _unwritten(path: Path, error: OSError) -> WriteError:
 
 
 MANIFEST, WEIGHTS, RENAMES = "manifest.jsonl", "weights.jsonl", "renames.json"
-OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)
-"""The files that a migration writes beside its outputs."""
-
-MANIFEST_VERSION = 1
-"""Grows when a field changes its meaning or goes away; new fields do not count."""
+OWN_NAMES = (MANIFEST, WEIGHTS, RENAMES)  # the files that a migration writes beside its outputs
+MANIFEST_VERSION = 1  # grows when a field changes its meaning or goes away; new fields do not count
 
 
 class Outcome(str, Enum):
@@ -275,6 +272,7 @@ _FIELDS = tuple(field.name for field in fields(Record))
 _LONG = "findings edits coverage smoke remarks error command decisions versions finished".split()
 _BRIEF: Mapping[str, Any] = {field.name: field.default for field in fields(Record) if field.name in _LONG}
 _LISTS = ("output_parts", "findings", "edits", "remarks", "decisions")
+# What a later run depends on. A manifest may have been edited.
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("source", "stamp", "settings"), (str,)),
     **dict.fromkeys(("output", "sha256", "output_sha256"), (str, type(None))),
@@ -283,7 +281,6 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "output_parts": (list, tuple),
     "decision": (dict, type(None)),
 }
-"""What a later run depends on. A manifest may have been edited."""
 
 
 def read_manifest(journal: Journal) -> Iterator[Record]:

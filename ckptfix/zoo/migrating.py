@@ -8,8 +8,7 @@
     close     workspace   the manifest in order, renames.json, nothing temporary left
 
 The driver reads no checkpoint. If anything kills it, the same command goes on where the manifest ends, and comes to the
-same tree.
-"""
+same tree."""
 
 from __future__ import annotations
 
@@ -36,11 +35,9 @@ from ckptfix.zoo.workspace import Workspace, opened
 
 BAD = (Outcome.UNREADABLE, Outcome.FAILED)
 
+# Seconds before an estimate is shown; and seconds, or the share of the work, after which it is.
 _QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
-"""Seconds before an estimate is shown; and seconds, or the share of the work, after which it is."""
-
-_EACH = 1_000_000
-"""Bytes that take as long as opening a file and writing its record."""
+_EACH = 1_000_000  # bytes that take as long as opening a file and writing its record
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,7 @@ class Summary:
         }
 
 
-MakeEngine = Callable[[Path], Engine]
-"""Makes the engine of a migration, with a folder for temporary files."""
+MakeEngine = Callable[[Path], Engine]  # makes the engine of a migration, with a folder for temporary files
 
 
 @dataclass(frozen=True)

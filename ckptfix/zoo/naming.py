@@ -16,12 +16,11 @@ from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.errors import UsageError
 from ckptfix.rules.wrong_name_hash import wrong_name_hash
 
-MIRRORED = "{folder}/{stem}{suffix}"
-"""The template that mirrors the tree of the sources."""
+MIRRORED = "{folder}/{stem}{suffix}"  # the template that mirrors the tree of the sources
 
+# What a template may hold: the folder below the root, the name without its suffix, the suffix (that of the format if
+# one is given), and the source's own name.
 FIELDS = ("folder", "stem", "suffix", "name")
-"""What a template may hold: the folder below the root, the name without its suffix, the suffix (that of the format if
-one is given), and the source's own name."""
 
 _PACKING = re.compile(r"(?:\.(?:gz|bz2|xz|zip))+$", re.IGNORECASE)
 _INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
@@ -34,11 +33,11 @@ _SUFFIX = re.compile(
 _DIGITS = r"(?P<hash>[0-9a-f]{8,64})(?=\.[^/]*\Z|\Z)"
 _USUAL = re.compile(rf"(?<=-){_DIGITS}")
 _ANY = re.compile(rf"(?:(?<=[-_.])|(?<![^/])){_DIGITS}")
+# What is hardly a hash: a date, a step, a word. One in 40 hashes of 8 digits has no letter in it.
 _NUMBER = re.compile(r"[0-9]+|[a-f]+")
-"""What is hardly a hash: a date, a step, a word. One in 40 hashes of 8 digits has no letter in it."""
 
+# The lengths of md5, uuid and sha1, which commits have too: a sha256 is never shortened to them.
 _OTHER_ALGORITHMS = (32, 40)
-"""The lengths of md5, uuid and sha1, which commits have too: a sha256 is never shortened to them."""
 
 
 def output_name(name: str, form: str | None = None, template: str = MIRRORED, *, is_folder: bool = False) -> str:
@@ -46,8 +45,7 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
 
     ``form`` is the format that is written, ``pth`` or ``safetensors``; None keeps that of the source. A packed file is
     unpacked, and the shards of an index, or a folder, become one file. Raises ``UsageError`` if the template leads out
-    of the root.
-    """
+    of the root."""
     folder, _, own = name.rpartition("/")
     stem, suffix = split_suffix(own, is_folder=is_folder)
     if form == "safetensors":
@@ -131,8 +129,7 @@ def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
 
     A pattern without ``/`` is about the last part of a name, wherever the file lies; one with ``/`` is about the whole
     name below the root. ``*`` and ``?`` stay inside of one part, ``**/`` is any number of folders, ``[…]`` are
-    characters, and a ``/`` at the end means all that lies in that folder.
-    """
+    characters, and a ``/`` at the end means all that lies in that folder."""
     return re.compile("|".join(map(_expression, patterns)) or r"(?!)", re.DOTALL)
 
 

@@ -3,8 +3,7 @@ machine, and on another node.
 
     fetch     a source that is not on this machine is copied to it
     treat     repaired as the table says, or copied bit for bit, in the scratch folder; hashed
-    deliver   put in place; or left in the scratch folder for the driver, which flushes many files in one go
-"""
+    deliver   put in place; or left in the scratch folder for the driver, which flushes many files in one go"""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.resources import Peak
 
+# Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is flushed
+# with others.
 SMALL = 64 << 20
-"""Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is
-flushed with others."""
 
+# Settings that an output has gone through already: the part of the source, and the format.
 _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
-"""Settings that an output has gone through already: the part of the source, and the format."""
 
 
 def treated(job: Job, path: Path, workplace: Workplace) -> Done:
@@ -209,8 +208,7 @@ def _with_name(job: Job, report: Report, sha256: str) -> Report:
 
 def perform(job: Job, scratch: Path) -> Done:
     """Do a job, below a folder for temporary files. It returns whatever the file is, and leaves nothing in the folder
-    but what is staged.
-    """
+    but what is staged."""
     began, peak = time.perf_counter(), Peak()
     workplace = Workplace(scratch, job.number)
     try:

@@ -31,24 +31,22 @@ SCHEMES = ("file://", "local://")
 
 WILD = frozenset("*?[")
 
+# The names of files that are not complete yet. Listings leave them out.
 TEMPORARY = re.compile(r"\.[^/]*\.ckptfix-tmp", re.DOTALL)
-"""The names of files that are not complete yet. Listings leave them out."""
+RESERVE = 1 << 20  # bytes that a disk keeps free: a full one fails the next writer, and in ways that are hard to read
 
-RESERVE = 1 << 20
-"""Bytes that a disk keeps free: a full one fails the next writer, and in ways that are hard to read."""
-
+# The schemes that show an upload, in one piece or in many, only when it is complete.
 ATOMIC = frozenset("s3 s3a gs gcs abfs abfss az adl hf oci oss".split())
-"""The schemes that show an upload, in one piece or in many, only when it is complete."""
 
 FETCHING: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 1},
     "s3a": {"max_concurrency": 1},
     "hf": {"block_size": 0},
 }
+# How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
+# way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
+# otherwise get, and count, a request for every 5 MB.
 SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
-"""How a file is transferred. s3fs holds each of its 50 MB parts in memory, ten at a time; here several files are under
-way at once, and memory is counted. One at a time is fetched as a stream. So is what comes from the hub, which would
-otherwise get, and count, a request for every 5 MB."""
 
 
 @dataclass(frozen=True, slots=True)

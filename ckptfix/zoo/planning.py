@@ -163,8 +163,7 @@ def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> 
     settings are the same, and the output is there in its size. What failed is tried again.
 
     A decision of an earlier run holds until there is another. A file in the place of an output that could not be
-    written is a decision too.
-    """
+    written is a decision too."""
     if (known.size, known.stamp, known.settings) != (job.item.size, job.item.stamp, job.settings):
         return Status.NEW
     if job.decision and _plain(job.decision) != _plain(known.decision or {}):

@@ -12,29 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 MEBI = 1 << 20
-
-_PROCESS = 64 * MEBI
-"""Python and ckptfix, and the block that bytes go through."""
-
-_PARSING, _MOST_PARSING = 4, 64 * MEBI
-"""Parsing may take this many times the size of a file, up to a limit."""
-
-_TORCH = 450 * MEBI
-"""A process that has torch."""
-
+_PROCESS = 64 * MEBI  # Python and ckptfix, and the block that bytes go through
+_PARSING, _MOST_PARSING = 4, 64 * MEBI  # parsing may take this many times the size of a file, up to a limit
+_TORCH = 450 * MEBI  # a process that has torch
 _SAFE_SHARE = 0.8
+_RESET_PEAK = b"5"  # what `clear_refs` takes to begin a new peak (https://docs.kernel.org/filesystems/proc.html)
 
-_RESET_PEAK = b"5"
-"""What ``clear_refs`` takes to begin a new peak (https://docs.kernel.org/filesystems/proc.html)."""
-
+# The files of a control group (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory).
 _FIRST_VERSION, _SECOND_VERSION = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ("memory.max", "memory.current"),
 )
-"""The files of a control group (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory)."""
 
+# Those with `total_` include the groups below; of the second version, all do.
 _CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
-"""Those with ``total_`` include the groups below; of the second version, all do."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +41,7 @@ def cost_of(size: int, runs_model: bool, fetches: bool) -> Cost:
 
     Bytes are copied and scanned in blocks, so that the size of a file hardly counts. If a model is built, both the
     worker and the forward test have torch, and the test holds model and weights. A file of another machine comes and
-    goes through a temporary file each.
-    """
+    goes through a temporary file each."""
     memory = _PROCESS + min(_PARSING * size, _MOST_PARSING)
     if runs_model:
         memory += 2 * _TORCH + 3 * size

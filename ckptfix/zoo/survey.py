@@ -33,16 +33,15 @@ from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.workspace import temporary_folder
 
-AHEAD = 8
-"""Copies of items that are being fetched, or wait for their turn, at the same time."""
+AHEAD = 8  # copies of items that are being fetched, or wait for their turn, at the same time
 
+# Attributes under which trainers hold the model: if all keys begin with one, the model is what follows.
 HOLDERS = frozenset(
     "model net network backbone encoder state_dict _model student teacher online_network learner".split()
 )
-"""Attributes under which trainers hold the model: if all keys begin with one, the model is what follows."""
 
+# Classes that say nothing of the model in them.
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
-"""Classes that say nothing of the model in them."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +244,10 @@ def _class(checkpoint: Checkpoint) -> str:
     return ""
 
 
-_ALIKE = 3
-"""Files whose names differ only in numbers, from which on a pattern stands for them."""
+_ALIKE = 3  # files whose names differ only in numbers, from which on a pattern stands for them
 
+# The parts of a name that change from one file of a run to the next: hashes and numbers.
 _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)
-"""The parts of a name that change from one file of a run to the next: hashes and numbers."""
 
 
 @dataclass(frozen=True)

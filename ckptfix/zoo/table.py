@@ -9,8 +9,7 @@
     match = "resnet50-*.pth"
     model = "torchvision.models:resnet50"
 
-The keys besides ``match`` and ``output`` are those of the configuration file, which are the options of ``repair``.
-"""
+The keys besides ``match`` and ``output`` are those of the configuration file, which are the options of ``repair``."""
 
 from __future__ import annotations
 
@@ -44,15 +43,11 @@ from ckptfix.modules.named import configuration_files
 from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
 
-FILE_NAME = "zoo.toml"
-"""What the table is called by default."""
-
+FILE_NAME = "zoo.toml"  # what the table is called by default
 _OF_DEFAULTS = toml_keys(Scope.REPAIR)
 _OF_FILES = toml_keys(Scope.REPAIR, Scope.ONE_FILE)
 TOP_KEYS = ("exclude", "defaults", "files")
-_SHOWN = 80
-"""Characters of its patterns that name a table in messages."""
-
+_SHOWN = 80  # characters of its patterns that name a table in messages
 _TARGET = ("model", "model_args", "like")
 
 
@@ -180,8 +175,7 @@ def plain_table(given: Mapping[str, Any] | None = None) -> Table:
 def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
     """Return the table of a file. ``given``, the flags of the command line, win over it.
 
-    Paths in it are relative to the file. Raises ``UsageError`` that names the file, the table and the key.
-    """
+    Paths in it are relative to the file. Raises ``UsageError`` that names the file, the table and the key."""
     document = parse_toml(path)
     for key in document:
         if key not in TOP_KEYS:

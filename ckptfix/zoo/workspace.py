@@ -23,17 +23,11 @@ from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers
 from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS, Journal
 from ckptfix.zoo.places import Place, walk_if_there
 
+# The folder for temporary files in a local destination. The next run removes what a killed run left in it.
 SCRATCH = ".ckptfix-tmp"
-"""The folder for temporary files in a local destination. The next run removes what a killed run left in it."""
-
-AWAY = "ckptfix-zoo-"
-"""The prefix of a temporary folder of this machine."""
-
-_YOUNG = 60.0
-"""Seconds for which a folder that no process holds may be one that is just being made."""
-
-_SHARE = 20
-"""Sending the journals may take one part in this many of the time, however large they become."""
+AWAY = "ckptfix-zoo-"  # the prefix of a temporary folder of this machine
+_YOUNG = 60.0  # seconds for which a folder that no process holds may be one that is just being made
+_SHARE = 20  # sending the journals may take one part in this many of the time, however large they become
 
 
 @dataclass
@@ -78,8 +72,7 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
     """Provide the workspace of a migration to this destination; its temporary files are gone at the end, its journals
     closed.
 
-    Raises ``UsageError`` if the destination is not empty and no migration, or is in use by another one.
-    """
+    Raises ``UsageError`` if the destination is not empty and no migration, or is in use by another one."""
     with ExitStack() as stack:
         folder = destination.root
         is_away = folder is None or dry_run

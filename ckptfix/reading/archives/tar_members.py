@@ -16,8 +16,8 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.archives.unpacking import Member
 
 RECORD = 512
+# Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there.
 MEMBER_LIMIT = 30_000
-"""Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there."""
 
 _HEAD = 512
 _NAME_LIMIT = 1 << 16

@@ -25,15 +25,13 @@ from ckptfix.core.progress import tell_slower
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 
+# Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
+# is handed on.
 MEMORY_LIMIT = 8 << 20
-"""Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
-is handed on."""
 
+# How much larger than its compressed form a file may be, once it has that many bytes.
 RATIO_LIMIT, RATIO_FLOOR = 50, 64 << 20
-"""How much larger than its compressed form a file may be, once it has that many bytes."""
-
-DISK_RESERVE = 1 << 30
-"""Bytes of the temporary folder's disk that are left free."""
+DISK_RESERVE = 1 << 30  # bytes of the temporary folder's disk that are left free
 
 
 class Expansion:
@@ -128,8 +126,8 @@ def expand(path: str, member: str, blocks: Blocks) -> Content:
     return content
 
 
+# Packed bytes that are taken at first, and at most, at a time; expanded bytes of a block.
 _FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 1 << 20
-"""Packed bytes that are taken at first, and at most, at a time; expanded bytes of a block."""
 
 
 @dataclass
@@ -208,11 +206,11 @@ def _decode(decoder: Any, packed: bytes, limit: Callable[[], int]) -> Iterator[b
             return
 
 
+# Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment.
 _HEADER, _HEADER_LIMIT = 1 << 9, 1 << 17
-"""Bytes in which a gzip header ends in most files, and in all: it may name the file, and have a comment."""
 
+# Streams that may follow each other; more of them have to expand to that many bytes each. bgzip has 64 KB in one.
 _STREAMS, _STREAM = 10_000, 512
-"""Streams that may follow each other; more of them have to expand to that many bytes each. bgzip has 64 KB in one."""
 
 _GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
 

@@ -24,19 +24,13 @@ from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_me
 from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
 from ckptfix.reading.sniffing import is_torch_tar
 
-DEPTH_LIMIT = 4
-"""How many wrappers may be around a checkpoint: a ``.zip`` of a ``.tar.gz`` of a ``.pth.gz`` has four."""
-
-_PATH_LIMIT = 4096
-"""Characters of a name that may tell what an archive is; no system makes a file of a longer path."""
-
-_NAMED = 6
-"""Files of an archive that an error names."""
-
+DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
+_PATH_LIMIT = 4096  # characters of a name that may tell what an archive is; no system makes a file of a longer path
+_NAMED = 6  # files of an archive that an error names
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
+# What stable-baselines3 puts beside the weights, which it calls `policy.pth`.
 _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
-"""What stable-baselines3 puts beside the weights, which it calls ``policy.pth``."""
 
 _PICKLE = re.compile(
     rb"\x80[\0-\5]"  # protocol 2 and on
@@ -45,6 +39,7 @@ _PICKLE = re.compile(
 )
 
 
+# How files of packers begin that are named and not unpacked.
 FOREIGN = {
     b"7z\xbc\xaf\x27\x1c": "7-Zip",
     b"Rar!\x1a\x07": "RAR",
@@ -53,7 +48,6 @@ FOREIGN = {
     b"\x5d\0\0\x80\0": "LZMA without xz (.lzma)",
     b"\x1f\x9d": "compress (.Z)",
 }
-"""How files of packers begin that are named and not unpacked."""
 
 
 def unwrap(content: Content, member: str | None = None) -> Content:
@@ -62,8 +56,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
 
     ``member`` picks one of several files by its name in the archive. What could be had of a damaged wrapper is given,
     and ``Content.damage`` says what is wrong. Raises ``UnreadableError`` if nothing could be had, ``HostileError``
-    for bombs, and ``UsageError`` where several files could be meant.
-    """
+    for bombs, and ``UsageError`` where several files could be meant."""
     wanted, outer = member, content.path
     damage: list[Fact] = []
     for _ in range(DEPTH_LIMIT + 1):
@@ -171,11 +164,10 @@ def _printable(name: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in name)
 
 
-OVERLAP_LIMIT = 4
-"""How many times the archive its files may take: a damaged entry or two may claim any size."""
+OVERLAP_LIMIT = 4  # how many times the archive its files may take: a damaged entry or two may claim any size
 
+# Members packed by bzip2 whose first bytes are looked at: each has a whole block of 900 KB to be expanded.
 COSTLY_LIMIT = 100
-"""Members packed by bzip2 whose first bytes are looked at: each has a whole block of 900 KB to be expanded."""
 
 _HEAD = 512
 _OF_TORCH = re.compile(

@@ -16,14 +16,11 @@ from ckptfix.bytes.decoders import METHODS
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError
 
-HEADER = struct.Struct("<4s5H3I2H")
-"""What is before each member; its name and an extra field follow."""
+HEADER = struct.Struct("<4s5H3I2H")  # what is before each member; its name and an extra field follow
+_USUAL = 128  # bytes of a header that are looked at in one go: few names are longer
 
-_USUAL = 128
-"""Bytes of a header that are looked at in one go: few names are longer."""
-
+# Checksum and both sizes after a member, of 4 or (zip64) 8 bytes, with and without a signature.
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
-"""Checksum and both sizes after a member, of 4 or (zip64) 8 bytes, with and without a signature."""
 
 
 @dataclass(slots=True)
@@ -124,36 +121,21 @@ def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
     return (form.unpack_from(raw)[-3:] for form in DESCRIPTORS if len(raw) >= form.size)
 
 
-END = struct.Struct("<4s4H2LH")
-"""The record at the end of an archive."""
+END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
+END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two records that zip64 has before it
+ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
+_TAIL = 65535 + END.size + LOCATOR.size  # the end record has a comment of at most 65535 bytes after it
+_FEW = 256  # bytes that are looked at first: few archives have a comment
+_PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")  # where a torch file keeps its storages
+_LARGEST = 64 << 20  # bytes of a damaged directory that are looked at
 
-END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
-"""The two records that zip64 has before it."""
-
-ENTRY = struct.Struct("<4s6H3L5H2L")
-"""An entry of the directory; its name, an extra field and a comment follow."""
-
-_TAIL = 65535 + END.size + LOCATOR.size
-"""The end record has a comment of at most 65535 bytes after it."""
-
-_FEW = 256
-"""Bytes that are looked at first: few archives have a comment."""
-
-_PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")
-"""Where a torch file keeps its storages."""
-
-_LARGEST = 64 << 20
-"""Bytes of a damaged directory that are looked at."""
-
+# What every archive of torch.package has below its root: the modules that it does not bring along.
 PACKAGE_MARK = ".data/extern_modules"
-"""What every archive of torch.package has below its root: the modules that it does not bring along."""
 
 EXPORT_MARK = "archive_format"
+# What every archive of torch.export has below its root, and what says the names of its weights, if it has any.
 _EXPORTED = re.compile(r"[^/]+/data/weights/[^/]*_weights_config\.json")
-"""What every archive of torch.export has below its root, and what says the names of its weights, if it has any."""
-
-_LATEST = 63
-"""The version of the format, 6.3, up to which ``zipfile`` reads a member."""
+_LATEST = 63  # the version of the format, 6.3, up to which `zipfile` reads a member
 
 
 class _Directory(NamedTuple):
@@ -165,8 +147,8 @@ class _Directory(NamedTuple):
     members: list[Member] | None
 
 
+# The directories by archive: each test of what a file is reads its names, and it may have a hundred thousand.
 _known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
-"""The directories by archive: each test of what a file is reads its names, and it may have a hundred thousand."""
 
 
 def member_names(content: Content) -> list[str]:

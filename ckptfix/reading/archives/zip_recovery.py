@@ -172,8 +172,7 @@ def _member(content: Content, header: int, start: int) -> Member:
     return Member(plain_name(name.partition("\0")[0]), name, flags, method, crc, packed, size, header)
 
 
-_LOOK = 1 << 13
-"""Bytes that a look at a claim counts as, beside those that are looked at."""
+_LOOK = 1 << 13  # bytes that a look at a claim counts as, beside those that are looked at
 
 
 @dataclass(frozen=True)
@@ -218,24 +217,18 @@ class Proof:
 
 
 NAMED_LIMIT = 3
-HEADER_RECORD, ENTRY_RECORD = "header", "entry"
-"""Which record of a member is damaged."""
+HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # which record of a member is damaged
+CANDIDATES = 8  # headers of one name that are looked at
+NOWHERE = -1  # the place of a member that no header is found for
 
-CANDIDATES = 8
-"""Headers of one name that are looked at."""
-
-NOWHERE = -1
-"""The place of a member that no header is found for."""
-
+# The names of a torch file's members; storages are numbered from 0 on, in old files by where they lay in memory.
 _RECORD = re.compile(
     r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
     r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))",
     re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
 )
-"""The names of a torch file's members; storages are numbered from 0 on, in old files by where they lay in memory."""
 
-_PLACE_DIGITS = 10
-"""Digits of a number that is such a place."""
+_PLACE_DIGITS = 10  # digits of a number that is such a place
 
 
 @dataclass
@@ -478,8 +471,7 @@ def _shown(name: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])
 
 
-_RECORDS64 = END64.size + LOCATOR.size
-"""Bytes of what zip64 has before the end record."""
+_RECORDS64 = END64.size + LOCATOR.size  # bytes of what zip64 has before the end record
 
 
 def list_members(content: Content) -> ZipIndex:

@@ -124,8 +124,7 @@ class _Placed:
     """A chunk as runs of bytes that are together both in it and in the whole tensor.
 
     From the innermost dimension outwards, dimensions that the chunk spans in full are one run; the next one outwards
-    belongs to it too, as far as the chunk goes. The dimensions outside of it count the runs.
-    """
+    belongs to it too, as far as the chunk goes. The dimensions outside of it count the runs."""
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, box: Box, source: ByteSource) -> None:
         self.source = source

@@ -48,8 +48,7 @@ class Location:
 class StoredTensor:
     """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
 
-    A chunk that several ranks saved is there several times.
-    """
+    A chunk that several ranks saved is there several times."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,8 +80,7 @@ class StoredObject:
 @dataclass(frozen=True)
 class StoredMetadata:
     """What a ``.metadata`` file says: the items by flat name, in the order in which they were saved, and the path of
-    each in the container.
-    """
+    each in the container."""
 
     items: Mapping[str, StoredTensor | StoredObject]
     paths: Mapping[str, tuple[PathPart, ...]]
@@ -204,8 +202,7 @@ def _metadata_files(folder: Path) -> list[Path]:
 def read_folder(folder: Path, salvage: bool) -> Document:
     """Return the document of a folder: the container that was saved, nested as it was.
 
-    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` if none is whole.
-    """
+    Tensors in files that are missing or damaged are torn. Raises ``UnreadableError`` if none is whole."""
     if not _metadata_files(folder):
         unfinished = any(folder.glob("*.metadata.tmp"))
         hint = "files that begin with a dot are easily missed: fetch it too"

@@ -27,25 +27,25 @@ class FolderFormat:
     read: Callable[[Path, bool], Document]
 
 
+# Every format that is a folder, in the order in which a folder is asked.
 FOLDER_FORMATS = (
     FolderFormat(dcp.NAME, dcp.looks_like, dcp.read_folder),
     FolderFormat(exploded.NAME, exploded.looks_like, exploded.read_folder),
     FolderFormat(dcp_safetensors.NAME, dcp_safetensors.looks_like, dcp_safetensors.read_folder),
     FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
 )
-"""Every format that is a folder, in the order in which a folder is asked."""
 
+# What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
 COMMON = ("meta.pt", "common.pt")
-"""What Lightning and Megatron (``torch_dist``) call the file with the rest of a checkpoint, beside the chunks."""
 
+# How names of checkpoints end; looked at only to say which file of a folder may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
-"""How names of checkpoints end; looked at only to say which file of a folder may be meant."""
 
+# Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder.
 WEIGHTS = frozenset(
     "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
     "adapter_model.safetensors adapter_model.bin".split()
 )
-"""Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder."""
 
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _LISTED = 6
@@ -66,14 +66,14 @@ def weights_file(path: str) -> str | None:
     return str(folder / names[0])
 
 
+# The same, and the indexes of shards, in the order in which these libraries look for them in a repository, which may
+# hold the same weights in several formats.
 IN_REPOSITORIES = (
     *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")),
     *(f"diffusion_pytorch_model.{kind}{end}" for kind in ("safetensors", "bin") for end in ("", ".index.json")),
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-"""The same, and the indexes of shards, in the order in which these libraries look for them in a repository, which may
-hold the same weights in several formats."""
 
 
 def weights_url(url: str) -> str:

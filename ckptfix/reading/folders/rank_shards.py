@@ -16,8 +16,8 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
 
+# Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
-"""Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3."""
 
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
@@ -36,8 +36,7 @@ FLAT_REMEDY = (
 @dataclass(frozen=True)
 class RankShard:
     """What a file holds instead of weights, as a clause after its name; what would consolidate it; the keys in
-    question.
-    """
+    question."""
 
     what: str
     remedy: str
@@ -47,8 +46,7 @@ class RankShard:
 def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     """Return what part of a distributed checkpoint a file is; None for one that is whole by itself.
 
-    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty if none was found.
-    """
+    ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty if none was found."""
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
         what = "is the .metadata of torch.distributed.checkpoint, which says what is in the .distcp files beside it"
         return RankShard(what, "name its folder instead")
@@ -120,8 +118,7 @@ def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to
     be.
 
-    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
-    """
+    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight."""
     shapes = {key: value.shape for key, value in entries.items() if isinstance(value, TensorSpec)}
     empty = tuple(key for key, shape in shapes.items() if shape == (0,) and _is_weight(key))
     if not empty or (isinstance(root, dict) and any(note in root for note in _DEEPSPEED)):

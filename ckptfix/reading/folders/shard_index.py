@@ -20,11 +20,8 @@ from ckptfix.errors import HostileError, UnreadableError
 
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
-PACKED = (".gz", ".bz2", ".xz")
-"""How the names of shards end that were compressed one by one."""
-
-INDEX_LIMIT = 256 << 20
-"""Bytes of the largest index that is parsed; a million keys take a third of it."""
+PACKED = (".gz", ".bz2", ".xz")  # how the names of shards end that were compressed one by one
+INDEX_LIMIT = 256 << 20  # bytes of the largest index that is parsed; a million keys take a third of it
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ class Numbering:
 @dataclass(frozen=True)
 class ShardIndex:
     """Which key is in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
-    in bytes.
-    """
+    in bytes."""
 
     path: str
     weight_map: Mapping[str, str]
@@ -70,8 +66,8 @@ class ShardIndex:
         return list(dict.fromkeys(self.weight_map.values()))
 
 
+# How an index without a `weight_map` begins, which accelerate takes too: `{key: file}`.
 _FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|bin|pt|pth)"\s*[,}]')
-"""How an index without a ``weight_map`` begins, which accelerate takes too: ``{key: file}``."""
 
 
 def is_index(content: Content) -> bool:
@@ -191,8 +187,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     """Return the path of a file that ``said_by`` names, once it is known to stay in the folder.
 
     Links are followed: one may lead into the folder, or to where the naming file itself really is, which is how the
-    cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out.
-    """
+    cache of the Hugging Face hub keeps all files of a snapshot. Raises ``HostileError`` for every other way out."""
     names = (PurePosixPath(name), PureWindowsPath(name))
     absolute = any(path.drive or path.root for path in names)
     if not name or "\0" in name or absolute or any(".." in path.parts for path in names):

@@ -85,8 +85,8 @@ def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
 
 
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
+# Where a folder has several indexes, the one that transformers takes.
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Where a folder has several indexes, the one that transformers takes."""
 
 
 def sniff(content: Content) -> bool:

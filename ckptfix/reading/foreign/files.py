@@ -28,39 +28,29 @@ from ckptfix.reading.foreign.known import remedy, signatures
 _RIGHT = "is it the right file?"
 _HDF5 = "open it with h5py or Keras and save its arrays from there"
 
+# The end of a table of LevelDB (`table/format.h`), the form of a TensorFlow checkpoint's index.
 _TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
-"""The end of a table of LevelDB (``table/format.h``), the form of a TensorFlow checkpoint's index."""
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _BASE64 = re.compile(rb"(data:[\w/.+-]*;base64,)?([A-Za-z0-9+/\s]{64,})")
+# The body of an HTTP answer (RFC 9112, section 7.1): each chunk follows its size.
 _CHUNKED = re.compile(
     rb"(?:HTTP/.{1,60000}?\r\n\r\n)?[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]{0,200})?\r\n(.{1,512})", re.DOTALL
 )
-"""The body of an HTTP answer (RFC 9112, section 7.1): each chunk follows its size."""
 
-_SIGNS = 16
-"""Signs of a changed encoding that are no accident."""
-
-_SCANNED = 64 << 20
-"""Bytes from which it is believed that all of a file is UTF-8."""
-
+_SIGNS = 16  # signs of a changed encoding that are no accident
+_SCANNED = 64 << 20  # bytes from which it is believed that all of a file is UTF-8
 _MANGLED = (b"version: 1\r\n", b"\x80\x02\x8a\r\n")
+# Suffixes of downloads that go on.
 UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomplete .aria2 .!ut .!qb".split())
-"""Suffixes of downloads that go on."""
 
 _ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
 _ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
 _JOBLIB = "load it with joblib.load, if you trust where it is from, and save its arrays as a state_dict"
-
-_LEAST_TEXT = 8
-"""Bytes from which on it is no accident that all of them are letters."""
-
-_ZERO_HEAD = 64
-"""Zeros at the start from which on it is no accident."""
-
+_LEAST_TEXT = 8  # bytes from which on it is no accident that all of them are letters
+_ZERO_HEAD = 64  # zeros at the start from which on it is no accident
 _NOISE = 4096
-_EVEN = 7.9
-"""Bits in a byte from which on bytes look random; weights in float32 have fewer than 7.5."""
+_EVEN = 7.9  # bits in a byte from which on bytes look random; weights in float32 have fewer than 7.5
 
 
 def name_foreign_file(content: Content) -> str | None:
@@ -243,12 +233,11 @@ def describe_unknown(content: Content) -> str:
     return _by_name(content) or _zero_head(content) or _noise(content) or plain
 
 
+# In the order in which they are asked.
 _NAMERS: tuple[Callable[[Content], str | None], ...] = (_zeros, name_mangled, _transcoded, _joblib, _signed, _text)
-"""In the order in which they are asked."""
 
 
-SEARCHED = 1 << 16
-"""Bytes at the start of a file in which a checkpoint may begin after something else."""
+SEARCHED = 1 << 16  # bytes at the start of a file in which a checkpoint may begin after something else
 
 _ZIP = re.compile(
     rb"PK\x03\x04.{26}[^\0]{0,1024}?(data\.pkl|model\.json|version|constants\.pkl|data/\d|code/)", re.DOTALL
@@ -257,8 +246,7 @@ _LEGACY = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\
 _SAFETENSORS = re.compile(rb"(?=(.{6}\0\0)\{\s*\")", re.DOTALL)
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF")
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
-_MANGLED_LINES = 4
-"""Line feeds, all of them after a carriage return, that are no accident."""
+_MANGLED_LINES = 4  # line feeds, all of them after a carriage return, that are no accident
 
 
 @dataclass(frozen=True)
@@ -324,17 +312,11 @@ def _starts(content: Content) -> Iterator[int]:
             yield match.start()
 
 
-READ = 1 << 16
-"""Bytes of a text that are looked at."""
-
+READ = 1 << 16  # bytes of a text that are looked at
 AGAIN = "check the address and the right to read it, and download the file again"
-_MARKUP = 1 << 14
-"""Letters of a page in which its title is looked for."""
-
+_MARKUP = 1 << 14  # letters of a page in which its title is looked for
 _QUOTED = 120
-_ANSWER = 400
-"""Letters of the longest text that may be a server's answer as a whole."""
-
+_ANSWER = 400  # letters of the longest text that may be a server's answer as a whole
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _CONTROL = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _LFS = re.compile(r"version https://git-lfs\.github\.com/spec/")
@@ -425,8 +407,7 @@ def _json(text: str, size: int) -> str | None:
 
 _FAULTS = ("error", "errors", "error_description", "Error", "fault")
 _SAID = ("message", "Message", "detail", "msg", "title", "reason", "description")
-_FEW = 8
-"""Members of an object up to which a message in it is all that it has to say."""
+_FEW = 8  # members of an object up to which a message in it is all that it has to say
 
 
 def _complaints(answer: dict[str, Any]) -> Iterator[str]:
@@ -482,6 +463,7 @@ def _title(page: str) -> str:
     return ""
 
 
+# How texts begin that have a name.
 _KNOWN = (
     (re.compile(r"-----BEGIN PGP"), "encrypted by PGP; decrypt it first"),
     (re.compile(r"age-encryption\.org/"), "encrypted by age; decrypt it first"),
@@ -492,7 +474,6 @@ _KNOWN = (
     ),
     (re.compile(r"\[(net|convolutional)\]"), "a Darknet configuration and not its weights; name the .weights file"),
 )
-"""How texts begin that have a name."""
 
 
 def _known(text: str, size: int) -> str | None:

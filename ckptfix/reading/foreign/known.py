@@ -11,9 +11,9 @@ from typing import Any
 
 from ckptfix.core.config import parse_toml
 
+# Tables of folders and archives: those in which single files look like checkpoints and none of them is the whole, and
+# those that have nothing of a checkpoint of PyTorch in them.
 PARTS, BUNDLES = "parts", "bundles"
-"""Tables of folders and archives: those in which single files look like checkpoints and none of them is the whole, and
-those that have nothing of a checkpoint of PyTorch in them."""
 
 _NUMBER, _LETTER = r"[\x80-\xff]{0,4}[\0-\x7f]", r"[\x20-\x7e]"
 _NODE = rf"\n{_NUMBER}\n{_NUMBER}{_LETTER}"

@@ -15,14 +15,11 @@ from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.document import Document
 
-_SCHEDULER = {"last_epoch", "_step_count"}
-"""What every ``LRScheduler.state_dict`` has."""
+_SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict` has
 
+# Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox.
 _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
-"""Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox."""
-
-_NODES = 1000
-"""Values that are looked at for the state of an optimizer, those at the top first."""
+_NODES = 1000  # values that are looked at for the state of an optimizer, those at the top first
 
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:

@@ -12,9 +12,9 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.reading.pickles.stream import MalformedError
 
+# Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
+# Smaller ones are genuine: `torch.save` keeps an expanded tensor as it is.
 EXPANDED_LIMIT = 1 << 30
-"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an
-attack. Smaller ones are genuine: ``torch.save`` keeps an expanded tensor as it is."""
 
 
 @dataclass(eq=False, slots=True)

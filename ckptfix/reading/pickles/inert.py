@@ -27,23 +27,22 @@ from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked
 from ckptfix.reading.pickles.payload import is_graph_code, is_known, is_union
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
-NAME_LIMIT = 1000
-"""Characters of a dotted name that getattr builds."""
+NAME_LIMIT = 1000  # characters of a dotted name that getattr builds
 
+# Modules of Python 2 that have another name since.
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
-"""Modules of Python 2 that have another name since."""
 
 
+# Calls that go through what they are handed.
 _CONSUMERS = frozenset(
     "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.dict builtins.bytes builtins.bytearray "
     "builtins.enumerate builtins.zip collections.deque collections.Counter collections.OrderedDict".split()
 )
-"""Calls that go through what they are handed."""
 
+# Classes of tensors that `weights_only` knows.
 _PLAIN_TENSORS = frozenset(
     "torch.Tensor torch.nn.parameter.Parameter torch.nested._internal.nested_tensor.NestedTensor".split()
 )
-"""Classes of tensors that ``weights_only`` knows."""
 
 _NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
 
@@ -243,8 +242,7 @@ class InertTable:
 
     def from_numpy(self, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
         """``_rebuild_device_tensor_from_numpy`` and ``_rebuild_xla_tensor``: a tensor of an XLA or similar device,
-        saved as an array.
-        """
+        saved as an array."""
         spec = data.spec(self.path) if isinstance(data, NumpyArray) else data
         if not isinstance(spec, TensorSpec):
             return NotImplemented
@@ -270,14 +268,12 @@ class InertTable:
 
     def package_graph_module(self, body: Any, *_: Any) -> Any:
         """``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package calls it: the
-        code lies in a file of the package.
-        """
+        code lies in a file of the package."""
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), state=body)
 
     def persistent(self, meta: Any, *_: Any) -> Any:
         """``torch_utils.persistence._reconstruct_persistent_obj`` of StyleGAN2-ADA and StyleGAN3: a module whose source
-        is in the file beside its state. The source stays text.
-        """
+        is in the file beside its state. The source stays text."""
         pairs = meta.pairs if isinstance(meta, Opaque) else meta if isinstance(meta, dict) else {}
         if not isinstance(pairs.get("state"), dict) or not isinstance(pairs.get("class_name"), str):
             return NotImplemented
@@ -361,8 +357,7 @@ def encode(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
 
 def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
     """``copyreg._reconstructor(cls, base, state)``: an object of protocol 0 or 1; ``state`` fills a list, dict or
-    number base.
-    """
+    number base."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = table.call(cls, ())
@@ -381,8 +376,7 @@ def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
     """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide the name of a
-    function.
-    """
+    function."""
     if not isinstance(owner, Global) or not isinstance(name, str):
         return NotImplemented
     if len(owner.name) + len(name) > NAME_LIMIT:

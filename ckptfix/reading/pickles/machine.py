@@ -6,8 +6,7 @@ table which inert value represents the result (``inert``). What the table does n
 All protocols from 0 to 5 are read, including the byte strings of Python 2 (``python2_text``).
 
 Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
-(``ckptfix.bytes.limits``).
-"""
+(``ckptfix.bytes.limits``)."""
 
 from __future__ import annotations
 
@@ -31,27 +30,15 @@ from ckptfix.reading.pickles.stream import (
 )
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError)
+_STRIDE = 1 << 14  # Opcodes between two checks of the limits. One opcode puts one value on the stack.
+_LONGEST = 5  # bytes of the longest opcode of those that are done in line, with its number
+_MARK = 80  # bytes of a mark and of the list of the values after it
+_GLOBAL = 400  # bytes of the name of a class or function, beside its text
 
-_STRIDE = 1 << 14
-"""Opcodes between two checks of the limits. One opcode puts one value on the stack."""
-
-_LONGEST = 5
-"""Bytes of the longest opcode of those that are done in line, with its number."""
-
-_MARK = 80
-"""Bytes of a mark and of the list of the values after it."""
-
-_GLOBAL = 400
-"""Bytes of the name of a class or function, beside its text."""
-
+# Digits of a number in text; Python's own limit is not much higher, and its message speaks of the interpreter.
 _NUMBER_DIGITS = 4000
-"""Digits of a number in text; Python's own limit is not much higher, and its message speaks of the interpreter."""
-
-FAR = 120
-"""Bytes of an entry of the memo outside of the row."""
-
-Call = Callable[[Global, tuple[Any, ...]], Any]
-"""Gives the inert value that stands for calling a global with arguments."""
+FAR = 120  # bytes of an entry of the memo outside of the row
+Call = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value that stands for calling a global with arguments
 
 
 class Memo:
@@ -143,8 +130,7 @@ class PickleMachine(PickleStream):
     @property
     def has_misfits(self) -> bool:
         """Whether a pickle that was read to its end is one that no pickler writes: bytes are missing in it, or too
-        many.
-        """
+        many."""
         return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:
@@ -413,8 +399,7 @@ class PickleMachine(PickleStream):
             self.bounds.spend(getsizeof(target) - before)
 
 
-_LOOKED_UP = frozenset({"__setstate__", "append", "extend", "add"})
-"""Attributes of an object that the unpickler calls."""
+_LOOKED_UP = frozenset({"__setstate__", "append", "extend", "add"})  # attributes of an object that the unpickler calls
 
 
 def _is_armed(state: Any) -> bool:
@@ -642,8 +627,7 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
 }
 _HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
 
+# The opcodes that `torch.load(weights_only=True)` knows beside STOP: those of protocol 2, and EMPTY_SET
+# (`torch/_weights_only_unpickler.py`).
 _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr\x80")
-"""The opcodes that ``torch.load(weights_only=True)`` knows beside STOP: those of protocol 2, and EMPTY_SET
-(``torch/_weights_only_unpickler.py``).
-"""
 _REFUSED = [code for code, handler in enumerate(_HANDLERS) if handler is not None and code not in _WEIGHTS_ONLY]

@@ -23,6 +23,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global
 from ckptfix.errors import HostileError, UnreadableError
 
+# The modules of the standard library of all Pythons from 2.7 to 3.14, without underscores in front.
 STDLIB = frozenset(
     """BaseHTTPServer Bastion CGIHTTPServer Canvas ConfigParser Cookie DocXMLRPCServer HTMLParser MimeWriter Queue
     ScrolledText SimpleHTTPServer SimpleXMLRPCServer SocketServer StringIO Tix Tkinter UserDict UserList UserString
@@ -53,35 +54,35 @@ STDLIB = frozenset(
     weakrefset webbrowser whichdb winapi winreg winsound wsgiref xdrlib xml xmllib xmlrpc xmlrpclib
     xxsubinterpreters xxtestfuzz zipapp zipfile zipimport zlib zoneinfo zstd""".split()
 )
-"""The modules of the standard library of all Pythons from 2.7 to 3.14, without underscores in front."""
 
+# Those of them that people call their own modules.
 COMMON_NAMES = frozenset("calendar chunk code new parser profile queue symbol test token trace user".split())
-"""Those of them that people call their own modules."""
 
+# Packages of which no checkpoint needs more than a class that is trusted by name.
 HARMFUL = frozenset(
     """aiohttp cffi cloudpickle dill distutils fabric fickling fsspec invoke IPython joblib modelscan paramiko
     jsonpickle pexpect picklescan pip pkg_resources pudb pytest requests setuptools sh smart_open""".split()
 )
-"""Packages of which no checkpoint needs more than a class that is trusted by name."""
 
+# Packages whose classes checkpoints hold, and on whose functions an attack may count.
 PACKAGES = frozenset(
     """yaml sklearn pandas scipy tensorflow keras jax transformers nltk cv2 PIL h5py matplotlib hydra sympy torchvision
     torchaudio diffusers timm accelerate""".split()
 )
-"""Packages whose classes checkpoints hold, and on whose functions an attack may count."""
 
+# Built-in functions that no checkpoint even names.
 BUILTINS = frozenset(
     "eval exec execfile compile open file __import__ apply input raw_input setattr delattr globals locals vars "
     "breakpoint exit quit reload __build_class__ help license credits copyright intern".split()
 )
-"""Built-in functions that no checkpoint even names."""
 
+# Modules whose functions do no harm as long as they are not called.
 NAMEABLE = frozenset(
     """abc bisect builtins cmath collections copy dataclasses datetime decimal enum fractions functools heapq itertools
     json math numbers operator random re statistics string time typing""".split()
 )
-"""Modules whose functions do no harm as long as they are not called."""
 
+# Names, or their beginnings, that load files, build code or call by name.
 CALLERS = frozenset(
     """operator.attrgetter operator.methodcaller operator.call types.CodeType types.FunctionType
     code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile trace.Trace
@@ -96,20 +97,16 @@ CALLERS = frozenset(
     torch.utils.data.datapipes torch.jit.unsupported_tensor_ops torch.jit._serialization torch._C.import_ir_module
     torch._C.PyTorchFileReader torch._C.PyTorchFileWriter torch._ops._Ops torch._ops.load_library""".split()
 )
-"""Names, or their beginnings, that load files, build code or call by name."""
 
+# Modules that give an attack away wherever they are in a dotted name: `mylib.os.system`.
 ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
-"""Modules that give an attack away wherever they are in a dotted name: ``mylib.os.system``."""
 
+# What builds a `torch.fx.GraphModule` from code that the file holds as text.
 STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
-"""What builds a ``torch.fx.GraphModule`` from code that the file holds as text."""
-
-GRAPH_CODE = "the code of a torch.fx graph"
-"""How an edit names that code."""
-
+GRAPH_CODE = "the code of a torch.fx graph"  # how an edit names that code
 _NAMED = 4
+# Modules of torch that are called as some of the standard library.
 _TORCH_MODULES = frozenset("functools graph multiprocessing queue random signal token types".split())
-"""Modules of torch that are called as some of the standard library."""
 
 _PYTHON_2 = {
     "__builtin__": "builtins",
@@ -122,8 +119,8 @@ _PYTHON_2 = {
     "_functools": "functools",
 }
 _MOVED = re.compile(r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)")
+# A class that another release of torch may have: not trusted by name, and nothing that an attack could use.
 _TORCH_CLASS = re.compile(r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\._?[A-Z]\w*")
-"""A class that another release of torch may have: not trusted by name, and nothing that an attack could use."""
 
 _NUMBER = re.compile(
     r"numpy\.(u?int|float|complex|bool|str|bytes|datetime|timedelta|void|long|half)[a-z]*\d*_?|numpy\.dtypes\.\w+DType"
@@ -222,8 +219,7 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
     """Return one remark for each global that is there only to run code, and for each other one that is not trusted,
     such as the user's own classes. A name that ends in ``()`` was called to run code.
 
-    A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``.
-    """
+    A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``."""
     names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
     remarks = [Fact.of(Kind.PAYLOAD, "pickle", name=name) for name in sorted(found)]
@@ -251,9 +247,7 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
         ) from error
 
 
-LENGTH_LIMIT = 8 << 20
-"""Characters of code that are looked at; graphs of the largest models stay far below."""
-
+LENGTH_LIMIT = 8 << 20  # characters of code that are looked at; graphs of the largest models stay far below
 _IGNORED = re.compile(r"#[^\n]*")
 _STRING = re.compile(r"(?i:\b[rbuf]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")")
 _WORDS = re.compile(r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?")

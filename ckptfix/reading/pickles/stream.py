@@ -8,8 +8,7 @@ from typing import Protocol
 
 from ckptfix.errors import UnreadableError
 
-_WINDOW = 1 << 16
-"""Bytes of a file that are read at a time."""
+_WINDOW = 1 << 16  # bytes of a file that are read at a time
 
 
 class MalformedError(ValueError):

@@ -20,34 +20,31 @@ from ckptfix.reading.pickles.machine import PickleMachine
 from ckptfix.reading.pickles.payload import name_calls
 from ckptfix.reading.pickles.stream import Bytes, MalformedError
 
+# Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's `str`.
 _TEXT_ID = re.compile(
     r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
     r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
     r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)",
     re.ASCII,
 )
-"""Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's ``str``."""
 
+# The same of the class of a module, which legacy files keep with its source.
 _TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
-"""The same of the class of a module, which legacy files keep with its source."""
 
+# Where the storage classes are that `weights_only` knows.
 _STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
-"""Where the storage classes are that ``weights_only`` knows."""
-
-NESTING_LIMIT = 4
-"""How many files of torch.save may lie inside each other; plain ``pickle.dump(state_dict)`` needs one."""
+NESTING_LIMIT = 4  # how many files of torch.save may lie inside each other; plain `pickle.dump(state_dict)` needs one
 
 
+# Reads a whole file of torch.save inside a pickle, from its bytes, the outer file's path, the depth of nesting and the
+# outer file's limits; returns its root object and the globals that it names.
 ReadNested = Callable[[bytes, str, int, Bounds], tuple[Any, set[str]]]
-"""Reads a whole file of torch.save inside a pickle, from its bytes, the outer file's path, the depth of nesting and the
-outer file's limits; returns its root object and the globals that it names."""
 
 
 class End(NamedTuple):
     """How a pickle ended: the values left on the stack, split at the marks, the offset of the last opcode, whether its
     frames end elsewhere than its opcodes, whether no pickler writes such a pickle, and whether numbers of its memo were
-    passed over, which some picklers do.
-    """
+    passed over, which some picklers do."""
 
     runs: list[list[Any]]
     at: int
@@ -107,8 +104,7 @@ class StoragePickle:
 
     def refuse_torn(self) -> None:
         """Raise ``HostileError`` if the frames of the last pickle end elsewhere than its opcodes: after such a frame,
-        CPython reads other opcodes than those in the file (https://github.com/python/cpython/issues/154848).
-        """
+        CPython reads other opcodes than those in the file (https://github.com/python/cpython/issues/154848)."""
         if self.end.is_torn:
             raise HostileError(
                 f"{self.path}: the frames of its pickle do not end where its opcodes do, so that programs differ "

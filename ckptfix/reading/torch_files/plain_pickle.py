@@ -65,14 +65,10 @@ def _document(content: Content, pickles: StoragePickle, root: Any, damage: list[
     return Document(content.path, NAME, root, None, pickles.names, remarks, damage)
 
 
+# What a module has of its weights and of the modules in it, in this order.
 _MODULE = frozenset({"_parameters", "_buffers", "_modules"})
-"""What a module has of its weights and of the modules in it, in this order."""
-
-_NOTHING = Global("", "")
-"""What no value is."""
-
-_LONG = 16
-"""Bytes of a value that may be the data of a tensor."""
+_NOTHING = Global("", "")  # what no value is
+_LONG = 16  # bytes of a value that may be the data of a tensor
 
 _DATA = frozenset({
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINUNICODE", "BINUNICODE8", "UNICODE", "BINSTRING",
@@ -83,8 +79,7 @@ _KEEPS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 
 class Before(NamedTuple):
     """What is whole before the damage at a byte; ``key`` is the name of the value that the damage is in, and
-    ``has_more`` says whether tensors may have followed it.
-    """
+    ``has_more`` says whether tensors may have followed it."""
 
     root: Any
     damage: int

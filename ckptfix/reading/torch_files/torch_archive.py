@@ -1,7 +1,6 @@
 """The members of a torch file, be they in a zip archive or in the folder that somebody unpacked it into.
 
-Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save
-"""
+Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
 from __future__ import annotations
 
@@ -22,11 +21,8 @@ from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
 
-SMALL_LIMIT = 64 << 20
-"""Bytes up to which a member may be taken into memory whatever the size of the archive."""
-
-NAMED_LIMIT = 3
-"""Storages that are named one by one where they are gone."""
+SMALL_LIMIT = 64 << 20  # bytes up to which a member may be taken into memory whatever the size of the archive
+NAMED_LIMIT = 3  # storages that are named one by one where they are gone
 
 
 class TorchArchive(Protocol):
@@ -65,8 +61,8 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
     return bytes(source.read(0, source.nbytes))
 
 
+# What is left of a storage, by its member (None if that is gone) and size; None if it is whole.
 LeftOf = Callable[[str | None, int], ByteSource | None]
-"""What is left of a storage, by its member (None if that is gone) and size; None if it is whole."""
 
 
 @dataclass

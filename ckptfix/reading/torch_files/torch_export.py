@@ -33,9 +33,7 @@ _NAMES = (
     "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
     " uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"
 ).split()
-_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES, strict=True))
-"""The dtypes by their numbers in ``ScalarType``."""
-
+_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES, strict=True))  # the dtypes by their numbers in `ScalarType`
 _STRIDED = 7
 
 

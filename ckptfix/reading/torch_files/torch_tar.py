@@ -4,8 +4,7 @@
 elements and the elements, then the pickled list of storages that are parts of others. ``tensors`` holds a count and,
 for each tensor, the pickle ``(key, storage key, tensor class)`` and its geometry as little-endian numbers. ``pickle``
 is the object, in which a persistent id is the key of a tensor or storage. See ``_legacy_load`` in
-``torch/serialization.py``.
-"""
+``torch/serialization.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member for each storage.
 
-Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save
-"""
+Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
 from __future__ import annotations
 
@@ -28,24 +27,20 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
+# What torch takes the small members for. Its versions end at ten (`kMaxSupportedFileFormatVersion`), and `stoull` reads
+# them, which stops behind a number.
 _WORDS = {
     "version": re.compile(rb"\s*\+?0*([1-9]|10)(\D.*)?", re.DOTALL),
     ".storage_alignment": re.compile(rb"\s*\+?\d+\s*"),
     ".data/serialization_id": re.compile(rb"[\x00-\x7f]*"),
 }
-"""What torch takes the small members for. Its versions end at ten (``kMaxSupportedFileFormatVersion``), and ``stoull``
-reads them, which stops behind a number."""
 
+# Members that only releases of torch write which say the order of bytes.
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
-"""Members that only releases of torch write which say the order of bytes."""
 
 _STORED = zipfile.ZIP_STORED
-_PADDING = 64
-"""Zeros after the last member that are alignment."""
-
-_LONGEST = 1 << 12
-"""Bytes of a small member."""
-
+_PADDING = 64  # zeros after the last member that are alignment
+_LONGEST = 1 << 12  # bytes of a small member
 _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
 
 

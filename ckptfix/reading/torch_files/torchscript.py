@@ -3,8 +3,7 @@
 Since 1.3 ``data.pkl`` holds the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list the
 parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5 a buffer is a tensor that
 is not a parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead: see
-``torchscript_json``. Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md
-"""
+``torchscript_json``. Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md"""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from ckptfix.reading.weights.quantized_modules import is_packed as is_script_obj
 
 NAME = "torchscript"
 DEPTH_LIMIT = 200
-VISIT_LIMIT = 200_000
-"""Modules, each counted once for every name it has."""
+VISIT_LIMIT = 200_000  # modules, each counted once for every name it has
 _SOURCE_LIMIT = 64 << 20
 _HEAD = 1024
 _PICKLED_CODE = b"\x80\x02c__torch__"
@@ -238,8 +236,7 @@ class _Walk:
 
     def _outside(self, value: Any, name: str) -> None:
         """Tensors that are neither parameter nor buffer: the packed weights of a quantised layer are kept under its
-        name, as torch does, and those of other attributes left out.
-        """
+        name, as torch does, and those of other attributes left out."""
         if name in self.entries or next(tensors_in(value), None) is None:
             return
         if is_packed(value):
@@ -331,8 +328,8 @@ def _gather(
         _gather(path, child, f"{prefix}{child['name']}.", depth + 1, table, entries)
 
 
+# How the names of torch's own classes begin; a user's are named after their Python modules.
 CLASSES = "__torch__.torch.classes."
-"""How the names of torch's own classes begin; a user's are named after their Python modules."""
 
 PACKED_DEPTH_LIMIT = 100
 _TYPED = "torch.jit._pickle."
@@ -362,8 +359,7 @@ def is_packed(value: Any) -> bool:
 
 def unpacked(value: Any, path: str) -> Any:
     """Plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose state is
-    ``(contents, class)``. Raises ``HostileError`` if they have no end.
-    """
+    ``(contents, class)``. Raises ``HostileError`` if they have no end."""
     return _Unpacking(path).plain(value, 0)
 
 

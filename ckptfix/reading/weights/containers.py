@@ -24,12 +24,9 @@ from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 
-SEARCH_DEPTH = 64
-"""Containers around each other that are searched; ``NODE_LIMIT`` bounds how many there are in all."""
-
+SEARCH_DEPTH = 64  # containers around each other that are searched; `NODE_LIMIT` bounds how many there are in all
 NODE_LIMIT = 1_000_000
-LIST_LIMIT = 64
-"""Items of a list up to which each is looked at; longer ones hold numbers or samples."""
+LIST_LIMIT = 64  # items of a list up to which each is looked at; longer ones hold numbers or samples
 
 
 def open_document(
@@ -39,8 +36,7 @@ def open_document(
 
     Where that is the prefix of some keys, these alone are taken, or without ``narrow`` named in ``Checkpoint.picked``.
     Raises ``UnreadableError`` if the file holds no weights, or is damaged and nothing is to be salvaged;
-    ``UsageError`` where it has none of the name.
-    """
+    ``UsageError`` where it has none of the name."""
     payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
     with refusing_payload(document.path, payload):
         checkpoint = _open(document, weights, salvage)
@@ -317,26 +313,20 @@ def _entries(
     return entries, remarks
 
 
+# Names under which trainers keep the weights to load, the most explicit first.
 PREFERRED = tuple(
     "state_dict model_state_dict model model_state module net network net_state_dict weights params_ema params blobs "
     "generator backbone".split()
 )
-"""Names under which trainers keep the weights to load, the most explicit first."""
 
-AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")
-"""Parts of names that mark a second, averaged set of weights."""
-
-FEW = 3
-"""Tensors up to which what is beside the weights may be anything."""
-
-SHARE = 20
-"""Part of the weights, one in that many elements, from which on what lies beside them may be weights as well."""
+AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark a second, averaged set of weights
+FEW = 3  # tensors up to which what is beside the weights may be anything
+SHARE = 20  # part of the weights, one in that many elements, from which on what lies beside them may be weights as well
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
     """Raw weights before averaged ones, then by the name's place among the preferred, then the larger, then the less
-    deep.
-    """
+    deep."""
     names = [str(part).lower() for part in candidate.path]
     averaged = any(mark in name for name in names for mark in AVERAGED)
     known = [PREFERRED.index(name) for name in names if name in PREFERRED]
@@ -356,8 +346,7 @@ def beside(
     the names that layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller
     network of two.
 
-    ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps.
-    """
+    ``found`` are the state_dicts themselves. Others are batches, tables of words, or what an optimizer keeps."""
     sets = {*plausible(ranked), *(candidate for candidate in ranked if candidate.path == taken)}
     for candidate in ranked:
         is_large = SHARE * candidate.numel >= ranked[0].numel
@@ -372,8 +361,7 @@ def _unread(
     found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]],
 ) -> Iterator[Fact]:
     """Yield a fact if most tensors of the file, and most of their elements, are neither in the state_dict that was
-    taken, nor in another that the user is offered, nor in the state of an optimizer.
-    """
+    taken, nor in another that the user is offered, nor in the state of an optimizer."""
     sets = plausible(ranked)
     offered = [found[candidate.path] for candidate in sets] if len(sets) > 1 else []
     read, known = (

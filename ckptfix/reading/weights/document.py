@@ -29,8 +29,7 @@ class Document:
     A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong; tensors
     whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that the tree does not hold at all, with their
     specs, or None if only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
-    ``copies`` are those of fp32 masters in the dtype of the training, by the key of the weight.
-    """
+    ``copies`` are those of fp32 masters in the dtype of the training, by the key of the weight."""
 
     path: str
     format: str

@@ -18,16 +18,16 @@ from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.weights.modules import is_module, module_parts
 
+# Attributes of torch's own that hold named tensors, or what hooks made of them.
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
-"""Attributes of torch's own that hold named tensors, or what hooks made of them."""
 
+# Names of what a model keeps from its last run, or of what is around it.
 _PASSING = re.compile(
     r"(^|_)(hooks?|grads?|gradients?|cached?|caches|example|dummy|config|hparams|optimi[sz]ers?|optim|trainer)(_|$)"
 )
-"""Names of what a model keeps from its last run, or of what is around it."""
 
+# Classes whose tensors are no part of a model.
 _AROUND = re.compile(r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|accelerate)\.")
-"""Classes whose tensors are no part of a model."""
 
 
 def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
@@ -53,8 +53,7 @@ def value_at(root: Any, path: Iterable[PathPart]) -> Any:
 
 def own_attributes(module: Any) -> list[str]:
     """Return the names of what the user's class keeps in a module beside parameters, buffers and modules: class names,
-    strides, a configuration. torch's own classes have none that a model needs.
-    """
+    strides, a configuration. torch's own classes have none that a model needs."""
     if not is_module(module) or str(module.cls).startswith("torch."):
         return []
     return [

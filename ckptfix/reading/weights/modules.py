@@ -23,14 +23,14 @@ from ckptfix.reading.weights.quantized_modules import (
 )
 
 DEPTH_LIMIT = 200
+# Modules and tensors in one tree: each place of a shared one counts, and nested shared ones have 2^depth places.
 PLACE_LIMIT = 200_000
-"""Modules and tensors in one tree: each place of a shared one counts, and nested shared ones have 2^depth places."""
 
+# What torch.compile makes of a module: it pickles as a call with the module that it wraps.
 COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
-"""What torch.compile makes of a module: it pickles as a call with the module that it wraps."""
 
+# What stands for the weights of a lazy module before its first forward pass.
 UNINITIALIZED = frozenset({"torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer"})
-"""What stands for the weights of a lazy module before its first forward pass."""
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 
@@ -50,8 +50,7 @@ def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
     as attribute.
 
     Most entries are ``TensorSpec``; those of quantised modules may be tuples, dtypes and closed objects, as in torch.
-    A part that no rule here takes apart stands under the module's own name, as the closed object that it is.
-    """
+    A part that no rule here takes apart stands under the module's own name, as the closed object that it is."""
     gatherer = _Gatherer(path)
     gatherer.gather(module, "", 0)
     gatherer.entries.__dict__["_metadata"] = gatherer.metadata
@@ -125,8 +124,7 @@ def _row(module: Opaque, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a module in ``_metadata``. Versions are class attributes and not in the file.
 
     Only the batch norms, when they got their count (0.4.1), and some modules for quantisation ever left version 1; the
-    hook of ``spectral_norm`` adds its own.
-    """
+    hook of ``spectral_norm`` adds its own."""
     version = 2 if "num_batches_tracked" in parts["_buffers"] else quantized_version(module) or 1
     row: dict[str, Any] = {"version": version}
     hooks = parts.get("_state_dict_hooks")

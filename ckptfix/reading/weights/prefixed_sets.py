@@ -15,19 +15,16 @@ from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UsageError
 
-PLAIN = "plain"
-"""What the set is called that stands under no prefix, beside one that does."""
+PLAIN = "plain"  # what the set is called that stands under no prefix, beside one that does
+MANGLED = "ema"  # what the set is called whose keys mmcv's `EMAHook` writes beside the plain ones: `ema_out_weight`
 
-MANGLED = "ema"
-"""What the set is called whose keys mmcv's ``EMAHook`` writes beside the plain ones: ``ema_out_weight``."""
-
+# Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
+# network.
 ALIKE = 0.9
-"""Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
-network."""
+DEPTH = 3  # segments of a prefix at most, where it is looked for
 
-DEPTH = 3
-"""Segments of a prefix at most, where it is looked for."""
-
+# Words in the names of networks that follow another one while it is trained, and what the name of that one has in their
+# place; empty if it lacks the word. A letter is such a word at the end alone.
 _LEADERS = {
     **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("",)),
     "teacher": ("student", ""),
@@ -35,8 +32,6 @@ _LEADERS = {
     "momentum": ("online", "base", ""),
     "k": ("q",),
 }
-"""Words in the names of networks that follow another one while it is trained, and what the name of that one has in
-their place; empty if it lacks the word. A letter is such a word at the end alone."""
 
 
 def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
