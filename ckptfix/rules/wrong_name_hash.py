@@ -25,13 +25,6 @@ and `renames.json` maps old names to new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from ckptfix.rules.rule import found_later
 
-from ckptfix.core.finding import Finding
-from ckptfix.rules.rule import Context, Rule, rule
-
-
-@rule("FIL107", "wrong-name-hash")
-def wrong_name_hash(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Nothing can be said without the digest of the file; ``ckptfix.zoo`` makes the finding where it has one."""
-    return iter(())
+wrong_name_hash = found_later("FIL107", "wrong-name-hash", __doc__)
