@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ckptfix.core.smoke_result import SmokeResult
     from ckptfix.core.spec import TensorStatistics
 
-REPORT_VERSION = 1
-"""The version of the JSON form; it grows when a field changes its meaning or goes away."""
+REPORT_VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Report(Displayed):
     @property
     def is_open(self) -> bool:
         """Whether something is left to decide: a warning or error remains, a strict load would still fail whatever
-        rules were selected, or the forward test failed.
-        """
+        rules were selected, or the forward test failed."""
         failed = self.smoke is not None and self.smoke.passed is False
         left = any(finding.level > Level.NOTE and not self.is_accepted(finding) for finding in self.remaining)
         return failed or bool(self.obstacles) or left
