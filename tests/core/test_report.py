@@ -70,13 +70,13 @@ def test_what_is_not_fixed_says_so():
     data = strict(report(PREFIX, NOTE).to_json())
     assert [finding["fixed"] for finding in data["findings"]] == [False, False]
     assert [finding["fixable"] for finding in data["findings"]] == [True, False]
+    assert data["exit_code"] == 1
 
 
 def test_a_dry_run_has_fixed_nothing():
     data = strict(report(PREFIX, fixed=(PREFIX,), is_dry_run=True).to_json())
     assert (data["dry_run"], data["refused"], data["exit_code"]) == (True, False, 0)
     assert {(finding["fixable"], finding["fixed"]) for finding in data["findings"]} == {(True, False)}
-    assert data["exit_code"] == 1
 
 
 def test_figures_that_are_no_json_numbers_are_text():
