@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from http.client import HTTPResponse
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.transfers import Patience, PlaceError, TransferError, persistently
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LEAST, MOST = 1 << 16, 8 << 20
 KEPT = 8  # answers that are kept in memory, beside the first: as many as threads read side by side, twice
 TIMEOUT = 60.0  # seconds without a byte after which a request has failed
-PATIENCE = Patience(attempts=4)  # about four seconds: somebody waits for the answer
+PATIENCE = Patience(attempts=4, asked=60.0)  # about four seconds, if the server does not ask for more: the user waits
 
 # The extra of ckptfix that brings the package of a scheme.
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -163,6 +164,25 @@ def files_beside(url: str) -> list[str] | None:
 # ---- servers
 
 
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects. The token goes along to the same server, as for a repository with a new name, and to no
+    other."""
+
+    def redirect_request(self, old: Request, *answer: Any) -> Request | None:
+        new = super().redirect_request(old, *answer)
+        token = old.unredirected_hdrs.get("Authorization")
+        if new is not None and token is not None and (new.type, new.host) == (old.type, old.host):
+            new.add_unredirected_header("Authorization", token)
+        return new
+
+
+def _opened(request: Request, token: str | None) -> HTTPResponse:
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    answer: HTTPResponse = build_opener(_Redirects).open(request, timeout=TIMEOUT)
+    return answer
+
+
 @dataclass(frozen=True)
 class _HttpRanges:
     """A file of an HTTP server. ``token`` is for that server only, and not for one that it redirects to."""
@@ -173,10 +193,8 @@ class _HttpRanges:
 
     def get(self, start: int, stop: int) -> Answer:
         request = Request(self.url, headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
-        if self.token:
-            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:
-            with urlopen(request, timeout=TIMEOUT) as answer:
+            with _opened(request, self.token) as answer:
                 stamp = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
                 if answer.status == 206:
                     ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
@@ -279,7 +297,17 @@ def _token() -> str | None:
 
 def _explained(url: str, error: HTTPError) -> Exception:
     """Return the error for a refusal of the hub, which also hides what is not there; any other as it is."""
-    if error.code not in (401, 403) or not url.startswith("hf://"):
+    if not url.startswith("hf://"):
+        return error
+    kind, name, revision, _ = _hub_parts(url)
+    code = error.headers["X-Error-Code"]
+    if code == "GatedRepo":
+        page = f"{_endpoint()}/{kind}/{name}" if kind else f"{_endpoint()}/{name}"
+        then = "the token in HF_TOKEN has none yet" if _token() else "set HF_TOKEN to your token"
+        return UnreadableError(f"{url}: access is granted on request; ask for it at {page}, and {then}")
+    if code == "RevisionNotFound":
+        return UnreadableError(f"{url}: the repository has no revision {revision}; name a branch, a tag or a commit")
+    if error.code not in (401, 403):
         return error
     which = "the token in HF_TOKEN may not read it" if _token() else "set HF_TOKEN if it is private or gated"
     return UnreadableError(f"{url}: no such repository, or no access to it; check the name, and {which}")
@@ -300,11 +328,8 @@ def _hub_names(url: str) -> list[str]:
     where = f"{_endpoint()}/api/{kind or 'models'}/{name}/tree/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
     names: list[str] = []
     while where:
-        request = Request(where)
-        if token := _token():
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
         try:
-            with urlopen(request, timeout=TIMEOUT) as answer:
+            with _opened(Request(where), _token()) as answer:
                 entries = json.load(answer)
                 more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers["Link"] or "")
         except HTTPError as error:

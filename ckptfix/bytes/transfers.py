@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from typing import TypeVar
 
@@ -126,16 +129,29 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
+def _asked_pause(error: BaseException) -> float:
+    """Return the seconds that a server asks to wait (``Retry-After``, RFC 9110); 0 if it says nothing of it."""
+    headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
+    said = str(headers.get("Retry-After") or "") if isinstance(headers, Mapping | Message) else ""
+    if said.isdecimal():
+        return float(said)
+    try:
+        return max(parsedate_to_datetime(said).timestamp() - time.time(), 0.0) if said else 0.0
+    except ValueError:  # not a date
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Patience:
     """How often something is tried, and the seconds between the tries: about ``first``, twice that, and so on,
-    ``longest`` at most.
+    ``longest`` at most, and what a server asks for up to ``asked``.
 
     The pauses are up to half longer or shorter at random: workers that were throttled together come back one by one."""
 
     attempts: int = 6
     first: float = 0.5
     longest: float = 30.0
+    asked: float = 300.0
 
     def pause(self, tried: int) -> float:
         """Return the pause after the given number of tries, in seconds."""
@@ -158,8 +174,10 @@ def persistently(action: Callable[[], T], where: str, verb: str, patience: Patie
         except failures() as error:
             if final_kind(error) is not None:
                 raise explained(error, where, verb) from error
-            if tried == patience.attempts:
-                said = str(explained(error, where, verb))
-                raise TransferError(f"{said} ({tried} tries); run it again later") from error
-        time.sleep(patience.pause(tried))
+            asked = _asked_pause(error)
+            if tried == patience.attempts or asked > patience.asked:
+                tries = f"{tried} tries" if tried > 1 else "1 try"
+                later = f"in {math.ceil(asked)} s, as its server asks" if asked else "later"
+                raise TransferError(f"{explained(error, where, verb)} ({tries}); run it again {later}") from error
+        time.sleep(max(patience.pause(tried), asked))
     raise AssertionError("nothing was tried")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import time
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,24 @@ def test_what_does_not_pass_is_said(troubles, requests, message, web, tmp_path):
     assert len(web.requests) == requests
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_pause_that_the_server_asks_for_is_made(status, web, tmp_path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    small(tmp_path)
+    in_a_minute = formatdate(time.time() + 40.5, usegmt=True)
+    web.troubles = [(status, "Retry-After", "7"), (status, "Retry-After", in_a_minute)]
+    assert ckptfix.check(f"{web.url}/a.pth").tensors == 20
+    assert (pauses[0], 30 < pauses[1] <= 41) == (7.0, True)
+
+
+def test_a_pause_that_is_too_long_is_said(web, tmp_path):
+    small(tmp_path)
+    web.troubles = [(429, "Retry-After", "301")]
+    with pytest.raises(UnreadableError, match=r"\(1 try\); run it again in 301 s, as its server asks"):
+        ckptfix.check(f"{web.url}/a.pth")
+
+
 def test_a_file_that_changes_meanwhile_is_not_mixed(web, tmp_path):
     small(tmp_path)
     checkpoint = ckptfix.open_checkpoint(f"{web.url}/a.pth")
@@ -363,6 +383,33 @@ def test_an_index_does_not_lead_out_of_its_folder(name, web):
     with pytest.raises(UnreadableError, match="has a stale index"):  # by the list of what is there
         ckptfix.check("hf://org/repo")
     assert not any("secret" in path for path, _ in web.requests)
+
+
+@pytest.mark.parametrize("url", ["hf://org/repo@v9", "hf://org/repo@v9/model.safetensors"])
+@pytest.mark.parametrize(
+    ("status", "code", "token", "message"),
+    [
+        (401, "RepoNotFound", "", "no such repository, or no access to it; check the name, and set HF_TOKEN if"),
+        (401, "RepoNotFound", "x", "no such repository, or no access to it; .* the token in HF_TOKEN may not read it"),
+        (401, "GatedRepo", "", "granted on request; ask for it at http://.*/org/repo, and set HF_TOKEN to your token"),
+        (403, "GatedRepo", "x", "granted on request; ask for it at http://.*/org/repo, and the token in .* has none"),
+        (404, "RevisionNotFound", "", "the repository has no revision v9; name a branch, a tag or a commit"),
+        (404, "EntryNotFound", "", "Not Found; check the name"),
+    ],
+)
+def test_what_the_hub_refuses(url, status, code, token, message, web, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", token)
+    web.troubles = [(status, "X-Error-Code", code)]
+    with pytest.raises(UnreadableError, match=message):
+        ckptfix.check(url)
+    assert len(web.requests) == 1
+
+
+def test_a_private_repository_that_was_renamed(web, monkeypatch):
+    repository(web, "model.safetensors")
+    web.token, web.renamed = "secret", {"org/old": "org/repo"}
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert len(ckptfix.check("hf://org/old").findings) == 1
 
 
 def test_the_token_goes_to_the_hub_and_to_no_other_server(web, tmp_path_factory, monkeypatch):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 
@@ -24,8 +25,10 @@ class Web:
     """What the hub wants to be told."""
     elsewhere: str = ""
     """The server to which the hub redirects for the bytes of a file."""
-    troubles: list[int | str] = field(default_factory=list)
-    """How the next requests go wrong: a status, or ``cut`` for half of the answer."""
+    troubles: list[int | str | tuple[int, str, str]] = field(default_factory=list)
+    """How the next requests go wrong: a status, one with a header, or ``cut`` for half of the answer."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Repositories by their old names, from which the hub redirects."""
     sent: int = 0
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """The path of each request, and its ``Authorization``."""
@@ -38,6 +41,11 @@ class Web:
         resolved = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.*)", to.path)
         if isinstance(trouble, int):
             to.send_error(trouble)
+        elif isinstance(trouble, tuple):
+            headers: dict[str, Any] = {trouble[1]: trouble[2]}
+            self.send(to, trouble[0], **headers)
+        elif (old := (hub or resolved)) and (new := self.renamed.get(old[1])):
+            self.send(to, 307, Location=to.path.replace(old[1], new, 1))
         elif (hub or resolved) and self.token and to.headers["Authorization"] != f"Bearer {self.token}":
             to.send_error(401)
         elif hub and not (folder := self.root / hub[1] / hub[2]).is_dir():
@@ -47,14 +55,11 @@ class Web:
             entries = [{"type": kind, "path": str(path.relative_to(self.root / hub[1]))} for path, kind in kinds]
             self.send(to, 200, json.dumps(entries).encode())
         elif resolved and self.elsewhere:
-            to.send_response(302)
-            to.send_header("Location", f"{self.elsewhere}/{resolved[1]}/{resolved[2]}")
-            to.send_header("Content-Length", "0")
-            to.end_headers()
+            self.send(to, 302, Location=f"{self.elsewhere}/{resolved[1]}/{resolved[2]}")
         else:
             self.send_file(to, self.root / unquote("/".join(resolved.groups()) if resolved else to.path[1:]), trouble)
 
-    def send_file(self, to: BaseHTTPRequestHandler, file: Path, trouble: int | str | None) -> None:
+    def send_file(self, to: BaseHTTPRequestHandler, file: Path, trouble: object) -> None:
         if not file.is_file():
             to.send_error(404)
             return
