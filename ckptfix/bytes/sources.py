@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_url
 from ckptfix.bytes.limits import Bounds
@@ -122,6 +122,15 @@ class SoughtBytes:
         return self.found.read(start, stop)
 
 
+@runtime_checkable
+class PiecedBytes(ByteSource, Protocol):
+    """Bytes that are computed, in pieces of a size of their own."""
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes ``start`` to ``stop``."""
+        ...
+
+
 def located(source: ByteSource) -> FileBytes | None:
     """Return the range of a file that a source is; None if its bytes have to be made first."""
     if isinstance(source, FileBytes):
@@ -141,7 +150,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
     place = located(source)
-    if place is None:
+    if place is None and not isinstance(source, PiecedBytes):
         yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
         return
     try:
@@ -149,12 +158,29 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     except IndexError:
         buffer = memoryview(bytearray(BLOCK))
     try:
+        if isinstance(source, PiecedBytes):
+            yield from _regrouped(source.pieces(start, stop), stop - start, buffer)
+            return
+        assert place is not None, "other sources were read above"
         for position in range(start, stop, BLOCK):
             block = buffer[: min(BLOCK, stop - position)]
             place.file.fill(block, place.offset + position)
             yield block
     finally:
         _BUFFERS.append(buffer)
+
+
+def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield ``nbytes`` bytes that come in pieces of any size in blocks as long as the buffer, the last one shorter."""
+    filled = 0
+    for piece in pieces:
+        while piece.nbytes:
+            count = min(piece.nbytes, buffer.nbytes - filled)
+            buffer[filled : filled + count] = piece[:count]
+            piece, filled, nbytes = piece[count:], filled + count, nbytes - count
+            if filled == buffer.nbytes or not nbytes:
+                yield buffer[:filled]
+                filled = 0
 
 
 # Buffers of `BLOCK` bytes that no stream has: as many as threads read side by side.

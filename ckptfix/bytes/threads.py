@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Result = TypeVar("Result")
 THREADS = 2  # two read nearly as fast as a machine with few cores can; a migration runs other jobs beside them
+AHEAD = 2 * THREADS  # batches that are begun before the result of the first one is taken
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -62,12 +64,20 @@ def _at_once() -> Executor:
 
 
 def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[Result]:
-    """Yield the results of ``work`` on each batch, in their order, from threads if they can help."""
+    """Yield the results of ``work`` on each batch, in their order, from threads if they can help.
+
+    At most ``AHEAD`` results wait to be taken, so that large ones do not fill the memory."""
     if len(batches) < 2 or _processors() < 2 or _alone.get():
         yield from map(work, batches)
         return
     with background(THREADS) as pool:
-        yield from pool.map(work, batches)
+        waiting: deque[Future[Result]] = deque()
+        for batch in batches:
+            if len(waiting) == AHEAD:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(work, batch))
+        while waiting:
+            yield waiting.popleft().result()
 
 
 @cache

@@ -57,6 +57,11 @@ _VARIANTS = {
     "layer_replication": "layer_replication, by which the model has more layers than its file,",
 }
 
+# Types of peft that have nothing to merge.
+_PROMPTS = frozenset(
+    "ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split()
+)
+
 # Values of `init_lora_weights` for which the base, too, was changed before the training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -284,6 +289,11 @@ def _refuse(adapter: Adapter, path: str) -> None:
     config = adapter.config or {}
     kind = str(config.get("peft_type", "LORA")).upper()
     foreign = next((match[1] for key in adapter.checkpoint.specs if (match := _FOREIGN.search(key))), None)
+    if kind in _PROMPTS:
+        raise AdapterError(
+            f"{path}: an adapter of the type {kind}, which adds to the model's input and changes no weights; load "
+            "it beside the model, in peft with PeftModel.from_pretrained()"
+        )
     if kind not in ("LORA", "IA3") or (foreign is not None and adapter.path):
         what = kind if kind not in ("LORA", "IA3") else foreign
         raise AdapterError(

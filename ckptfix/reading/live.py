@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,17 @@ class LiveBytes:
             return memoryview(b"")
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         return bytes_of(whole[start:stop].cpu())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in the threads that call it: for small blocks, those of its own cost up to forty times more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -164,11 +164,14 @@ class _NewRows:
         """Return the mean of all rows of the file, in float64."""
         import torch
 
+        from ckptfix.reading.live import one_thread
+
         total = torch.zeros(self.spec.shape[1:], dtype=torch.float64)
-        for first in range(0, self.spec.shape[0], _BLOCK):
-            shape = (min(_BLOCK, self.spec.shape[0] - first), *self.spec.shape[1:])
-            block = replace(self.spec, shape=shape, offset=self.spec.offset + first * self.spec.strides[0])
-            total += _tensor(block, self.path).double().sum(0)
+        with one_thread():
+            for first in range(0, self.spec.shape[0], _BLOCK):
+                shape = (min(_BLOCK, self.spec.shape[0] - first), *self.spec.shape[1:])
+                block = replace(self.spec, shape=shape, offset=self.spec.offset + first * self.spec.strides[0])
+                total += _tensor(block, self.path).double().sum(0)
         return total / self.spec.shape[0]
 
     @property

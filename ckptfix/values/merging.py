@@ -9,10 +9,13 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
+from ckptfix.bytes.sources import located
+from ckptfix.bytes.threads import side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.reading.folders.chunks import RowMajorBytes
+from ckptfix.reading.lazy_tensors import is_range
 
 if TYPE_CHECKING:
     import torch
@@ -76,15 +79,24 @@ class MergedBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the merged tensor."""
-        out = bytearray(stop - start)
-        for number in range(start // self.row // self.height, -(-stop // (self.row * self.height))):
+        return memoryview(b"".join(self.pieces(start, stop)))
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the same in pieces, computed side by side."""
+        import torch
+
+        from ckptfix.reading.live import bytes_of, one_thread
+
+        def piece(number: int) -> memoryview:
+            first, last = self.bounds(number)
+            block = bytes_of(self.merged(first, last).contiguous().flatten().view(torch.uint8))
+            return block[max(start - first * self.row, 0) : stop - first * self.row]
+
+        if start < stop:
             # The last block takes the rows that are too few for one of their own.
-            first, last = self.bounds(min(number, self.blocks - 1))
-            begin, end = max(start, first * self.row), min(stop, last * self.row)
-            if begin < end:
-                block = _merged_rows(self, first, last)
-                out[begin - start : end - start] = block[begin - first * self.row : end - first * self.row]
-        return memoryview(out)
+            ends = (min(row // self.height, self.blocks - 1) for row in (start // self.row, (stop - 1) // self.row))
+            with one_thread():
+                yield from side_by_side(piece, range(next(ends), next(ends) + 1))
 
     @property
     def blocks(self) -> int:
@@ -107,32 +119,17 @@ class MergedBytes:
 
     def merged(self, first: int, last: int) -> torch.Tensor:
         """Return rows of the tensor as they are after the merge."""
-        import torch
-
-        weight, layers, threads = self.weight(first, last), _layers(self), torch.get_num_threads()
-        torch.set_num_threads(1)  # for so small a block, others cost more than they do
-        try:
-            for layer in reversed(layers) if self.edit.undo else layers:
-                start, stop = layer.delta.within or (0, self.shape[0])
-                begin, end = max(first, start), min(last, stop)
-                if begin < end:
-                    change = layer.take_off if self.edit.undo else layer.add
-                    rows = weight[begin - first : end - first]
-                    changed = change(rows, begin - start, end - start)
-                    if changed is not rows:
-                        rows.copy_(changed)
-        finally:
-            torch.set_num_threads(threads)
+        weight, layers = self.weight(first, last), _layers(self)
+        for layer in reversed(layers) if self.edit.undo else layers:
+            start, stop = layer.delta.within or (0, self.shape[0])
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                change = layer.take_off if self.edit.undo else layer.add
+                rows = weight[begin - first : end - first]
+                changed = change(rows, begin - start, end - start)
+                if changed is not rows:
+                    rows.copy_(changed)
         return weight
-
-
-@lru_cache(maxsize=2)
-def _merged_rows(source: MergedBytes, first: int, last: int) -> memoryview:
-    import torch
-
-    from ckptfix.reading.live import bytes_of
-
-    return bytes_of(source.merged(first, last).contiguous().flatten().view(torch.uint8))
 
 
 @lru_cache(maxsize=2)
@@ -159,9 +156,16 @@ def _factor(spec: TensorSpec, source: MergedBytes, delta: Delta) -> torch.Tensor
 def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor:
     import torch
 
+    from ckptfix.reading.live import bytes_of
     from ckptfix.reading.tensors import torch_dtype
 
-    return torch.frombuffer(bytearray(RowMajorBytes(spec, path).read(start, stop)), dtype=torch_dtype(spec.dtype))
+    values = torch.empty(stop - start, dtype=torch.uint8)
+    place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
+    if place is None:
+        bytes_of(values)[:] = RowMajorBytes(spec, path).read(start, stop)
+    else:
+        place.file.fill(bytes_of(values), place.offset + spec.extent[0] + start)
+    return values.view(torch_dtype(spec.dtype))
 
 
 class _Layer:

@@ -40,6 +40,15 @@ def test_results_come_in_their_order(monkeypatch):
     assert list(side_by_side(slow_when_small, range(9))) == [(number, False) for number in range(9)]
 
 
+def test_only_a_few_results_wait(monkeypatch):
+    monkeypatch.setattr(module, "_processors", lambda: 2)
+    begun: list[int] = []
+    results = side_by_side(begun.append, range(99))
+    next(results)
+    assert len(begun) <= module.AHEAD + 1
+    assert len(list(results)) == 98
+
+
 def test_what_work_raises_is_raised(monkeypatch):
     monkeypatch.setattr(module, "_processors", lambda: 2)
     with pytest.raises(ZeroDivisionError):

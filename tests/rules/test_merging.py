@@ -365,11 +365,25 @@ def test_what_was_saved_without_gathering_is_refused(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
-def test_the_message_names_the_type(tmp_path):
+def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
-    save_file({"q.hada_w1_a": torch.ones(2)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match="of the type LOHA"):
-        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type="LOHA"))
+    others = [str(kind.value) for kind in peft.PeftType if kind.value not in ("LORA", "IA3")]
+    assert len(others) > 20
+    for kind in others:
+        with pytest.raises(AdapterError, match=rf"of the type {kind}[;,]") as caught:
+            ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type=kind))
+        assert ("changes no weights" in str(caught.value)) == ("PROMPT" in kind or kind in PROMPTS), kind
+
+
+PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
+
+
+@pytest.mark.parametrize("name", ["hada_w1_a", "lokr_w1", "lora_mid.weight", "dora_scale", "oft_blocks"])
+def test_what_other_trainers_have_is_refused_by_its_name(name, tmp_path):
+    tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", name)}
+    save_file(tensors, tmp_path / "trained.safetensors")
+    with pytest.raises(AdapterError, match=f"an adapter of the type {name.removesuffix('.weight')};"):
+        ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
 
 
 def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):

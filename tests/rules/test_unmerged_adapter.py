@@ -12,26 +12,32 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.bytes.sources import stream
 from ckptfix.core.finding import Level
-from ckptfix.core.plan import Plan
+from ckptfix.core.plan import Plan, Step
+from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import AdapterError, UsageError
+from ckptfix.reading.adapters import open_adapter
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.report.edits import edit_lines
+from ckptfix.rules.merging import find_merge, merge_edits
 from ckptfix.rules.unmerged_adapter import unmerged_adapter
 from tests.checks import assert_same, bytes_of
 from tests.rules.adapters import DTYPES, LINEAR, LORA, merged_by_peft, net, trained
 from tests.rules.healthy import HEALTHY
 from tests.rules.proposals import propose
 
+RANKS = (1, 4, 16, 64)
+FORMS = ["embed", "q", "conv", "pixel", "c_attn"]
 CASES = {
-    **{f"rank {r}": LORA(r=r, lora_alpha=9, target_modules=LINEAR) for r in (1, 4, 16, 64)},
+    **{f"rank {r}": LORA(r=r, lora_alpha=9, target_modules=[*FORMS, "line", "c_proj"]) for r in RANKS},
     "rslora and patterns": LORA(
         r=4, lora_alpha=9, use_rslora=True, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}, target_modules=LINEAR
     ),
+    "orthogonal matrices": LORA(r=4, target_modules=["q"], init_lora_weights="orthogonal"),
     "modules_to_save": LORA(r=4, target_modules=["q"], modules_to_save=["head"]),
     "biases": LORA(r=4, target_modules=["q"], bias="all"),
     "biases of the adapter": LORA(r=4, target_modules=LINEAR, lora_bias=True),
-    "embedding": LORA(r=4, target_modules=["embed", "q"]),
-    "convolutions": LORA(r=4, target_modules=["conv", "pixel", "line"]),
     "Conv1D": LORA(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
     "a square Conv1D alone": LORA(r=4, target_modules=["c_proj"], fan_in_fan_out=True),
     "a square Conv1D beside linear layers": LORA(r=4, target_modules=["c_attn", "c_proj", "q"]),
@@ -53,30 +59,45 @@ def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
     assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
 
 
-DORA = LORA(r=5, target_modules=["embed", "q", "conv", "pixel", "c_attn"], use_dora=True)
+DORA = {r: LORA(r=r, lora_alpha=9, target_modules=FORMS, use_dora=True) for r in RANKS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("most", [1 << 25, 0], ids=["whole", "streamed"])
-def test_dora_is_within_one_rounding_of_peft(most, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.values.merging.MOST", most)
-    adapter = trained(DORA, tmp_path / "adapter", dtype)
+@pytest.mark.parametrize("rank", DORA)
+def test_dora_is_within_one_rounding_of_peft(rank, dtype, tmp_path, monkeypatch):
+    adapter = trained(DORA[rank], tmp_path / "adapter", dtype)
     want = merged_by_peft([adapter], dtype)
-    repaired, _ = ckptfix.repair_state_dict(net(dtype).state_dict(), adapter=adapter, select="FIL108")
-    for key, value in want.items():
-        if most:
-            assert bytes_of(repaired[key]) == bytes_of(value), key
-        # Two roundings of the result, and those of the sums in the norm of peft, which has float32 for them.
-        bound = 4 * torch.finfo(dtype).eps * value.double().abs()
-        assert ((repaired[key].double() - value.double()).abs() <= bound).all(), key
+    for most in (1 << 25, 0):  # columns whose norms are taken as a whole, and block by block
+        monkeypatch.setattr("ckptfix.values.merging.MOST", most)
+        repaired, _ = ckptfix.repair_state_dict(net(dtype).state_dict(), adapter=adapter, select="FIL108")
+        for key, value in want.items():
+            if most:
+                assert bytes_of(repaired[key]) == bytes_of(value), key
+            # Two roundings of the result, and those of the sums in the norm of peft, which has float32 for them.
+            bound = 4 * torch.finfo(dtype).eps * value.double().abs()
+            assert ((repaired[key].double() - value.double()).abs() <= bound).all(), key
 
 
-def test_a_matrix_of_many_blocks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("config", [LORA(r=64, target_modules=[*FORMS, "line"]), DORA[4]], ids=["LoRA", "DoRA"])
+def test_a_matrix_of_many_blocks(config, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
-    for number, config in enumerate((LORA(r=5, target_modules=["q", "embed", "conv", "line", "c_attn"]), DORA)):
-        adapter = trained(config, tmp_path / str(number))
-        repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
-        assert_same(repaired, merged_by_peft([adapter]))
+    adapter = trained(config, tmp_path / "adapter")
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter]))
+
+
+def test_any_range_of_a_merged_tensor_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    want = bytes_of(merged_by_peft([adapter])["q.weight"])
+    base = open_state_dict(net().state_dict())
+    plan = Plan((Step("FIL108", tuple(merge_edits(base, find_merge(base, [open_adapter(str(adapter), base)])))),))
+    spec = apply_plan(plan, base).specs["q.weight"]
+    assert spec.storage is not None
+    source = spec.storage.source
+    assert b"".join(bytes(source.read(at, min(at + 999, len(want)))) for at in range(0, len(want), 999)) == want
+    assert b"".join(map(bytes, stream(source, 3, len(want)))) == want[3:]
+    assert bytes(source.read(7, 7)) == b""
 
 
 def test_several_adapters_and_weights(tmp_path):
