@@ -36,6 +36,7 @@ AT_THE_TOP = {
     "reading/tensors": {"torch"},
     "reading/live": {"torch"},
     "reading/memory": {"torch"},
+    "modules/converting": {"torch"},
 }
 """The modules and rooms that may import a heavy package at the top."""
 

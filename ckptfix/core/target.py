@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from ckptfix.core.checkpoint import Checkpoint
+    from ckptfix.core.parts import Parts, Shape
+
+    Converter = Callable[[Mapping[str, Shape]], Parts]
 
 PARAMETER, BUFFER = "parameter", "buffer"
 
@@ -49,7 +52,8 @@ class Target:
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
-    ``frozen`` names the parameters that ask for no gradient."""
+    ``frozen`` names the parameters that ask for no gradient. ``converts`` gives the parts of a file with these shapes
+    that the loader of the model's own library gives the model; None if it only loads what fits."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -64,6 +68,7 @@ class Target:
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
+    converts: Converter | None = None
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:

@@ -101,7 +101,10 @@ def _candidates(
     first = parts[keys[0]][0]
     turned = first.axes == (1, 0) and not first.view
     axes = Rearrange((("a",), ("b",)), (("b",), ("a",))) if turned else None
-    if len(sources) == len(keys) == 1:
+    if len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 1 and first.axes and not turned:
+        with suppress(ValueError):
+            yield Steps(rearrange=_permuted(first, source[sources[0]], target[keys[0]])), [sources], [keys]
+    elif len(sources) == len(keys) == 1:
         yield Steps(rearrange=axes or _reshaped(source[sources[0]], target[keys[0]])), [sources], [keys]
     elif len(sources) == 1:
         pieces = sorted((parts[key][0].box, key) for key in keys)
@@ -170,6 +173,39 @@ def _reshaped(shape: Shape, wanted: Shape) -> Rearrange | None:
             sizes += axes[1:] if here > there else []
             at, to = (at + many, to + 1) if here < there else (at + 1, to + many)
     return Rearrange(tuple(before), tuple(after), tuple(sizes))
+
+
+def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
+    """Return the axes for a part that is a whole tensor seen in another shape. Raises ``ValueError`` if the axes of one
+    side are not made of those of the view."""
+    factors = [[size] for size in part.view or shape]
+
+    def grouped(order: Sequence[int], dims: Shape) -> list[list[tuple[int, int]]]:
+        left = [(at, number) for at in order for number in range(len(factors[at]))]
+        groups = []
+        for size in dims:
+            group = []
+            while size > 1:
+                at, number = left.pop(0)
+                have = factors[at][number]
+                if size % have and have % size:
+                    raise ValueError(f"{size} is not made of the view")
+                if size % have:
+                    factors[at][number : number + 1] = [size, have // size]
+                    left = [(own, each + (own == at)) for own, each in left]
+                    left.insert(0, (at, number + 1))
+                group.append((at, number))
+                size //= min(size, have)
+            groups.append(group)
+        return groups
+
+    grouped(range(len(factors)), shape)
+    grouped(part.axes, wanted)  # may divide what is one axis for the other side
+    sides = grouped(range(len(factors)), shape), grouped(part.axes, wanted)
+    names = dict(zip((each for group in sides[0] for each in group), "abcdefghijklmnop", strict=False))
+    sizes = [(names[at, number], factors[at][number]) for group in sides[0] for at, number in group[1:]]
+    before, after = (tuple(tuple(names[each] for each in group) or ("1",) for group in side) for side in sides)
+    return Rearrange(before, after, tuple(sizes))
 
 
 def _run(shape: Shape, start: int, size: int) -> int:

@@ -10,19 +10,29 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import prod
+from typing import TYPE_CHECKING
 
-from ckptfix.core.parts import Part, Shape, full, merged, used_in_full
+from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, told_apart, weights
 from ckptfix.maps.trees import Choice, Label, Matcher
 
+if TYPE_CHECKING:
+    from ckptfix.core.target import Converter
+
 Specs = Mapping[str, Sequence[int]]
 
 ORDER_WEIGHT = 0.6
 SORTED_WEIGHT = 0.12
 """Keys sorted by name say less about the order of the layers."""
+
+Converters = tuple["Converter | None", "Converter | None"]
+"""Those of the model that the file is from, and of the target."""
+
+CONVERTED = 0.75
+"""The share of the target that a library's own loader has to fill: else the file is not one of its own."""
 
 COUNTER = "num_batches_tracked"
 
@@ -40,13 +50,14 @@ class Match:
 class Inference:
     """The map: a match for each key of the target that has one, and the shapes of both sides.
 
-    ``maps`` are the shipped maps that it comes from. ``choices`` are the pairs of subtrees that it rests on, with how
-    much better they are than others."""
+    ``maps`` are the shipped maps that it comes from, ``converter`` the library whose own loader says so. ``choices``
+    are the pairs of subtrees that it rests on, with how much better they are than others."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
     target: dict[str, Shape]
     maps: tuple[RenameMap, ...] = ()
+    converter: str = ""
     choices: Mapping[Choice, float] = field(default_factory=dict)
 
     @property
@@ -83,6 +94,25 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _match_counters(inference)
     _doubt_orientation(inference)
     return inference
+
+
+def converted(source: Specs, target: Specs, converters: Converters) -> Inference | None:
+    """Return what the loader of the target's own library makes of the file, or undo what that of the file's model makes
+    of the target; None without such a loader, or if it fills no more of the target than the names do."""
+    given, wanted = converters
+    sources = {key: tuple(shape) for key, shape in source.items()}
+    targets = {key: tuple(shape) for key, shape in target.items()}
+    kept = [key for key, shape in targets.items() if sources.get(key) == shape]
+    if len(kept) == len(targets):
+        return None
+    for parts in (wanted and wanted(sources), given and inverse(given(targets))):
+        if parts:
+            parts = {key: own for key, own in parts.items() if key in targets and shape_of(own) == targets[key]}
+            whole = used_in_full(parts, sources)
+            if len(whole) > len(kept) and len(whole) >= CONVERTED * len(targets):
+                matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
+                return Inference(matches, sources, targets, converter="transformers")
+    return None
 
 
 def others(first: Inference, until: float) -> Iterator[Inference]:

@@ -41,7 +41,7 @@ def target_of(
     if model is not None:
         if not hasattr(model, "named_modules") or isinstance(model, type):
             raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
-        return target_from_module(model)
+        return _target(model)
     assert like is not None, "nothing to fit"
     if (text := os.fspath(like)).startswith(KNOWN):
         from ckptfix.known.table import known_target
@@ -64,7 +64,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
 
     made = resolve(spec, seed)
     if isinstance(made, torch.nn.Module):
-        return target_from_module(_build(spec, made, arguments, seed), spec)
+        return _target(_build(spec, made, arguments, seed), spec)
 
     build = cache(lambda: _build(spec, made, arguments, seed))
     initial = cache(lambda: _values(build(), spec))
@@ -77,9 +77,18 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
             raise
         reason = str(error.__cause__).partition("\n")[0]
     else:
-        return replace(target_from_module(model, spec), initial=initial, remarks=remarks_on(arguments))
+        return replace(_target(model, spec), initial=initial, remarks=remarks_on(arguments))
     remark = f"{spec} cannot be built on the meta device ({reason}), so it was built with real weights"
-    return replace(target_from_module(build(), spec), remarks=(remark, *remarks_on(arguments)))
+    return replace(_target(build(), spec), remarks=(remark, *remarks_on(arguments)))
+
+
+def _target(model: nn.Module, label: str | None = None) -> Target:
+    target = target_from_module(model, label)
+    if "transformers" not in sys.modules:
+        return target
+    from ckptfix.modules.converting import converter_of
+
+    return replace(target, converts=converter_of(model))
 
 
 def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:

@@ -17,7 +17,7 @@ from ckptfix.core.target import Slot
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.errors import UsageError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, infer
+from ckptfix.maps.inference import COUNTER, converted, infer
 from ckptfix.maps.library import look_up
 from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES
@@ -26,6 +26,8 @@ from ckptfix.rules import FOR_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ckptfix.core.target import Converter
 
 
 def infer_map(
@@ -40,28 +42,37 @@ def infer_map(
     Each side is a file, a state_dict, a model, or a factory (``pkg.mod:name``, whose code runs); ``weights`` and
     ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
     first. Raises ``UsageError`` if not even a name can be matched."""
-    ours, theirs = _shapes(source, weights), _shapes(target, other_weights)
-    known = look_up(ours, theirs)
-    if known is not None and len(known.maps) == 1:
-        return known.maps[0]
-    inference = infer(ours, theirs)
+    (all_ours, given), (all_theirs, wanted) = _tensors(source, weights), _tensors(target, other_weights)
+    inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
+    if inference is None:
+        ours, theirs = _shapes(all_ours), _shapes(all_theirs)
+        known = look_up(ours, theirs)
+        if known is not None and len(known.maps) == 1:
+            return known.maps[0]
+        inference = infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
     return replace(fold(inference), name=f"{_name(source)} → {_name(target)}")
 
 
-def _shapes(side: Source | nn.Module, weights: str | None) -> Mapping[str, Shape]:
-    """Return the shapes of what can be moved: floats, and counters of batches."""
-    specs: Mapping[str, Slot | TensorSpec]
+Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
+
+
+def _tensors(side: Source | nn.Module, weights: str | None) -> tuple[Specs, Converter | None]:
+    """Return the tensors of a side, and what its library makes of other files, if it is a model."""
     if isinstance(side, (os.PathLike, Mapping)) or (isinstance(side, str) and not _is_factory(side)):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
-        specs = diagnose(open_source(side, settings), None, settings).result.specs
-    else:
-        specs = target_of(side, None).slots
+        return diagnose(open_source(side, settings), None, settings).result.specs, None
+    target = target_of(side, None)
+    return target.slots, target.converts
+
+
+def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:
+    """Return the shapes of what can be moved: floats, and counters of batches, or else every tensor."""
     return {
         key: spec.shape
         for key, spec in specs.items()
-        if spec.shape is not None and (DTYPES[spec.dtype].is_float or key.rpartition(".")[2] == COUNTER)
+        if spec.shape is not None and (every or DTYPES[spec.dtype].is_float or key.rpartition(".")[2] == COUNTER)
     }
 
 

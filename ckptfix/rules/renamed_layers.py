@@ -11,6 +11,11 @@ fill three quarters of the target; if only a few layers have other names, it has
 Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
 for rotary embeddings and how rows are interleaved.
 
+If the target is a model of transformers, its own loader is asked first: it is run on tensors without values that keep
+track of their elements, so that a file of an older release goes where `from_pretrained` would put it (stacked experts,
+fused layers, permutations for rotary embeddings). These keys are `certain`. `ckptfix map MODEL FILE` gives the way
+back.
+
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
 
@@ -55,7 +60,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, infer, others
+from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
 from ckptfix.maps.library import each_of, look_up
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, Twin, rule
@@ -94,7 +99,8 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     source, wanted = _tensors(checkpoint, target), _slots(target)
     if twin is not None:  # its order says more than that of a file, which may be sorted
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
-    inference = _inference(source, wanted, target.tie_of)
+    converters = twin.converts if twin is not None else None, target.converts
+    inference = converted(*_everything(checkpoint, target), converters) or _inference(source, wanted, target.tie_of)
     if inference is None:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
         if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
@@ -114,12 +120,13 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
-    if applied and _is_stable(applied, source, wanted, target.tie_of):
+    if applied and (inference.converter or _is_stable(applied, source, wanted, target.tie_of)):
         missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         rules = (inference.maps[0] if inference.maps else fold(inference)).rules
-        is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or (proof is not None and proof.is_proved))
+        is_known = bool(inference.converter) or (proof is not None and proof.is_proved)
+        is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or is_known)
         fix = Fix(
             tuple(_edits(applied, checkpoint)),
             Applicability.SAFE if is_safe else Applicability.UNSAFE,
@@ -133,6 +140,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(applied),
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
+                **({"converter": inference.converter} if inference.converter else {}),
                 "rules": [str(each) for each in rules],
                 "labels": dict(labels),
                 "missing": len(missing),
@@ -243,6 +251,14 @@ def _slots(target: Target) -> dict[str, Shape]:
     return {
         key: slot.shape for key, slot in target.slots.items() if slot.shape is not None and _takes_part(key, slot.dtype)
     }
+
+
+def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Specs, Specs]:
+    """Return the shapes of all tensors of both sides: what a library converts need not be guessed."""
+    ours = {
+        key: spec.shape for key, spec in checkpoint.specs.items() if spec.storage is not None and not spec.quantizer
+    }
+    return ours, {key: slot.shape for key, slot in target.slots.items() if slot.shape is not None}
 
 
 def _takes_part(key: str, dtype: str) -> bool:

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import Equivalence
-    from ckptfix.core.target import Target
+    from ckptfix.core.target import Converter, Target
     from ckptfix.values.statistics import Statistics
 
 
 @dataclass(frozen=True)
 class Twin:
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
-    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible."""
+    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts`` is
+    that of ``Target``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     prove: Callable[[Checkpoint, Sequence[Plan]], Equivalence]
+    converts: Converter | None = None
 
 
 @dataclass(frozen=True)

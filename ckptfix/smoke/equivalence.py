@@ -68,7 +68,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
     """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
     models that are given as such. Raises ``TargetError`` if the model cannot be built."""
     try:
-        slots = target_of(source, None, (), settings.seed).slots
+        twin = target_of(source, None, (), settings.seed)
     except TargetError as error:
         words = (Opt("source_model", word.value) if word == Opt("model", source) else word for word in error.args)
         raise TargetError(*words, traceback_text=error.traceback_text) from error
@@ -101,7 +101,8 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
             return Equivalence(doubt=death(ending, settings.timeout).error)
         return Equivalence.from_json(ending.said)
 
-    return Twin({key: slot.shape for key, slot in slots.items() if slot.shape is not None}, prove)
+    shapes = {key: slot.shape for key, slot in twin.slots.items() if slot.shape is not None}
+    return Twin(shapes, prove, twin.converts)
 
 
 def _in_float64(edit: Edit) -> Edit:

@@ -1,0 +1,369 @@
+"""What a library itself makes of the names and layouts of older files: its loader, run on tensors without values.
+
+``Traced`` tensors have a shape and say which elements of which key of the file they are made of. transformers loads
+them into a model on the meta device as it would load the file: names, stacks of experts, fused layers and permutations
+for rotary embeddings are moved by its own code, whatever its release, and no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ckptfix.core.parts import Part, Parts, Shape, merged, used_in_full
+from ckptfix.maps.layout import normal
+
+if TYPE_CHECKING:
+    from ckptfix.core.target import Converter
+
+Axis = tuple[tuple[int, int], ...]
+"""An axis as the axes of the source that it consists of: size and stride of each, the outermost first."""
+
+
+class _UntraceableError(NotImplementedError):
+    """What was done to a traced tensor does not only move its elements."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements of a key of the file, and where the box that they fill begins."""
+
+    source: str
+    place: Shape
+    axes: tuple[Axis, ...]
+    offset: int = 0
+
+    @property
+    def sizes(self) -> Shape:
+        return tuple(prod(size for size, _ in axis) for axis in self.axes)
+
+    def sliced(self, axis: int, start: int, stop: int) -> Iterator[_Piece]:
+        """Yield what is within ``start`` and ``stop`` of an axis."""
+        begin = self.place[axis]
+        first, last = max(start - begin, 0), min(stop - begin, self.sizes[axis])
+        if first < last:
+            for at, offset, factors in _cut(self.axes[axis], first, last):
+                place = (*self.place[:axis], begin + first + at - start, *self.place[axis + 1 :])
+                yield _Piece(
+                    self.source, place, (*self.axes[:axis], factors, *self.axes[axis + 1 :]), self.offset + offset
+                )
+
+    def viewed(self, groups: Sequence[tuple[slice, slice]], before: Shape, after: Shape) -> _Piece:
+        """Return the piece in another shape with the same order of elements."""
+        place, axes = list[int](), list[Axis]()
+        for ours, theirs in groups:
+            sizes, wanted = self.sizes[ours], after[theirs]
+            inner, outer = prod(before[ours][1:]), prod(wanted[1:])
+            size, start = prod(sizes), self.place[ours][0] * inner if before[ours] else 0
+            if sizes[1:] != before[ours][1:] or start % outer or size % outer:
+                raise _UntraceableError("a part of an axis is not a part of the new ones")
+            place += [start // outer, *(0 for _ in wanted[1:])][: len(wanted)]
+            axes += _regrouped(
+                [f for axis in self.axes[ours] for f in axis], (size // outer, *wanted[1:])[: len(wanted)]
+            )
+        return _Piece(self.source, tuple(place), tuple(axes), self.offset)
+
+    def parts(self, shape: Shape) -> Iterator[Part]:
+        """Yield the parts of the source, which has this shape, that the piece consists of: one for each box of it."""
+        factors = [factor for axis in self.axes for factor in axis]
+        order = sorted(range(len(factors)), key=lambda at: -factors[at][1])
+        box, strides = [], [prod(shape[at + 1 :]) for at in range(len(shape))]
+        left = list(order)
+        for size, stride in zip(shape, strides, strict=True):
+            own = [at for at in left if stride <= factors[at][1] < stride * size] if size > 1 else []
+            left = [at for at in left if at not in own]
+            expected = stride
+            for at in reversed(own):
+                if factors[at][1] != expected:  # every second row is many boxes
+                    outer = next(each for each in reversed(own) if factors[each][1] >= expected)
+                    yield from (each for piece in self._along(outer) for each in piece.parts(shape))
+                    return
+                expected *= factors[at][0]
+            start = self.offset // stride % size if size else 0
+            box.append((start, start + prod(factors[at][0] for at in own)))
+        if left:
+            raise _UntraceableError("an element is used several times")
+        place = tuple((start, start + size) for start, size in zip(self.place, self.sizes, strict=True))
+        part = Part(self.source, tuple(box), place)
+        if order != list(range(len(order))):
+            part = replace(
+                part, view=tuple(factors[at][0] for at in order), axes=tuple(map(order.index, range(len(order))))
+            )
+        yield normal(part)
+
+    def _along(self, number: int) -> Iterator[_Piece]:
+        """Take the piece apart along one of its factors."""
+        flat = [(at, factor) for at, axis in enumerate(self.axes) for factor in axis]
+        axis, (size, stride) = flat[number]
+        within = number - sum(at < axis for at, _ in flat)
+        inner = prod(n for n, _ in self.axes[axis][within + 1 :])
+        if within:
+            raise _UntraceableError("a part of an axis is not a box")
+        rest = (*self.axes[:axis], self.axes[axis][1:], *self.axes[axis + 1 :])
+        for index in range(size):
+            place = (*self.place[:axis], self.place[axis] + index * inner, *self.place[axis + 1 :])
+            yield _Piece(self.source, place, rest, self.offset + index * stride)
+
+
+def _cut(axis: Axis, start: int, stop: int) -> Iterator[tuple[int, int, Axis]]:
+    """Yield the ranges of an axis between two places: where each begins there, and its offset in the source."""
+    if not axis:
+        yield 0, 0, ()
+        return
+    (_, stride), *rest = axis
+    inner = prod(size for size, _ in rest)
+    at = start
+    while at < stop:
+        row, within = divmod(at, inner)
+        end = min(stop, (row + 1) * inner) if within or stop - at < inner else stop - stop % inner
+        if within or end - at < inner:
+            for begin, offset, some in _cut(tuple(rest), within, end - row * inner):
+                yield at - start + begin, row * stride + offset, some
+        else:
+            yield at - start, row * stride, (((end - at) // inner, stride), *rest)
+        at = end
+
+
+def _regrouped(factors: list[tuple[int, int]], sizes: Sequence[int]) -> Iterator[Axis]:
+    """Yield the axes of these sizes that the factors of others make."""
+    left = [factor for factor in factors if factor[0] != 1]
+    for size in sizes:
+        axis = []
+        while size > 1:
+            have, stride = left.pop(0)
+            taken = have if size % have == 0 else size
+            if have % taken:
+                raise _UntraceableError("the sizes do not divide")
+            if taken < have:
+                left.insert(0, (have // taken, stride))
+            axis.append((taken, stride * (have // taken)))
+            size //= taken
+        yield tuple(axis)
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[slice, slice]]:
+    """Return the shortest runs of axes with the same number of elements on both sides."""
+    groups, at, to = [], 0, 0
+    while at < len(before) or to < len(after):
+        start, begin = at, to
+        ours, theirs, at, to = prod(before[at : at + 1]), prod(after[to : to + 1]), at + 1, to + 1
+        while ours != theirs and (at < len(before) or to < len(after)):
+            if (ours < theirs and at < len(before)) or to >= len(after):
+                ours, at = ours * before[at], at + 1
+            else:
+                theirs, to = theirs * after[to], to + 1
+        groups.append((slice(start, min(at, len(before))), slice(begin, min(to, len(after)))))
+    return groups
+
+
+class Traced(torch.Tensor):
+    """A tensor without values that knows where its elements come from."""
+
+    pieces: tuple[_Piece, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], pieces: Iterable[_Piece], dtype: torch.dtype = torch.float32) -> Traced:
+        made: Traced = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="meta")  # type: ignore[arg-type]  # any sequence is a size
+        made.pieces = tuple(pieces)
+        return made
+
+    @classmethod
+    def of(cls, key: str, shape: Shape) -> Traced:
+        """Return the tensor of a key of the file."""
+        strides = accumulate(reversed(shape[1:]), int.__mul__, initial=1) if shape else ()
+        axes = tuple(
+            ((size, stride),) if size != 1 else () for size, stride in zip(shape, reversed([*strides]), strict=True)
+        )
+        return cls(shape, [_Piece(key, (0,) * len(shape), axes)])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub is of the disabled one
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if (operation := _OPERATIONS.get(name)) is not None:
+            with suppress(_UntraceableError):
+                return operation(*args, **{k: v for k, v in kwargs.items() if name != "_to_copy" or k == "dtype"})
+        if name.endswith("_") and isinstance(args[0], Traced):
+            raise _UntraceableError(f"{name} changes values of the file")
+        # Whatever else is computed, as for a layer that the file lacks, is not in the file.
+        return func(
+            *tree_map(_without_trace, args),
+            **tree_map(_without_trace, kwargs | {"device": "meta"} if "device" in kwargs else kwargs),
+        )
+
+    def parts(self, shapes: Mapping[str, Shape]) -> tuple[Part, ...]:
+        """Return the parts of the file that the tensor consists of; none if some of it is not from there."""
+        parts = merged(part for piece in self.pieces for part in piece.parts(shapes[piece.source]))
+        return parts if sum(part.numel for part in parts) == self.numel() else ()
+
+
+def _without_trace(value: Any) -> Any:
+    return (
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, Traced)
+        else value
+    )
+
+
+def _same(tensor: Traced, dtype: torch.dtype | None = None, **_: Any) -> Traced:
+    return Traced(tensor.shape, tensor.pieces, dtype or tensor.dtype)
+
+
+def _permute(tensor: Traced, order: Sequence[int]) -> Traced:
+    def turned(items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(items[at] for at in order)
+
+    pieces = (replace(each, place=turned(each.place), axes=turned(each.axes)) for each in tensor.pieces)
+    return Traced(turned(tensor.shape), pieces, tensor.dtype)
+
+
+def _transpose(tensor: Traced, one: int, other: int) -> Traced:
+    order = list(range(tensor.ndim))
+    order[one], order[other] = order[other], order[one]
+    return _permute(tensor, order)
+
+
+def _view(tensor: Traced, shape: Sequence[int]) -> Traced:
+    known = -prod(shape)
+    wanted = tuple(tensor.numel() // known if size == -1 else size for size in shape)
+    groups = _groups(tuple(tensor.shape), wanted)
+    return Traced(wanted, (each.viewed(groups, tuple(tensor.shape), wanted) for each in tensor.pieces), tensor.dtype)
+
+
+def _slice(tensor: Traced, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Traced:
+    size = tensor.shape[axis]
+    start, stop, _ = slice(start, stop).indices(size)
+    if step != 1:
+        raise _UntraceableError("a step")
+    axis %= tensor.ndim
+    shape = (*tensor.shape[:axis], max(stop - start, 0), *tensor.shape[axis + 1 :])
+    return Traced(shape, (each for piece in tensor.pieces for each in piece.sliced(axis, start, stop)), tensor.dtype)
+
+
+def _split(tensor: Traced, sizes: int | Sequence[int], axis: int = 0) -> list[Traced]:
+    if isinstance(sizes, int):
+        whole, rest = divmod(tensor.shape[axis], sizes)
+        sizes = [sizes] * whole + [rest] * bool(rest)
+    return [_slice(tensor, axis, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _squeeze(tensor: Traced, axes: int | Sequence[int]) -> Traced:
+    gone = {at % tensor.ndim for at in ([axes] if isinstance(axes, int) else axes)}
+    return _view(tensor, [size for at, size in enumerate(tensor.shape) if at not in gone or size != 1])
+
+
+def _unsqueeze(tensor: Traced, axis: int) -> Traced:
+    shape = list(tensor.shape)
+    shape.insert(axis % (tensor.ndim + 1), 1)
+    return _view(tensor, shape)
+
+
+def _select(tensor: Traced, axis: int, index: int) -> Traced:
+    index %= tensor.shape[axis]
+    return _squeeze(_slice(tensor, axis, index, index + 1), axis)
+
+
+def _cat(tensors: Sequence[Traced], axis: int = 0) -> Traced:
+    axis %= tensors[0].ndim
+    pieces, start = [], 0
+    for tensor in tensors:
+        for each in getattr(tensor, "pieces", ()):
+            place = (*each.place[:axis], each.place[axis] + start, *each.place[axis + 1 :])
+            pieces.append(replace(each, place=place))
+        start += tensor.shape[axis]
+    shape = tensors[0].shape
+    return Traced((*shape[:axis], start, *shape[axis + 1 :]), pieces, tensors[0].dtype)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "_to_copy", "to"), _same),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "_reshape_alias"), lambda tensor, shape, *_: _view(tensor, shape)
+    ),
+    "transpose": _transpose,
+    "t": lambda tensor: _transpose(tensor, 0, 1),
+    "permute": _permute,
+    "slice": _slice,
+    "split": _split,
+    "split_with_sizes": _split,
+    "unbind": lambda tensor, axis=0: [_select(tensor, axis, at) for at in range(tensor.shape[axis])],
+    "select": _select,
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "cat": _cat,
+    "stack": lambda tensors, axis=0: _cat([_unsqueeze(each, axis) for each in tensors], axis),
+}
+
+
+def converter_of(module: nn.Module) -> Converter | None:
+    """Return what gives the map that the loader of a model's own library applies to a file; None for other models."""
+    found = {path: child for path, child in module.named_modules() if _is_of_transformers(child)}
+    outer = {path: child for path, child in found.items() if not any(_is_below(path, other) for other in found)}
+
+    @lru_cache(maxsize=4)
+    def parts_of(given: tuple[tuple[str, Shape], ...]) -> Parts:
+        parts: dict[str, tuple[Part, ...]] = {}
+        shapes = dict(given)
+        for path, child in outer.items():
+            front = f"{path}." if path else ""
+            own = {key.removeprefix(front): shape for key, shape in shapes.items() if key.startswith(front)}
+            loaded = _loaded(child, own)
+            for key, pieces in loaded.items():
+                parts[front + key] = tuple(replace(each, source=front + each.source) for each in pieces)
+        return used_in_full(parts, shapes)
+
+    return (lambda shapes: parts_of(tuple(shapes.items()))) if outer else None
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(
+        f"{base.__module__}.{base.__name__}" == "transformers.modeling_utils.PreTrainedModel"
+        for base in type(module).__mro__
+    )
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+_OPTIONS = {"device_map": "meta", "ignore_mismatched_sizes": True}
+
+
+def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:
+    """Return the parts of the tensors that transformers gives a model of this class for a file of these shapes."""
+    given = {key: Traced.of(key, shape) for key, shape in shapes.items()}
+    with _silent(), suppress(Exception):  # the library's code may raise anything for a file that is not its own
+        made = type(model).from_pretrained(None, config=deepcopy(model.config), state_dict=given, **_OPTIONS)
+        found = {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
+        traced = {key: value for key, value in found.items() if isinstance(value, Traced)}
+        parts = {}
+        for key, value in traced.items():
+            with suppress(_UntraceableError):
+                parts[key] = value.parts(shapes)
+        return {key: own for key, own in parts.items() if own}
+    return {}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the library from reporting on a load that is none."""
+    from transformers.utils import logging
+
+    level, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows:
+            logging.enable_progress_bar()

@@ -1,0 +1,213 @@
+"""The converters of transformers itself, asked as data: files in the layout of release 4 for models of release 5."""
+
+import importlib
+import os
+from math import prod
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MixtralConfig, MixtralForCausalLM
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.models.auto import modeling_auto
+
+import ckptfix
+from ckptfix.core.parts import check_bijection, inverse
+from ckptfix.modules.converting import Traced, converter_of
+
+A_FEW = ("mixtral", "qwen3_vl_moe", "kimi_k25", "Dinov2Model", "mistral_large4_text", "jamba", "inkling2_text")
+"""Stacked experts, transposed experts, permuted for RoPE, split, renamed, interleaved."""
+
+SMALL = {
+    4: "num_attention_heads num_heads n_head encoder_attention_heads decoder_attention_heads num_experts"
+    " num_local_experts n_routed_experts moe_num_experts",
+    2: "num_hidden_layers num_layers depth n_layer n_layers encoder_layers decoder_layers num_encoder_layers"
+    " num_decoder_layers num_key_value_heads num_experts_per_tok moe_topk",
+    1: "n_group topk_group",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim patch_size",
+    16: "q_lora_rank kv_lora_rank",
+    24: "moe_intermediate_size shared_expert_intermediate_size",
+    32: "hidden_size embed_dim d_model n_embd dim out_hidden_size image_size",
+    64: "intermediate_size ffn_hidden_size encoder_ffn_dim decoder_ffn_dim max_position_embeddings",
+    96: "vocab_size",
+}
+SIZES = {name: size for size, names in SMALL.items() for name in names.split()}
+
+
+def small(config):
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            small(value)
+        elif type(value) is int and (name in SIZES or name.endswith("token_id")):
+            setattr(config, name, SIZES.get(name, 1))
+        elif name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+            setattr(config, name, value[:2])
+    return config
+
+
+def converted_types():
+    mapping = importlib.import_module("transformers.conversion_mapping")._build_checkpoint_conversion_mapping()
+    return [name for name, steps in mapping.items() if any(isinstance(step, WeightConverter) for step in steps)]
+
+
+def class_of(name):
+    if hasattr(transformers, name):
+        return getattr(transformers, name).config_class, getattr(transformers, name)
+    config = CONFIG_MAPPING[name]
+    for task in ("FOR_IMAGE_TEXT_TO_TEXT", "FOR_CAUSAL_LM", "FOR_OBJECT_DETECTION", "FOR_MASKED_LM"):
+        classes = getattr(modeling_auto, f"MODEL_{task}_MAPPING")
+        if config in classes:
+            return config, classes[config]
+    module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    base = config.__name__.removesuffix("Config")
+    return config, next(
+        getattr(module, base + end)
+        for end in ("ForConditionalGeneration", "ForCausalLM", "Model", "TextModel", "VisionModel")
+        if hasattr(module, base + end)
+    )
+
+
+def built(name):
+    """Return the class of a type and a tiny configuration of it; None if the general sizes do not fit the type."""
+    try:
+        config, made = class_of(name)
+        shape = small(config())
+        with torch.device("meta"):
+            model = made._from_config(shape)
+        old = revert_weight_conversion(model, dict(model.state_dict()))
+        made.from_pretrained(None, config=shape, state_dict={k: torch.zeros(v.shape) for k, v in old.items()})
+    except (Exception, SystemExit):  # noqa: BLE001  a configuration that these sizes contradict raises what it wants
+        return None
+    return (made, shape) if sum(map(torch.Tensor.numel, model.parameters())) < 150e6 else None
+
+
+def valued(model):
+    """Return a state_dict with a different value in every element, ties kept."""
+    made, state = {}, {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        at = value.data_ptr(), tuple(value.shape)
+        if at not in made or not value.numel():
+            made[at] = torch.randn_like(value) if value.is_floating_point() else value.detach().clone()
+        state[key] = made[at].detach()
+    return state
+
+
+def differing(ours, theirs):
+    return [key for key in theirs if key not in ours or not torch.equal(ours[key], theirs[key].to(ours[key].dtype))]
+
+
+def there_and_back(name, tmp_path):
+    made, config = built(name)
+    model = made._from_config(config).float()
+    new = valued(model)
+    old = revert_weight_conversion(model, dict(new))
+    theirs = made.from_pretrained(None, config=config, state_dict=dict(old)).state_dict()
+    ours, report = ckptfix.repair_state_dict(dict(old), made._from_config(config), values=False)
+    assert not differing(ours, theirs)
+    assert report.exit_code == 0
+    torch.save(old, tmp_path / "old.pth")
+    rename_map = ckptfix.infer_map(model, tmp_path / "old.pth")
+    back, _ = ckptfix.repair_state_dict(dict(new), like=tmp_path / "old.pth", rename_map=rename_map, values=False)
+    return [key for key in differing(back, old) if key not in rename_map.missing], rename_map.missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", A_FEW)
+def test_files_of_release_4_load_as_transformers_loads_them_and_go_back(name, tmp_path):
+    wrong, missing = there_and_back(name, tmp_path)
+    assert not wrong
+    assert len(missing) <= (4 if name == "kimi_k25" else 0)  # no rule permutes two thirds of a tensor
+
+
+@pytest.mark.skipif(not os.environ.get("CKPTFIX_THOROUGH"), reason="minutes: set CKPTFIX_THOROUGH=1")
+def test_all_types_with_a_converter(tmp_path):
+    names = [name for name in converted_types() if built(name)]
+    assert len(names) >= 60
+    assert {name: wrong for name in names if (wrong := there_and_back(name, tmp_path)[0])} == {}
+
+
+def tiny():
+    return MixtralForCausalLM._from_config(
+        MixtralConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=3, vocab_size=64,
+        )
+    )  # fmt: skip
+
+
+def test_a_file_of_the_model_itself_is_left_alone():
+    model = tiny()
+    state, report = ckptfix.repair_state_dict(model.state_dict(), model, values=False)
+    assert not report.findings
+    assert list(state) == list(model.state_dict())
+
+
+def test_a_file_of_release_4_inside_of_a_module_of_the_user():
+    model = torch.nn.ModuleDict({"backbone": tiny(), "head": torch.nn.Linear(4, 4)})
+    new = valued(model)
+    inner = {key.removeprefix("backbone."): value for key, value in new.items() if key.startswith("backbone.")}
+    old = {f"backbone.{key}": value for key, value in revert_weight_conversion(model["backbone"], inner).items()}
+    old |= {key: value for key, value in new.items() if key.startswith("head.")}
+    ours, report = ckptfix.repair_state_dict(old, model, values=False)
+    assert report.exit_code == 0
+    assert not differing(ours, new)
+
+
+def test_an_expert_that_is_missing_is_not_made_up():
+    model = tiny()
+    old = revert_weight_conversion(model, valued(model))
+    del old["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
+    ours, report = ckptfix.repair_state_dict(old, model, values=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in ours
+    assert report.exit_code == 1
+
+
+def test_the_files_of_another_library_are_none_of_its_business():
+    convert = converter_of(tiny())
+    assert not convert({"blocks.0.attn.qkv.weight": (96, 32), "blocks.0.norm.weight": (32,)})
+    assert converter_of(torch.nn.Linear(2, 2)) is None
+
+
+TRACED = {
+    "split, permuted": lambda w: torch.cat(
+        [*w["a"].chunk(3)[:2], w["a"].chunk(3)[2].view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6)]
+    ),
+    "stacked, transposed": lambda w: torch.stack([w["a"], w["b"]]).transpose(1, 2).contiguous(),
+    "every second row": lambda w: w["a"].reshape(12, 2, 6).transpose(0, 1).reshape(24, 6)[:12],
+    "unbound": lambda w: torch.cat(torch.unbind(w["a"].view(4, 6, 6), 0)[::-1], 1),
+    "flattened": lambda w: w["a"].t().reshape(-1)[6:30],
+    "squeezed": lambda w: w["c"][None].squeeze(0).permute(2, 0, 1).flatten(1),
+}
+
+
+@pytest.mark.parametrize("moved", TRACED.values(), ids=TRACED)
+def test_traced_elements_are_those_of_the_tensors(moved):
+    shapes = {"a": (24, 6), "b": (24, 6), "c": (3, 4, 5)}
+    numbers = {key: torch.arange(prod(shape)).view(shape) + 1000 * at for at, (key, shape) in enumerate(shapes.items())}
+    wanted = moved(numbers)
+    traced = moved({key: Traced.of(key, shape) for key, shape in shapes.items()})
+    made = torch.full(wanted.shape, -1)
+    for part in traced.parts(shapes):
+        values = numbers[part.source][tuple(slice(*bounds) for bounds in part.box)]
+        if part.axes:
+            values = values.reshape(part.view or values.shape).permute(part.axes)
+        place = tuple(slice(*bounds) for bounds in part.place)
+        made[place] = values.reshape(made[place].shape)
+    assert torch.equal(made, wanted)
+
+
+def test_what_is_computed_is_not_traced():
+    tensor = Traced.of("w", (4, 6))
+    assert not isinstance(tensor * 2, Traced)
+    assert torch.cat([tensor, torch.zeros(1, 6, device="meta")]).parts({"w": (4, 6)}) == ()
+    with pytest.raises(NotImplementedError):
+        tensor.zero_()
+
+
+def test_the_map_is_a_bijection_and_so_is_its_inverse():
+    model = tiny()
+    shapes = {key: tuple(value.shape) for key, value in revert_weight_conversion(model, model.state_dict()).items()}
+    target = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    parts = converter_of(model)(shapes)
+    check_bijection(parts, shapes, target)
+    check_bijection(inverse(parts), target, shapes)
