@@ -15,6 +15,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
+from ckptfix.reading.folders.ranks.names import may_be_rank
 from ckptfix.reading.formats import may_be_wrapped, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
@@ -104,7 +105,7 @@ def open_file(
 def _read_ranks(path: str, salvage: bool) -> Document | None:
     """Return the document of all ranks of a training, if the file is named like one of them and has others beside
     it."""
-    if not sniffing.may_be_rank(path):
+    if not may_be_rank(path):
         return None
     from ckptfix.reading.folders.ranks.frameworks import read_siblings
 

@@ -18,8 +18,6 @@ SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes of the longest header that the l
 _SPACES = b" \t\r\n"
 # How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows.
 _STRING = re.compile(rb"(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]", re.DOTALL)
-
-_RANK = re.compile(r"rank|consolidated\.\d|model_(optim_)?rng\.pt$")
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
 # How files begin that somebody compressed: gzip, bzip2, xz, 7-Zip, RAR, zstd, LZ4, LZMA, compress.
 _PACKED = (
@@ -101,11 +99,6 @@ def is_pickle(content: Content) -> bool:
 def may_be_packed(content: Content) -> bool:
     """Return whether the content begins as a compressed stream or a tar archive does."""
     return may_be_tar(content) or bytes(content.buffer[:256]).startswith(_PACKED)
-
-
-def may_be_rank(path: str) -> bool:
-    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
-    return _RANK.search(path) is not None
 
 
 def may_be_json(content: Content) -> bool:

@@ -17,7 +17,7 @@ import shutil
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, zero
+from ckptfix.reading.folders.ranks.names import RANK_NAMES, RankNames, may_be_rank
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC
@@ -240,18 +240,15 @@ class Files:
 def whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
     files, and the shards of ranks."""
-    for folder in files.folders():
+    ranks = _ranks(place, files)
+    for folder in sorted({*files.folders(), *ranks}):
         parts = (
             _distributed(place, folder, files)
             or _unpacked(place, folder, files)
             or files.named(folder, _RANK)
-            or _ranks(place, folder, files)
+            or ranks.get(folder)
         )
         if parts:
-            yield _group(folder or ROOT, parts)
-    for folder in sorted({folder.rpartition("/")[0] for folder in files.folders() if _is_megatron(folder)}):
-        parts = [entry for entry in files.below(folder) if _is_megatron(entry.name.rpartition("/")[0])]
-        if len({entry.name.rpartition("/")[0] for entry in parts}) > 1:
             yield _group(folder or ROOT, parts)
 
 
@@ -262,24 +259,29 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
     return chunks + described
 
 
-def _ranks(place: Place, folder: str, files: Files) -> list[Entry]:
-    """Return the files of a folder in which the ranks of a training saved a part each."""
-    states = files.named(folder, zero.OPTIM) + files.named(folder, zero.EXPERT) + files.named(folder, pipeline.LAYER)
-    models = files.named(folder, zero.MODEL)
-    if states or len(models) > 1:
-        return states + models
-    if len(shards := files.named(folder, llama.FILE)) > 1:
-        params = files.own.get(posixpath.join(folder, llama.PARAMS))
-        return shards + ([params] if params else [])
-    ranks = files.named(folder, fsdp.FILE)
-    # Files are numbered by rank that hold other things: states of random numbers, logs.
-    marks = (b"torch.distributed", b"shard_metadata")
-    are_parts = any(mark in head for head in (_head(place, entry) for entry in ranks) for mark in marks)
-    return ranks if len(ranks) > 1 and are_parts else []
-
-
-def _is_megatron(folder: str) -> bool:
-    return megatron.RANK.fullmatch(_last(folder)) is not None
+def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
+    """Return the folders in which the ranks of a training saved a part each, with their files."""
+    kinds: defaultdict[str, defaultdict[RankNames, list[tuple[Hashable, Entry]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for name in filter(may_be_rank, files.own):
+        parts = name.split("/")
+        for kind in RANK_NAMES:
+            if match := kind.files.fullmatch("/".join(parts[-kind.depth :])):
+                kinds["/".join(parts[: -kind.depth])][kind].append((match.groups(), files.own[name]))
+    found = {}
+    for folder, held in kinds.items():
+        for kind, entries in list(held.items()):
+            heads = (_head(place, entry) for _, entry in entries) if len(entries) > 1 else ()
+            if kind.marks and not any(mark in head for head in heads for mark in kind.marks):
+                del held[kind]  # logs, states of random numbers
+        if len({(kind, rank) for kind, entries in held.items() for rank, _ in entries}) > 1:
+            beside = [kind.beside for kind in held if kind.beside is not None]
+            start = len(folder) + bool(folder)
+            others = [e for e in files.below(folder) if any(each.fullmatch(e.name[start:]) for each in beside)]
+            own = [entry for entries in held.values() for _, entry in entries]
+            found[folder] = list(dict.fromkeys(own + others))
+    return found
 
 
 def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:

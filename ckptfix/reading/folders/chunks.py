@@ -224,11 +224,10 @@ class Flat:
     """A run of elements in one dimension, of which ranks or groups hold one stretch each; stretches may be missing."""
 
     def __init__(self, parts: Sequence[tuple[int, TensorSpec]]) -> None:
-        """Take one-dimensional contiguous tensors with the element at which each begins, in order."""
+        """Take one-dimensional contiguous tensors of one dtype with the element at which each begins, in order."""
         self._starts = [start for start, _ in parts]
-        self._parts = [part for _, part in parts]
-        self.is_torn = any(map(is_torn, self._parts))
-        self.storages = tuple(part.storage for part in self._parts if part.storage is not None)
+        self.parts = [part for _, part in parts]
+        self.is_torn = any(map(is_torn, self.parts))
         self.stop = parts[-1][0] + parts[-1][1].numel if parts else 0
 
     @classmethod
@@ -244,13 +243,13 @@ class Flat:
         """Fill a buffer with the bytes of the run from byte ``start`` on.
 
         Not by boxes and views: a tensor on 64 ranks has 64 stretches, and each would cost ten times its reading."""
-        itemsize = self._parts[0].itemsize
+        itemsize = self.parts[0].itemsize
         index = max(bisect_right(self._starts, start // itemsize) - 1, 0)
         done = 0
         while done < out.nbytes:
-            if index >= len(self._parts):
+            if index >= len(self.parts):
                 raise UnreadableError(f"{path}: a rank has lost a part of its weights; fetch it again")
-            part = self._parts[index]
+            part = self.parts[index]
             inner = start + done - self._starts[index] * itemsize
             count = min(part.nbytes - inner, out.nbytes - done)
             if part.storage is not None and count > 0:
@@ -264,87 +263,69 @@ class Flat:
         found = []
         index = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop:
-            if index >= len(self._parts):
+            if index >= len(self.parts):
                 return None
-            begin, part = self._starts[index], self._parts[index]
+            begin, part = self._starts[index], self.parts[index]
             count = min(begin + part.numel, stop) - start
             if begin > start or (count <= 0 and part.numel):
                 return None
             if count > 0:
-                found.append(
-                    replace(
-                        part,
-                        shape=(count,),
-                        offset=part.offset + start - begin,
-                        requires_grad=False,
-                        is_parameter=False,
-                    )
-                )
+                offset = part.offset + start - begin
+                found.append(TensorSpec(part.dtype, (count,), (1,), part.storage, offset))
                 start += count
             index += 1
-        return found
-
-
-def of_flat(name: str, shape: tuple[int, ...], flat: Flat, start: int, dtype: str, path: str) -> TensorSpec:
-    """Return the tensor whose elements, in row-major order, are those of a run from ``start`` on."""
-    spec = TensorSpec(dtype, shape, contiguous_strides(shape))
-    pieces = flat.pieces(start, start + spec.numel)
-    if pieces is None:
-        return gone(name, spec, path)
-    if not pieces:  # a tensor without elements
-        return replace(spec, storage=Storage(name, ChunkedBytes((0,), 1, ())))
-    boxes, place = {}, 0
-    for piece in pieces:
-        boxes[Box((place,), piece.shape)] = [piece]
-        place += piece.numel
-    line = merge_parts(name, replace(spec, shape=(spec.numel,), strides=(1,)), boxes, path)
-    return replace(line, shape=shape, strides=contiguous_strides(shape))
+        return None if self.is_torn and any(map(is_torn, found)) else found
 
 
 class Spread:
-    """Runs of as many ranks, over which every tensor is spread evenly: the same stretch of each."""
+    """Runs of as many ranks, over which every tensor is spread evenly: the same stretch of each, or all of the one."""
 
     def __init__(self, flats: Sequence[Flat]) -> None:
+        """Take the run of each rank. Raises ``ValueError`` if they have several dtypes."""
         self.flats = flats
-        self.storages = tuple(storage for flat in flats for storage in flat.storages)
+        parts = [part for flat in flats for part in flat.parts]
+        if len(dtypes := {part.dtype for part in parts}) > 1:
+            raise ValueError(f"one run of {' and '.join(sorted(dtypes))}")
+        self._dtype = next(iter(dtypes), "float32")
+        self._storages = tuple(part.storage for part in parts if part.storage is not None)
         self._stop = min(flat.stop for flat in flats)
-        self._is_torn = any(flat.is_torn for flat in flats)
 
     def share(self, numel: int) -> int:
         """Return how many elements of a tensor each rank holds; the last ones are padded."""
         return -(-numel // len(self.flats))
 
-    def tensor(self, name: str, shape: tuple[int, ...], start: int, dtype: str, path: str) -> TensorSpec:
-        """Return the tensor of which every rank holds the stretch that begins at ``start``."""
-        if len(self.flats) == 1:
-            return of_flat(name, shape, self.flats[0], start, dtype, path)
-        spec = TensorSpec(dtype, shape, contiguous_strides(shape))
-        if self._is_torn or self._stop < start + self.share(spec.numel):
+    def tensor(self, name: str, shape: tuple[int, ...], start: int, path: str) -> TensorSpec:
+        """Return the tensor of which every rank holds the stretch that begins at ``start``, in row-major order."""
+        spec = TensorSpec(self._dtype, shape, contiguous_strides(shape))
+        storages = self._storages
+        if len(self.flats) > 1:
+            is_gone = any(flat.is_torn for flat in self.flats) or self._stop < start + self.share(spec.numel)
+        else:
+            pieces = self.flats[0].pieces(start, start + spec.numel)
+            if pieces is not None and len(pieces) == 1:
+                return replace(spec, storage=pieces[0].storage, offset=pieces[0].offset)
+            is_gone, storages = pieces is None, tuple(piece.storage for piece in pieces or () if piece.storage)
+        if is_gone:
             return gone(name, spec, path)
-        return checked(
-            replace(spec, storage=Storage(name, _SpreadBytes(self, start, spec, path), parts=self.storages)), path
-        )
+        return replace(spec, storage=Storage(name, _SpreadBytes(self, start, spec, path), parts=storages))
 
 
 class _SpreadBytes:
     """The bytes of a tensor that is spread over ranks.
 
-    Its boxes are worked out when they are read: 10,000 tensors on 64 ranks have 640,000 of them."""
+    Where they are is worked out when they are read: 10,000 tensors on 64 ranks have 640,000 stretches."""
 
-    __slots__ = ("_path", "_spec", "_spread", "_start", "nbytes")
+    __slots__ = ("_path", "_share", "_spread", "_start", "nbytes")
 
     def __init__(self, spread: Spread, start: int, spec: TensorSpec, path: str) -> None:
-        self._spread, self._start, self._spec, self._path = spread, start, spec, path
-        self.nbytes = spec.nbytes
+        self._spread, self._path, self.nbytes = spread, path, spec.nbytes
+        self._share, self._start = spread.share(spec.numel) * spec.itemsize, start * spec.itemsize
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop``."""
-        share = self._spread.share(self._spec.numel) * self._spec.itemsize
-        begin = self._start * self._spec.itemsize
-        out = bytearray(stop - start)
-        place = 0
-        for rank in range(start // share, -(-stop // share)):
+        share, out, place = self._share, memoryview(bytearray(stop - start)), 0
+        for rank in range(start // share, -(-stop // share)) if stop > start else ():
             first, last = max(start - rank * share, 0), min(stop - rank * share, share)
-            self._spread.flats[rank].fill(memoryview(out)[place : place + last - first], begin + first, self._path)
+            self._spread.flats[rank].fill(out[place : place + last - first], self._start + first, self._path)
             place += last - first
-        return memoryview(out)
+        return out

@@ -16,7 +16,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Flat, agree, of_flat
+from ckptfix.reading.folders.chunks import Flat, Spread, agree
 from ckptfix.reading.folders.ranks.files import RankFiles, note_copies
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.pickles.claims import sizes
@@ -42,24 +42,24 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
     if any(unit["no_broadcast_optim_state"] for unit in units):
         raise UnreadableError(f"{path}: each of its ranks has experts of its own, which are not merged")
     states = {rank: root[place] for rank, root in roots.items()}
-    flats: dict[str, Flat] = {}
+    flats: dict[str, Spread] = {}
     world = 1
     for key, (_, held) in backing.items():
         length, total = states[min(states)][key].numel, sum(held["numels"])
         parts = [(rank * length, state[key]) for rank, state in states.items()]
         if any(part.shape != (length,) or not part.is_contiguous for _, part in parts) or (total and not length):
             raise ValueError(f"the ranks hold {key} in parts of different lengths")
-        flats[key], world = Flat(parts), max(world, -(-total // max(length, 1)))
+        flats[key], world = Spread([Flat(parts)]), max(world, -(-total // max(length, 1)))
     files.note_missing(world, {rank: file for rank, file in present.items() if rank in roots and rank < world}, pattern)
     weights: OrderedDict[str, Any] = OrderedDict()
     for key, (unit, held) in backing.items():
-        start, dtype = 0, states[min(states)][key].dtype
+        start = 0
         for name, size, numel in zip(held["names"], held["shapes"], held["numels"], strict=True):
             shape = sizes(size)
             if math.prod(shape) != numel:
                 raise ValueError(f"{name} has the shape {list(shape)} and {numel} elements")
             whole = _joined(unit["fsdp_path"], str(name))
-            weights[whole] = of_flat(whole, shape, flats[key], start, dtype, path)
+            weights[whole] = flats[key].tensor(whole, shape, start, path)
             start += numel
     for unit in units:
         weights.update({str(copy): weights[str(source)] for source, copy in unit["shared_param_info"]})

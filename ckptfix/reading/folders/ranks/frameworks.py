@@ -13,31 +13,39 @@ from ckptfix.reading.weights.document import Document
 
 @dataclass(frozen=True)
 class Framework:
-    """How the ranks of a framework are read.
+    """How the ranks of a framework are read. What its files are called is in ``names.py``.
 
-    ``read`` returns the merged document of a folder, None if the folder is not one of that framework. ``of_file`` says
-    by its name alone what to read for a file that is one of several ranks: their folder, and what reads it."""
+    ``find`` returns the folder in which the ranks are by the names in it: a folder itself, or one below it.
+    ``read`` returns the merged document of that; None if its files are something else after all. ``of_file`` says by
+    its name what to read for a file that is one of several ranks: their folder, and what reads it."""
 
-    name: str
+    find: Callable[[Path], Path | None]
     read: Reader
     of_file: Callable[[Path], tuple[Path, Reader] | None]
 
 
 FRAMEWORKS = (
-    Framework(pipeline.NAME, pipeline.read_folder, pipeline.of_file),
-    Framework(universal.NAME, universal.read_folder, universal.of_file),
-    Framework(zero.NAME, zero.read_folder, zero.of_file),
-    Framework(megatron.NAME, megatron.read_folder, megatron.of_file),
-    Framework(llama.NAME, llama.read_folder, llama.of_file),
-    Framework(fsdp.NAME, fsdp.read_folder, fsdp.of_file),
+    Framework(pipeline.find, pipeline.read_folder, pipeline.of_file),
+    Framework(universal.find, universal.read_folder, universal.of_file),
+    Framework(zero.find, zero.read_folder, zero.of_file),
+    Framework(megatron.find, megatron.read_folder, megatron.of_file),
+    Framework(llama.find, llama.read_folder, llama.of_file),
+    Framework(fsdp.find, fsdp.read_folder, fsdp.of_file),
 )
 """Every framework, in the order in which a folder is asked."""
 
 
 def read_ranks(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder that ranks wrote; None if no framework knows it."""
-    found = (form.read(folder, salvage, read) for form in FRAMEWORKS)
+    found = (form.read(place, salvage, read) for form in FRAMEWORKS if (place := form.find(folder)) is not None)
     return next((document for document in found if document is not None), None)
+
+
+def has_ranks(folder: Path) -> bool:
+    """Return whether a folder is one that ranks wrote, by the names in it; False if only the files themselves tell.
+
+    Raises ``UnreadableError`` if it holds several such checkpoints."""
+    return any(form.find(folder) is not None for form in FRAMEWORKS if form.find is not fsdp.find)
 
 
 def read_siblings(file: Path, salvage: bool, read: ReadContent) -> Document | None:

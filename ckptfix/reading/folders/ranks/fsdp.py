@@ -25,7 +25,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, Flat, agree, gone, merge_parts, of_flat
+from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.files import (
@@ -36,16 +36,12 @@ from ckptfix.reading.folders.ranks.files import (
     Reader,
     unlike_most,
 )
+from ckptfix.reading.folders.ranks.names import NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "fsdp"
-
-FILE = re.compile(
-    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
-)
-"""What the files of ranks are called; other files are numbered by rank too."""
 
 _DEPTH = 32
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
@@ -72,10 +68,15 @@ def rank_sets(folder: Path) -> list[RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
     found: dict[tuple[str, int, str], dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
-        if (match := FILE.fullmatch(path.name)) and path.is_file():
+        if (match := NUMBERED.fullmatch(path.name)) and path.is_file():
             key = match["stem"], int(match["world"] or 0), match["suffix"]
             found.setdefault(key, {})[int(match["rank"])] = path
     return [RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()]
+
+
+def find(folder: Path) -> Path | None:
+    """Return the folder itself if its files are numbered by rank. What is in them may be anything."""
+    return folder if any(len(found.files) > 1 or found.world > 1 for found in rank_sets(folder)) else None
 
 
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
@@ -96,7 +97,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
-    if FILE.fullmatch(file.name) is None:
+    if NUMBERED.fullmatch(file.name) is None:
         return None
     found = next((ranks for ranks in rank_sets(file.parent) if file in ranks.files.values()), None)
     if found is None or len(found.files) < 2:
@@ -248,7 +249,7 @@ class _Merge:
         name = path_name(path)
         if found.stretches:
             flat = Flat.joined(found.stretches)
-            whole = of_flat(name, (flat.stop,), flat, 0, found.stretches[0].dtype, self.path)
+            whole = Spread([flat]).tensor(name, (flat.stop,), 0, self.path)
             return gone(name, whole, self.path) if self.files.damage else whole
         if not found.shape and not found.copies:
             assert found.plain is not None

@@ -19,14 +19,11 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies
+from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
 from ckptfix.reading.folders.ranks.partition import Joining, Split, find_rule, rules
 from ckptfix.reading.weights.document import Document
 
 NAME = "llama"
-PARAMS = "params.json"
-
-FILE = re.compile(r"consolidated\.(\d{1,4})\.pth")
-"""What the shards are called."""
 
 _PARAMS_LIMIT = 1 << 20
 
@@ -43,13 +40,15 @@ RULES = rules(
 """Along which dimension a tensor is divided, by its name."""
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder of Meta's Llama; None for any other folder."""
-    found = by_rank(folder, FILE)
-    if not found:
-        return None
+def find(folder: Path) -> Path | None:
+    """Return the folder itself if it has shards."""
+    return folder if by_rank(folder, LLAMA_SHARD) else None
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of a folder of Meta's Llama."""
     files = RankFiles(folder, salvage, read)
-    ranks = {rank: file for (rank,), file in found.items()}
+    ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     files.note_missing(max(ranks) + 1, ranks, "consolidated.{:02d}.pth")
     if files.damage:
@@ -66,13 +65,13 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a shard, if there are others beside it."""
-    is_one = FILE.fullmatch(file.name) is not None and len(by_rank(file.parent, FILE)) > 1
+    is_one = LLAMA_SHARD.fullmatch(file.name) is not None and len(by_rank(file.parent, LLAMA_SHARD)) > 1
     return (file.parent, read_folder) if is_one else None
 
 
 def _params(folder: Path) -> Mapping[str, Any]:
     """Return the sizes of the model; nothing if the file is not there."""
-    path = folder / PARAMS
+    path = folder / LLAMA_PARAMS
     if not path.is_file():
         return {}
     if path.stat().st_size > _PARAMS_LIMIT:

@@ -33,6 +33,7 @@ from ckptfix.reading.folders.ranks.files import (
     note_copies,
     unlike_most,
 )
+from ckptfix.reading.folders.ranks.names import MEGATRON_RANK
 from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, Splits, find_rule, narrowed, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
@@ -40,9 +41,8 @@ from ckptfix.reading.weights.document import Document
 NAME = "megatron"
 LATEST = "latest_checkpointed_iteration.txt"
 
-RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
-"""What the folders of ranks are called, and the file in each."""
+"""What the file in the folder of a rank is called."""
 
 _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
@@ -71,22 +71,25 @@ RULES = rules(
 """Along which dimension a tensor is divided, by its name (megatron.core and the names before it); ``-`` is a copy."""
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder of Megatron-LM; None for any other folder."""
+def find(folder: Path) -> Path | None:
+    """Return the folder of an iteration, which has one for each rank. Raises ``UnreadableError`` for several."""
     iterations = _iterations(folder)
-    if not iterations:
-        return None
     if len(iterations) > 1:
         names = first_names([path.name for path in iterations])
         raise UnreadableError(f"{folder}: holds {len(iterations)} checkpoints of Megatron ({names}); name one of them")
-    reading = _Reading(RankFiles(iterations[0], salvage, read))
+    return iterations[0] if iterations else None
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of an iteration of Megatron-LM."""
+    reading = _Reading(RankFiles(folder, salvage, read))
     with reading.files.merging():
         return reading.document()
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of the iteration of which a file is one rank, if there are others."""
-    is_one = file.name in FILES and RANK.fullmatch(file.parent.name) is not None
+    is_one = file.name in FILES and MEGATRON_RANK.fullmatch(file.parent.name) is not None
     return (file.parent.parent, read_folder) if is_one and _rank_files(file.parent.parent) else None
 
 
@@ -108,7 +111,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     """Return the file of each rank, by the numbers in the name of its folder, if there is more than one."""
     found = {}
     for child in folder.iterdir():
-        match = RANK.fullmatch(child.name)
+        match = MEGATRON_RANK.fullmatch(child.name)
         file = next((child / name for name in FILES if (child / name).is_file()), None) if match else None
         if match and file is not None:
             found[tuple(int(number) for number in match.groups() if number is not None)] = file

@@ -29,14 +29,12 @@ from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies, tagged
+from ckptfix.reading.folders.ranks.names import PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.partition import Joining, rules
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "pipeline"
-
-LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
-"""What the files of layers are called."""
 
 _TIED = "tied_modules."
 
@@ -51,30 +49,32 @@ _SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
 """What a layer of GPT-NeoX has, and its biases of which every rank has a part of the sum."""
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder with a file for each layer; None for any other folder."""
-    tag = tagged(folder, zero.LATEST, _has_layers)
-    if tag is None:
-        return None
-    files = RankFiles(tag, salvage, read)
+def find(folder: Path) -> Path | None:
+    """Return the folder of a tag with a file for each layer."""
+    return tagged(folder, zero.LATEST, _has_layers)
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of a folder with a file for each layer."""
+    files = RankFiles(folder, salvage, read)
     with files.merging():
         return _document(files)
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one layer, or of the states of one stage beside such files."""
-    is_one = LAYER.fullmatch(file.name) or zero.MODEL.fullmatch(file.name) or zero.OPTIM.fullmatch(file.name)
+    is_one = PIPELINE_LAYER.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name) or ZERO_OPTIM.fullmatch(file.name)
     return (file.parent, read_folder) if is_one and _has_layers(file.parent) else None
 
 
 def _has_layers(folder: Path) -> bool:
-    return any(LAYER.fullmatch(path.name) for path in folder.iterdir())
+    return any(PIPELINE_LAYER.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _document(files: RankFiles) -> Document:
     """Return the merged document: the container of the first stage's model states, with whole weights in it."""
     folder, path = files.folder, str(files.folder)
-    found = by_rank(folder, LAYER)
+    found = by_rank(folder, PIPELINE_LAYER)
     tensor = max(model for _, model in found) + 1
     layers = list(dict.fromkeys(layer for layer, _ in found))
     if absent := [(layer, rank) for layer in layers for rank in range(tensor) if (layer, rank) not in found]:
@@ -83,7 +83,7 @@ def _document(files: RankFiles) -> Document:
             f" {first_names([f'layer_{layer:02d}-model_{rank:02d}-model_states.pt' for layer, rank in absent])}); fetch"
             " them"
         )
-    models = {model: files.root(file) for (data, model), file in by_rank(folder, zero.MODEL).items() if data == 0}
+    models = {model: files.root(file) for (data, model), file in by_rank(folder, ZERO_MODEL).items() if data == 0}
     roots = {model: root for model, root in models.items() if isinstance(root, dict)}
     stages = [root for model, root in roots.items() if model % tensor == 0]
     root = stages[0] if stages else {}
@@ -100,10 +100,10 @@ def _document(files: RankFiles) -> Document:
     merged = {key: value for key, value in root.items() if key not in zero.PARTITION}
     producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
     optimizer, halves = None, OrderedDict(weights)
-    if by_rank(folder, zero.OPTIM) and len(roots) == len(stages) * tensor:
+    if by_rank(folder, ZERO_OPTIM) and len(roots) == len(stages) * tensor:
         optimizer, release = _take_masters(files, list(roots.values()), tensor, joining, weights)
         producer = f"{release}, pipeline, {counted(len(layers), 'layer')}"
-    elif by_rank(folder, zero.OPTIM) or root.get("optimizer"):
+    elif by_rank(folder, ZERO_OPTIM) or root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     producer += f", TP {tensor}" if tensor > 1 else ""
     note_copies(files.remarks, joining.differing)

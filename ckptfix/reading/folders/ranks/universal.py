@@ -19,6 +19,7 @@ from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, tagged
+from ckptfix.reading.folders.ranks.names import ZERO_MODEL
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -30,19 +31,21 @@ GROUPS = "optimizer_state.pt"
 """The folder of the parameters, the file of a master in each, and that of the optimizer's groups beside them."""
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a universal checkpoint; None for any other folder."""
-    tag = tagged(folder, LATEST, _masters)
-    if tag is None:
-        return None
-    reading = _Reading(RankFiles(tag, salvage, read))
+def find(folder: Path) -> Path | None:
+    """Return the folder of a tag with a folder for each parameter."""
+    return tagged(folder, LATEST, _masters)
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of a universal checkpoint."""
+    reading = _Reading(RankFiles(folder, salvage, read))
     with reading.files.merging():
         return reading.document()
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of the checkpoint of which a file is the model states."""
-    return (file.parent, read_folder) if zero.MODEL.fullmatch(file.name) and _masters(file.parent) else None
+    return (file.parent, read_folder) if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
 
 
 def _masters(folder: Path) -> bool:
@@ -58,7 +61,7 @@ class _Reading:
 
     def document(self) -> Document:
         """Return the merged document: the container of the model states, with whole weights in it."""
-        found = by_rank(self.files.folder, zero.MODEL)
+        found = by_rank(self.files.folder, ZERO_MODEL)
         states = zero.model_states(self.files, {data: file for (data, model), file in found.items() if model == 0})
         root = states[0]
         shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}

@@ -33,7 +33,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Flat, Spread, gone, of_flat
+from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -46,17 +46,13 @@ from ckptfix.reading.folders.ranks.files import (
     tagged,
     unlike_most,
 )
+from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = "zero"
 LATEST = "latest"
-
-OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
-MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
-EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
-"""What the files of optimizer states, of model states and of experts are called."""
 
 _FRAGMENTS = "frozen_param_fragments"
 _PADDING = 16
@@ -82,36 +78,36 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
 
     Model states without a data-parallel rank in their name are whole if there are no others, and stand for
     themselves."""
-    if match := OPTIM.fullmatch(file.name) or MODEL.fullmatch(file.name):
-        is_one = len(by_rank(file.parent, MODEL if match[1] is None else OPTIM)) > 1
+    if match := ZERO_OPTIM.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name):
+        is_one = len(by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)) > 1
     else:
-        is_one = EXPERT.fullmatch(file.name) is not None
+        is_one = ZERO_EXPERT.fullmatch(file.name) is not None
     return (file.parent, read_folder) if is_one else None
 
 
 def _has_states(folder: Path) -> bool:
     models = 0
     for path in folder.iterdir():
-        if OPTIM.fullmatch(path.name) or EXPERT.fullmatch(path.name):
+        if ZERO_OPTIM.fullmatch(path.name) or ZERO_EXPERT.fullmatch(path.name):
             return True
-        models += MODEL.fullmatch(path.name) is not None
+        models += ZERO_MODEL.fullmatch(path.name) is not None
     return models > 1
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder: the container of the first model states, with whole weights in it.
+def find(folder: Path) -> Path | None:
+    """Return the folder of a tag with states of several ranks."""
+    return tagged(folder, LATEST, _has_states)
 
-    None if it has no states of several ranks."""
-    tag = tagged(folder, LATEST, _has_states)
-    if tag is None:
-        return None
-    files = RankFiles(tag, salvage, read)
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of a folder: the container of the first model states, with whole weights in it."""
+    files = RankFiles(folder, salvage, read)
     with files.merging():
         return _document(files)
 
 
 def _document(files: RankFiles) -> Document:
-    path, optim, models = str(files.folder), by_rank(files.folder, OPTIM), by_rank(files.folder, MODEL)
+    path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
     tensor = sorted({model for _, model in (*optim, *models)})
     states = [
         model_states(files, {data: file for (data, model), file in models.items() if model == rank}) for rank in tensor
@@ -120,7 +116,7 @@ def _document(files: RankFiles) -> Document:
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
-    for (_, _, rank), file in by_rank(files.folder, EXPERT).items():
+    for (_, _, rank), file in by_rank(files.folder, ZERO_EXPERT).items():
         roots[rank]["module"].update(files.root(file) or {})
     joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
     masters = joined_masters(files, tensor, roots, joining, split_of) if optim else None
@@ -297,7 +293,9 @@ class Merging:
 
     def __init__(self, files: RankFiles, model_rank: int = 0) -> None:
         self.files, self.folder, self.path = files, files.folder, str(files.folder)
-        self.optim = {data: file for (data, model), file in by_rank(self.folder, OPTIM).items() if model == model_rank}
+        self.optim = {
+            data: file for (data, model), file in by_rank(self.folder, ZERO_OPTIM).items() if model == model_rank
+        }
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
         self._ranks = {rank: made for rank, file in self.optim.items() if (made := self._states(file)) is not None}
         if not self._ranks:
@@ -368,11 +366,11 @@ class Merging:
                     made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
                     continue
                 length = max(spec.numel for spec in taken.values())
-                flat = Flat([(at * length, spec) for at, spec in taken.items()])
+                whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
                 paddings = first.paddings[run.group] if first.paddings else [0] * len(run.shapes)
-                start, dtype = 0, next(iter(taken.values())).dtype
+                start = 0
                 for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
-                    made[name] = of_flat(name, shape, flat, start, dtype, self.path)
+                    made[name] = whole.tensor(name, shape, start, self.path)
                     start += made[name].numel + padding
                 self._check_length(run.group, start, length, len(run.ranks))
             return made
@@ -404,7 +402,7 @@ class Merging:
                 return {name: lost(name, shape, self.path) for name, shape in shapes.items()}
             spread, start, made = Spread(flats), 0, {}
             for name, shape in shapes.items():
-                made[name] = spread.tensor(name, shape, start, "float32", self.path)
+                made[name] = spread.tensor(name, shape, start, self.path)
                 start += spread.share(made[name].numel)
             if any(flat.stop != start for flat in flats):
                 raise UnreadableError(
@@ -487,7 +485,7 @@ def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, path: str
             made[name] = lost(name, shape, path)
             continue
         spread = Spread([Flat.joined([part]) for part in parts])
-        made[name] = spread.tensor(name, shape, 0, parts[0].dtype, path)
+        made[name] = spread.tensor(name, shape, 0, path)
     return made
 
 

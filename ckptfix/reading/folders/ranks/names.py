@@ -1,0 +1,55 @@
+"""What the files of ranks are called: one table, for a folder, for a file that is one of several, and for a zoo.
+
+It imports no reader, since every file that is opened is looked up here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+ZERO_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
+ZERO_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+ZERO_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
+PIPELINE_LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
+MEGATRON_RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
+LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
+LLAMA_PARAMS = "params.json"
+NUMBERED = re.compile(
+    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
+)
+"""Files that are numbered by rank are those of FSDP, and many others."""
+
+_WORD = re.compile(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)")
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """One kind of files that several ranks write, by their paths below the folder that is the checkpoint.
+
+    The groups of the pattern tell one from another. A file for which a word of ``_WORD`` does not speak is of no kind.
+    """
+
+    files: re.Pattern[str]
+    depth: int = 1
+    """How many names the path has."""
+    beside: re.Pattern[str] | None = None
+    """Other files below the folder that belong to them."""
+    marks: tuple[bytes, ...] = ()
+    """What the first bytes of such a file hold, if its name does not say enough."""
+
+
+RANK_NAMES = (
+    RankNames(ZERO_OPTIM),
+    RankNames(ZERO_MODEL),
+    RankNames(ZERO_EXPERT),
+    RankNames(PIPELINE_LAYER),
+    RankNames(re.compile(r"zero/([^/]+)/fp32\.pt"), 3, re.compile(r"zero/(?:[^/]+/)?\w+\.pt")),
+    RankNames(re.compile(rf"{MEGATRON_RANK.pattern}/[^/]+"), 2),
+    RankNames(LLAMA_SHARD, beside=re.compile(re.escape(LLAMA_PARAMS))),
+    RankNames(NUMBERED, marks=(b"torch.distributed", b"shard_metadata")),
+)
+
+
+def may_be_rank(path: str) -> bool:
+    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
+    return _WORD.search(path) is not None
