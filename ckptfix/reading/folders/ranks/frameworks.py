@@ -45,7 +45,10 @@ def has_ranks(folder: Path) -> bool:
     """Return whether a folder is one that ranks wrote, by the names in it; False if only the files themselves tell.
 
     Raises ``UnreadableError`` if it holds several such checkpoints."""
-    return any(form.find(folder) is not None for form in FRAMEWORKS if form.find is not fsdp.find)
+    try:
+        return any(form.find(folder) is not None for form in FRAMEWORKS if form.find is not fsdp.find)
+    except OSError:
+        return False  # the reader of the folder says why
 
 
 def read_siblings(file: Path, salvage: bool, read: ReadContent) -> Document | None:
