@@ -30,6 +30,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " classifier.weight: copying a param with shape torch.Size([3, 768]) from checkpoint, the shape in current"
         " model is torch.Size([2, 768]).\n\tYou may consider adding `ignore_mismatched_sizes=True` in the model"
         " `from_pretrained` method.",
+        "There were missing keys in the checkpoint model loaded: ['lm_head.weight'].",
+        "There were unexpected keys in the checkpoint model loaded: ['module.lm_head.weight'].",
     ),
     "newly-initialized": (
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
@@ -39,13 +41,20 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "key-by-hand": ("KeyError: 'backbone.layer1.0.bn1.running_mean'",),
     "not-a-tar": ("tarfile.ReadError: not a gzip file", "ValueError: model.pth.tar is not a tar archive"),
     "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
-    "empty-shard": (),
+    "empty-shard": (
+        "Adapter default: 14 LoRA tensor(s) have invalid shape: base_model.model.q_proj.lora_A.weight (0,"
+        "). A 1-D or zero-sized lora_A / lora_B tensor indicates that DeepSpeed ZeRO-3 / FSDP shards were"
+        " not gathered",
+    ),
     "shape-of-loaded-tensor": (
         "ValueError: Size mismatch between saved torch.Size([10]) and current: torch.Size([5]) for fc.bias",
         'ValueError: Trying to set a tensor of shape torch.Size([43176, 8192]) in "weight" (which has shape'
         " torch.Size([0])), this look incorrect.",
     ),
-    "missing-adapter-keys": (),
+    "missing-adapter-keys": (
+        "Loading adapter weights from state_dict led to unexpected keys found in the model:  ['down_block"
+        "s.0.lora_A.weight'].",
+    ),
     "unused-checkpoint-keys": (
         "Some model parameters or buffers are not found in the checkpoint: backbone.fc.bias",
         "WARNING: roi_heads.box_head.fc1.weight is not in the checkpoint. Please double-check.",
@@ -75,10 +84,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " global by default. Please use `torch.serialization.add_safe_globals([scalar])` to allowlist this global"
         " if you trust this class/function.",
         "Trying to load unsupported GLOBAL posix.system whose module posix is blocked.",
+        "RuntimeError: weights_only=True blocked loading this checkpoint because it requires non-allowlis"
+        "ted pickle globals. argparse.Namespace No automatic unsafe pickle fallback is performed. If this"
+        " checkpoint is trusted, retry with weights_only=False.",
     ),
     "weights-only": (
         "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format. ",
         "_pickle.UnpicklingError: Weights only load failed. Please file an issue",
+        "_pickle.UnpicklingError: Only persistent_load of storage is allowed, but got resource",
+        "_pickle.UnpicklingError: persistent_load id must be tuple or int, but got <class 'str'>",
     ),
     "weights-only-warning": (
         "train.py:12: FutureWarning: You are using `torch.load` with `weights_only=False` (the current default"
@@ -111,13 +125,33 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit-diffusers": (
         "ValueError: Cannot load <class 'diffusers.models.unets.unet_2d_condition.UNet2DConditionModel'> from ./out"
         " because the following keys are missing: \n conv_in.weight.",
+        "ValueError: Cannot load conv_in.weight because it has shape (320, 9, 3, 3) in the checkpoint but"
+        " shape (320, 4, 3, 3) in UNet2DConditionModel. Pass `ignore_mismatched_sizes=True` to skip it an"
+        "d keep the randomly initialized weight.",
+        "AttributeError: Parameter or buffer with name=foo.weight not found in model",
     ),
     "adapter-of-another-base": (),
-    "no-adapter-config": (),
+    "no-adapter-config": (
+        "TypeError: The LoraConfig config that is trying to be loaded is missing required keys: {'peft_type'}.",
+    ),
     "adapter-config-of-newer-peft": (),
-    "no-lora-keys": ("ValueError: `state_dict` should be empty at this point but has state_dict.keys()=dict_keys([])",),
-    "weights-without-optimizer": ("KeyError: 'optimizer'", "KeyError: 'optimizer_states'", "KeyError: 'epoch'"),
-    "quantised-weights": (),
+    "no-lora-keys": (
+        "ValueError: `state_dict` should be empty at this point but has state_dict.keys()=dict_keys([])",
+        "ValueError: Checkpoint not supported because layer lora_unet_foo not supported.",
+        "ValueError: Missing lora_B weight for transformer.q",
+        "ValueError: Incompatible keys detected: lora_unet_x.alpha",
+        "ValueError: The state_dict at hand has these keys which couldn't be parsed: ['a.lora_A.weight']",
+    ),
+    "weights-without-optimizer": (
+        "KeyError: 'optimizer'",
+        "KeyError: 'optimizer_states'",
+        "KeyError: 'epoch'",
+        "KeyError: 'Trying to restore training state but checkpoint contains only the model. This is prob"
+        "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
+    ),
+    "quantised-weights": (
+        "ValueError: Linear(in_features=2, out_features=2) does not have a parameter or a buffer named weight_scale.",
+    ),
     "tensor-not-in-safetensors": (),
     "safetensors-not-installed": (),
     "dtype-of-newer-torch": (
@@ -173,6 +207,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
         "_pickle.UnpicklingError: pickle data was truncated",
         "_pickle.UnpicklingError: unpickling stack underflow",
+        "EOFError: Compressed file ended before the end-of-stream marker was reached",
+        "OSError: Consistency check failed: file should be of size 440473133 but has size 100000 (pytorch_model.bin).",
+        "RuntimeError: setStorage: sizes [10, 10], strides [10, 1], storage offset 0, and itemsize 4 requ"
+        "iring a storage size of 400 are out of bounds for storage of size 0",
     ),
     "foreign-pickle": (
         "RuntimeError: Invalid protocol version: 1002",
@@ -210,6 +248,26 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ain'",
         "RuntimeError: open file failed because of errno 2 on fopen: No such file or directory, file path: a.pt",
         "FileNotFoundError: No checkpoint found at 'model.pth.tar'",
+        "ValueError: Can't find a valid checkpoint at out/checkpoint-500",
+        "ValueError: No valid checkpoint found in output directory (out)",
+        "ValueError: Can't find a checkpoint index (pytorch_model.bin.index.json or model.safetensors.ind"
+        "ex.json) in out.",
+        "RuntimeError: No suitable checkpoints found in out.",
+        "ValueError: Can't find weights for out in out or in the Hugging Face Hub. Please check that the "
+        "file adapter_model.bin or adapter_model.safetensors is present at out.",
+        "ValueError: adapter model file not found in out. Make sure you are passing the correct path to t"
+        "he adapter model.",
+        "OSError: Can't load the model for 'out'. If you were trying to load it from 'https://huggingface"
+        ".co/models', make sure you don't have a local directory with the same name.",
+        "ValueError: `checkpoint` should be the path to a file containing a whole state dict, or the inde"
+        "x of a sharded checkpoint, or a folder containing a sharded checkpoint or the whole state dict, "
+        "but got out.",
+        "ValueError: The provided filename model.pt does not exist",
+        "ValueError: The provided filename out is a directory",
+        "RuntimeError: Pretrained value 'x.pt' is not a known tag or valid file path",
+        "ValueError: The path 'ckpt' does not point to a valid checkpoint. Make sure the path points to e"
+        "ither a directory with FSDP checkpoint shards, or a single file with a full checkpoint.",
+        "[WARNING] Client provided checkpoint load path: ckpt does not exist ... skip checkpoint load",
     ),
     "no-such-folder": (
         "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: No such"
@@ -232,7 +290,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: Can't get attribute '_rebuild_tensor_v2' on <module 'torch._utils' from 'torch/_utils.py'>",
     ),
     "torch-too-old-to-load": (),
-    "mmap-of-old-file": (),
+    "mmap-of-old-file": ("ValueError: f must be a file path in order to use the mmap argument",),
     "old-numpy": (
         "ValueError: numpy.dtype size changed, may indicate binary incompatibility."
         " Expected 96 from C header, got 88 from PyObject",
@@ -242,10 +300,17 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "python-2-pickle": (
         "UnicodeDecodeError: 'ascii' codec can't decode byte 0xd7 in position 1: ordinal not in range(128)",
     ),
-    "newer-pickle-protocol": ("_pickle.UnpicklingError: Weights only load failed. Unsupported operand 149",),
+    "newer-pickle-protocol": (
+        "_pickle.UnpicklingError: Weights only load failed. Unsupported operand 149",
+        "UserWarning: Detected pickle protocol 4 in the checkpoint, which was not the default pickle prot"
+        "ocol used by `torch.load` (2). The weights_only Unpickler might not support all instructions imp"
+        "lemented by this protocol",
+    ),
     "old-whole-model": (
         "AttributeError: 'GELU' object has no attribute 'approximate'",
         "AttributeError: 'Detect' object has no attribute 'grid'",
+        "AttributeError: 'Conv2d' object has no attribute '_padding_repeated_twice'",
+        "torch.nn.modules.module.ModuleAttributeError: 'BatchNorm2d' object has no attribute 'num_batches_tracked'",
     ),
     "zero-dim-index": (
         "IndexError: invalid index of a 0-dim tensor. Use tensor.item() to convert a 0-dim tensor to a Python number",
@@ -270,7 +335,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         'RuntimeError: Expected hasRecord("version") to be true, but got false.  (Could this error message be improved?'
         "  If so, please report an enhancement request to PyTorch.)",
     ),
-    "distributed-missing-key": (),
+    "distributed-missing-key": ("ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",),
     "sharded-checkpoint": (
         "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
         " Possibly due to an overwrite of an old checkpoint.",
@@ -283,12 +348,25 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " load DTensors",
         "The checkpoint being loaded used a DP world size of 8 but the current world size is 4. Automatic adjustment"
         " of ZeRO's optimizer state partitioning with a new world size is not currently supported.",
+        "FileNotFoundError: can't find model states file at 'ckpt/mp_rank_00_model_states.pt'",
+        "ValueError: consumed 10 numels out of 20 - something is wrong",
+        "RuntimeError: DeepSpeed was unable to load the checkpoint. Ensure you passed in a DeepSpeed comp"
+        "atible checkpoint or a single checkpoint file by setting `DeepSpeedStrategy(..., load_full_weigh"
+        "ts=True)`.",
+        "ValueError: Checkpoint found at out/checkpoint-5 is only supported when using PyTorch FSDP",
+        "RuntimeError: layers.0._flat_param contains _flat_param. This can happen if the model is not the root module.",
     ),
     "lightning-version": (),
     "transformers-wrapper": (),
-    "safetensors-without-format": (),
+    "safetensors-without-format": (
+        "The safetensors archive passed at model.safetensors does not contain metadata. Make sure to save"
+        " your model with the `save_pretrained` method. Defaulting to 'pt' metadata.",
+    ),
     "shared-tensors": (
         "ValueError: You are trying to save a non contiguous tensor: `fc.weight` which is not allowed.",
+        "RuntimeError: Error while trying to find names to remove to save state dict, but found no suitab"
+        "le name to keep for saving amongst: {'a.weight'}. None is covering the entire storage.Refusing t"
+        "o save/load the model since you could be storing much more memory than needed.",
     ),
     "unknown-timm-model": (),
     "device-tag": (
@@ -301,6 +379,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Attempting to deserialize object on a HPU device but torch.hpu.is_available() is False.",
         "RuntimeError: The HPU device module is not registered. If you are running on a CPU-only machine, please"
         " use torch.load with map_location=torch.device('cpu') to map your storages to the CPU.",
+        "safetensors_rust.SafetensorError: device cuda:3 is invalid",
     ),
     "no-cuda-build": (),
     "cuda-symbol-missing": ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",),
@@ -351,6 +430,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "meta-tensor": (
         "RuntimeError: Tensor on device cpu is not on the expected device meta!",
         "RuntimeError: Tensor on device meta is not on the expected device cuda:0!",
+        "UserWarning: for fc.weight: copying from a non-meta parameter in the checkpoint to a meta parame"
+        "ter in the current model, which is a no-op. (Did you mean to pass `assign=True` to assign items "
+        "in the state dictionary to their corresponding key in the module instead of copying them in plac"
+        "e?)",
+        "ValueError: weight is on the meta device, we need a `value` to put in on cuda:0.",
     ),
     "cuda-after-fork": (),
     "dtype-mismatch": (
@@ -564,5 +648,47 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "the strict load passed over 1 parameter that the file does not supply",
     ),
     "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
+    "ties-disagree": (
+        "This checkpoint seem corrupted. The tied weights mapping for this model specifies to tie a.weight to"
+        " lm_head.weight, but both are absent from the checkpoint, and we could not find another related tied weight"
+        " for those keys",
+    ),
+    "textual-inversion": (
+        "ValueError: Loaded embeddings are of incorrect shape. Expected each textual inversion embedding to be of shape"
+        " 768, but are 1024",
+        "ValueError: You are trying to load a textual inversion embedding that has been saved as a PyTorch tensor. Make"
+        " sure to pass the name of the corresponding token in this case: `token=...`.",
+    ),
+    "no-known-model-in-file": (
+        "ValueError: load_jax did not find a supported JAX/Flax parameter layout in model.npz. Native PyTorch and"
+        " safetensors weights must use the factory/checkpoint loader.",
+    ),
+    "untrained-model": (),
+    "quick-gelu": (),
+    "weights-of-other-framework": (
+        "NotImplementedError: Model cannot load numpy checkpoint",
+        "ValueError: vit expected a keyed JAX/Flax NumPy .npz checkpoint, but model.pth is not an .npz archive. Native"
+        " PyTorch and safetensors weights must use the factory/checkpoint loader.",
+    ),
+    "not-of-torch-save": (
+        "ValueError: Expected input to be a checkpoint returned by torch.save but got a torchscript checkpoint",
+        "AssertionError: Unknown typename for persistent_load, expected 'storage' but got 'module'",
+        "KeyError: 'pickle storage type \"FooStorage\" is not recognized'",
+    ),
+    "exported-program": (
+        "Expect archive file to be a file ending in .pt2, or is a buffer. Instead got {model.pth}",
+        "Unable to load package. f must be a buffer or a file ending in .pt2. Instead got {model.pth}",
+        "RuntimeError: We ran into an error when deserializing the saved file. Please check the warnings above for"
+        " possible errors.",
+        "AssertionError: Version in the saved file has incorrect length, double check if the file is generated by"
+        " torch.export.save()",
+    ),
+    "optimizer-state-missing": (),
+    "external-module-of-package": (),
+    "sparse-in-safetensors": (),
+    "not-picklable": (
+        "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f>: attribute lookup <lambda> on __main__ failed",
+        "TypeError: cannot pickle '_thread.lock' object",
+    ),
 }
 """More wordings of each record than its own example, by the record's name."""
