@@ -71,8 +71,14 @@ class CkptfixError(Exception):
 
 class UnreadableError(CkptfixError):
     """The file holds no checkpoint that can be read: another format, damage, or a pointer to a file that was never
-    fetched.
+    fetched. If there is no file of the name, it is a ``FileNotFoundError`` too.
     """
+
+
+class MissingFileError(UnreadableError, FileNotFoundError):
+    """There is no file of this name."""
+
+    __str__ = CkptfixError.__str__
 
 
 class DamageWarning(UserWarning):

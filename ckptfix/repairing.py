@@ -181,6 +181,8 @@ def repair(
     if dry_run:
         report = replace(report, is_dry_run=True)
     else:
+        if destination is not None:
+            destination.refuse_backup()
         report = deliver(diagnosis.result, report, destination, checked, _forward_test(model, model_args, checked))
     log_edits(report.source, report.edits)
     return Repair(report, diagnosis.plan, diagnosis.result, is_changed)

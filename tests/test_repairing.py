@@ -414,6 +414,18 @@ def test_in_place_with_a_backup(file):
     assert link.is_symlink()
     assert file.with_name("net.pth.bak").read_bytes() == before
     assert_same(torch.load(file, weights_only=True)["state_dict"], net().state_dict())
+    again = ckptfix.repair(file, net(), in_place=True, backup=True).report
+    assert (again.output, again.exit_code) == (None, 0)
+    torch.save({f"module.{key}": value for key, value in net().state_dict().items()}, file)
+    with pytest.raises(ckptfix.WriteError, match="a backup is there already"):
+        ckptfix.repair(file, net(), in_place=True, backup=True)
+
+
+def test_a_file_that_is_not_there_is_what_python_calls_it(tmp_path):
+    for call in (ckptfix.open_checkpoint, ckptfix.check, lambda path: ckptfix.load(net(), path)):
+        with pytest.raises(FileNotFoundError, match=r"^[^']*gone\.pth: cannot be opened: No such file") as caught:
+            call(tmp_path / "gone.pth")
+        assert isinstance(caught.value, ckptfix.UnreadableError)
 
 
 def test_a_plan_is_saved_and_applied(file, tmp_path):

@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import MissingFileError, UnreadableError
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
 
@@ -38,7 +38,8 @@ class OpenFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
-            raise UnreadableError(f"{path}: {_why_closed(path, error)}") from error
+            kind = MissingFileError if isinstance(error, FileNotFoundError) else UnreadableError
+            raise kind(f"{path}: {_why_closed(path, error)}") from error
         weakref.finalize(self, os.close, self.descriptor)
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):

@@ -136,13 +136,17 @@ class Destination:
             refuse_output(self.output, settings.force)
         elif self.backup_of is not None:
             refuse_name(backup_of(self.backup_of))
-            has_backup(self.backup_of)
         if settings.shard_bytes is not None:
             refuse_name(ShardNames(self.output, 2).longest)
         if not self.output.parent.is_dir():
             raise WriteError(
                 f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place"
             )
+
+    def refuse_backup(self) -> None:
+        """Raise ``WriteError`` if the backup would replace another file: asked once it is known that one is made."""
+        if self.backup_of is not None:
+            has_backup(self.backup_of)
 
     def refuse_inputs(self, inputs: Inputs) -> None:
         """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""
