@@ -13,6 +13,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from ckptfix.comparison import Difference, diff
+    from ckptfix.comparison.mapping import infer_map
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.plan import Plan
     from ckptfix.core.progress import progress
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptfix.loading import load, repair_optimizer_state
-    from ckptfix.modules.mapping import infer_map
     from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
 
@@ -78,7 +78,7 @@ _HOMES = {
     "RenameMap": "core.rename_map",
     "Report": "core.report",
     "diff": "comparison",
-    "infer_map": "modules.mapping",
+    "infer_map": "comparison.mapping",
     "load": "loading",
     "progress": "core.progress",
     "recalibrate": "modules.recalibration",

@@ -15,9 +15,11 @@ def map(run: Run, a: str, b: str) -> int:
     """Infer the map from the names and the layout of A to those of B, and print it.
 
     No tensor is read, and nothing is written. With --output-format json, the result is a file for --rename-map, which
-    applies to other sizes of the same family and may be edited; with python, a function that needs torch only.
+    applies to other sizes of the same family and may be edited; with python, a function that needs torch only. With
+    --prove, A and B have to be models, and are run.
 
-    Exit codes: 0 each key of B has a source; 1 some have none or several; 2 a file cannot be read.
+    Exit codes: 0 each key of B has a source; 1 some have none or several, or nothing is proved; 2 a file cannot be
+    read.
     """
     console, choices = run.console, run.choices
     with console.guarding():
@@ -25,8 +27,9 @@ def map(run: Run, a: str, b: str) -> int:
         import ckptfix
         from ckptfix.core.rename_map import AMBIGUOUS
 
-        chosen = {name: choices[name] for name in ("weights", "other_weights") if name in choices}
-        found = ckptfix.infer_map(a, b, **chosen)
+        names = ("weights", "other_weights", "prove", "input", "timeout")
+        found = ckptfix.infer_map(a, b, **{name: choices[name] for name in names if name in choices})
+        is_unproved = found.proof is not None and not found.proof.is_proved
         form = choices.get("output_format", "full")
         if form == "json":
             write_output(found.json_text())
@@ -35,12 +38,13 @@ def map(run: Run, a: str, b: str) -> int:
 
             write_output(python_code(found))
         else:
-            from ckptfix.maps.library import names
+            from ckptfix.maps.library import names as shipped
             from ckptfix.report.edits import map_lines
 
             console.write(map_lines(found))
-            if found.name in names():
-                console.note(f"this map ships with ckptfix; to apply it: --rename-map {found.name}")
-            else:
-                console.note("to apply it: write it to a file with --output-format json, and give that to --rename-map")
-        return int(bool(found.missing) or any(rule.label == AMBIGUOUS for rule in found.rules))
+            how = "write it to a file with --output-format json, and give that to --rename-map"
+            if found.name in shipped():
+                how = f"--rename-map {found.name} (this map ships with ckptfix)"
+            if not is_unproved:
+                console.note(f"to apply it: {how}")
+        return int(is_unproved or bool(found.missing) or any(rule.label == AMBIGUOUS for rule in found.rules))

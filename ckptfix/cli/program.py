@@ -204,7 +204,7 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
     Raises ``UsageError`` for given options that exclude each other, or that
     have no meaning without a model.
     """
-    from ckptfix.core.options import options_of, without_model
+    from ckptfix.core.options import MAP, options_of, without_model
 
     configured = {}
     for option in options_of(command) if configuration.values else ():
@@ -221,15 +221,13 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
     # The configuration has some options for the commands and files that have a model or a reference.
     if configured.get("fill") == "target" and not {"model", "like"} & (configured.keys() | given.keys()):
         del configured["fill"]
-    if "model" not in {**configured, **given}:
+    needed = Opt("prove", True) if command == MAP else Opt("model", "PKG.MOD:FACTORY")
+    if needed.name not in {**configured, **given}:
         for name in without_model(configured):
             del configured[name]
         for name in without_model(given):
             if given[name] is not False and name != "recalibrate":  # the library has better words for that
-                raise UsageError(
-                    *(Opt(name), " has no meaning without a model; add ", Opt("model", "PKG.MOD:FACTORY")),
-                    ", or leave it out",
-                )
+                raise UsageError(*(Opt(name), " has no meaning without a model; add ", needed, ", or leave it out"))
     if given.get("smoke") is False:
         configured.pop("compare", None)
     for first, second in (("model", "like"), ("quiet", "verbose")):

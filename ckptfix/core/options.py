@@ -238,13 +238,16 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "Forward test": (
         _setting("smoke", Kind.SWITCH, _WRITES, default="with --model", no="--no-smoke", needs_model=True,
             help="Load the result into the model and run a forward pass, in a process of its own."),
-        _setting("input", Kind.INPUTS, _WRITES, metavar="SPEC", default="derived from the model", needs_model=True,
-            help="Input of the forward test, once for each argument: 2x3x224x224, input_ids=2x16:int:0:1000, or a"
-            " file (.npy, .pt, .safetensors)."),
+        _setting("input", Kind.INPUTS, (*_WRITES, MAP), metavar="SPEC", default="derived from the model",
+            needs_model=True, help="Input of the forward test, once for each argument: 2x3x224x224,"
+            " input_ids=2x16:int:0:1000, or a file (.npy, .pt, .safetensors)."),
         _setting("device", Kind.TEXT, _WRITES, metavar="auto|cpu|cuda|cuda:1|mps", default="auto", needs_model=True,
             help="Where the forward test runs."),
-        _setting("timeout", Kind.NUMBER, _WRITES, metavar="SECONDS", default="300", needs_model=True,
-            help="Time limit of the forward test."),
+        _setting("timeout", Kind.NUMBER, (*_REPAIRS, MAP), metavar="SECONDS", default="300", needs_model=True,
+            help="Time limit of the forward test, and of the proof of a map."),
+        Option("prove", Kind.SWITCH, (MAP,),
+            help="Run both models, with the same random weights and input: a map that gives equal outputs is verified."
+            " A and B have to be models."),
         _setting("train_mode", Kind.SWITCH, _WRITES, needs_model=True,
             help="Also run the model in training mode, with a batch of at least 2."),
         _setting("backward", Kind.SWITCH, _WRITES, needs_model=True,

@@ -11,11 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import counted
 from ckptfix.errors import Opt, UsageError
+
+if TYPE_CHECKING:
+    from ckptfix.core.smoke_result import Equivalence
 
 MAP_VERSION = 1  # the version of a map's JSON form
 LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be trusted, in order
@@ -55,13 +58,15 @@ class RenameMap(Displayed):
     """The rules of a map, in order. ``name`` is the file or the library that they come from.
 
     ``missing`` are the keys of the target that an inferred map has no source for, ``unused`` the keys of the source
-    that it has no place for. ``shapes`` are of tensors that only a file which the map is for has in this shape."""
+    that it has no place for. ``shapes`` are of tensors that only a file which the map is for has in this shape.
+    ``proof`` is what came of running both models, if that was asked for."""
 
     rules: tuple[MapRule, ...]
     name: str = ""
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    proof: Equivalence | None = None
 
     def __repr__(self) -> str:
         return f"<RenameMap: {counted(len(self.rules), 'rule')}>"

@@ -79,6 +79,7 @@ class CheckSettings(TypedDict, total=False):
     values: bool
     optimizer_positions: bool
     seed: int
+    timeout: float
     format: str | None
 
 
@@ -97,7 +98,6 @@ class RepairSettings(CheckSettings, total=False):
     smoke: bool | None
     input: str | Sequence[str]
     device: str
-    timeout: float
     train_mode: bool
     backward: bool
     compare: str | None

@@ -98,6 +98,20 @@ class Equivalence:
         """Whether the outputs differ with each map that was tried."""
         return self.chosen is None and not self.doubt
 
+    def __str__(self) -> str:
+        if self.doubt:
+            return f"not proved: {self.doubt}"
+        far = f"{self.difference:.1g} of the largest"
+        if self.chosen is None:
+            each = f", with each of {self.tried} maps" if self.tried > 1 else ""
+            return f"the outputs of the two models differ by {far}{each}: they do not compute the same"
+        epsilons = " and ".join(", ".join(f"{each:g}" for each in some) for some in self.epsilons)
+        own = f"; with their own, the outputs differ by {self.own:.1g}"
+        unlike = f", if the epsilons of their norms, {epsilons}, are made equal{own}" if epsilons else ""
+        if self.open:
+            return f"the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
+        return f"verified: the outputs of both models are equal (to {far}{unlike})"
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Equivalence:
         """Return what ``dataclasses.asdict`` made plain."""

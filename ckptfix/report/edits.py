@@ -82,12 +82,14 @@ def _change(edit: MergeAdapter) -> str:
 
 
 def map_lines(rename_map: RenameMap) -> Iterator[str]:
-    """Yield the rules of a map with the label of those that are not certain, and the keys that no rule names."""
+    """Yield the rules of a map with the label of those that are not certain, the keys that no rule names, the proof."""
     for rule in rename_map.rules:
         others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
         yield f"{rule}{f'  ({rule.label}{others})' if rule.label not in ('', CERTAIN) else ''}"
     yield from _listed("no source for {} of the target", rename_map.missing, 12)
     yield from _listed("no place for {} of the source", rename_map.unused, 12)
+    if rename_map.proof is not None:
+        yield str(rename_map.proof)
 
 
 def _alike(edits: Iterable[E], pattern: Callable[[E], tuple[str, str]]) -> Iterator[list[E]]:

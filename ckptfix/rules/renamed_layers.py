@@ -107,7 +107,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             fitting = twin.prove(context.before or checkpoint, [context.plan])
             yield rule.finding(
                 Level.WARNING if fitting.is_refuted else Level.NOTE,
-                f"the keys are those of the target{_said(fitting)}",
+                f"the keys are those of the target; {fitting}",
                 keys=fitting.open,
                 evidence=_figures(fitting),
             )
@@ -115,7 +115,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     proof: Equivalence | None = None
     moves = _moves(inference, checkpoint)
     if twin is not None:
-        inference, moves, proof = _proved(inference, twin, target.tie_of, checkpoint)
+        inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
     least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
@@ -136,7 +136,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
-            f"({counted(len(rules), 'rule')}){_said(proof)}",
+            f"({counted(len(rules), 'rule')}){f'; {proof}' if proof else ''}",
             keys=tuple(applied),
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
@@ -176,29 +176,11 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _said(proof: Equivalence | None) -> str:
-    """Return what the proof adds to the message of a finding."""
-    if proof is None:
-        return ""
-    if proof.doubt:
-        return f"; not proved: {proof.doubt}"
-    far = f"{proof.difference:.1g} of the largest"
-    if proof.chosen is None:
-        each = f", with each of {proof.tried} maps" if proof.tried > 1 else ""
-        return f", but the outputs of the two models differ by {far}{each}: they do not compute the same"
-    epsilons = " and ".join(", ".join(f"{each:g}" for each in some) for some in proof.epsilons)
-    own = f"; with their own, the outputs differ by {proof.own:.1g}"
-    unlike = f", if the epsilons of their norms, {epsilons}, are made equal{own}" if epsilons else ""
-    if proof.open:
-        return f"; the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
-    return f"; verified: the outputs of both models are equal (to {far}{unlike})"
-
-
 def _figures(proof: Equivalence) -> dict[str, object]:
     return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1, 0.0)}
 
 
-def _proved(
+def proved(
     inference: Inference, twin: Twin, tied: Collection[str], checkpoint: Checkpoint
 ) -> tuple[Inference, Moves, Equivalence]:
     """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""

@@ -34,6 +34,30 @@ def theirs(width=8, depth=2):
     return torch.nn.ModuleDict({"layer": torch.nn.ModuleList(layers)})
 
 
+class Two(torch.nn.Module):
+    def __init__(self, first, second, act):
+        super().__init__()
+        self.names, self.act = (first, second), act
+        for name in self.names:
+            self.add_module(name, torch.nn.Linear(6, 6))
+
+    def forward(self, x):
+        first, second = map(self.get_submodule, self.names)
+        return second(self.act(first(x)))
+
+
+def walking():
+    return Two("go", "rest", torch.relu)
+
+
+def running():
+    return Two("fast", "slow", torch.relu)
+
+
+def resting():
+    return Two("fast", "slow", torch.sigmoid)
+
+
 def large():
     return theirs(16, 5)
 """
@@ -117,9 +141,24 @@ def test_keys_without_a_source_have_exit_code_1(zoo: Path):
     assert "no place for 1 key of the source: x" in done.stdout
 
 
+def test_two_models_prove_their_map(zoo: Path):
+    done = run_here("map", "nets:walking", "nets:running", "--prove", "--timeout", "200", cwd=zoo)
+    assert done.returncode == 0, done.stdout
+    assert "go.{weight,bias} → fast.{weight,bias}  (verified)" in done.stdout
+    assert "verified: the outputs of both models are equal" in done.stdout
+    done = run_here("map", "nets:walking", "nets:resting", "--prove", "--input", "3x6", cwd=zoo)
+    assert done.returncode == 1
+    assert "they do not compute the same" in done.stdout
+    assert "(verified)" not in done.stdout
+    assert "to apply it" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("ours.pth", "nets:theirs", "--prove"), "--prove runs both sides: give two models"),
+        (("nets:ours", "nets:theirs", "--prove", "--timeout", "0"), "--timeout 0"),
+        (("nets:ours", "nets:theirs", "--timeout", "9"), "--timeout has no meaning without a model; add --prove"),
         (("gone.pth", "theirs.safetensors"), "gone.pth"),
         (("ours.pth", "nets:gone"), "has no gone"),
         (("ours.pth", "ours.pth", "--output-format", "yaml"), "yaml"),

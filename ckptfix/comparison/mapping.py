@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.parts import Shape
-from ckptfix.core.rename_map import RenameMap
+from ckptfix.core.rename_map import LABELS, RenameMap
 from ckptfix.core.settings import Settings
+from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Slot
 from ckptfix.engine.diagnosis import diagnose
-from ckptfix.errors import UsageError
+from ckptfix.engine.validation import parsed_settings
+from ckptfix.errors import Opt, UsageError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, converted, infer
+from ckptfix.maps.inference import COUNTER, Inference, converted, infer
 from ckptfix.maps.library import look_up
 from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.rules import FOR_NAMES
+from ckptfix.rules.renamed_layers import proved
+from ckptfix.smoke.equivalence import twin_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,31 +41,54 @@ def infer_map(
     *,
     weights: str | None = None,
     other_weights: str | None = None,
+    prove: bool = False,
+    input: str | Sequence[str] = (),
+    timeout: float = 300.0,
 ) -> RenameMap:
     """Return the map from the names and the layout of one file or model to those of another; no tensor is read.
 
     Each side is a file, a state_dict, a model, or a factory (``pkg.mod:name``, whose code runs); ``weights`` and
     ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
-    first. Raises ``UsageError`` if not even a name can be matched."""
+    first. ``prove`` runs both models, as ``source_model`` of a repair does: with random weights and the ``input``, for
+    at most ``timeout`` seconds. Raises ``UsageError`` if not even a name can be matched."""
     (all_ours, given), (all_theirs, wanted) = _tensors(source, weights), _tensors(target, other_weights)
     inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
     if inference is None:
         ours, theirs = _shapes(all_ours), _shapes(all_theirs)
         known = look_up(ours, theirs)
-        if known is not None and len(known.maps) == 1:
-            return known.maps[0]
-        inference = infer(ours, theirs)
+        inference = known if known is not None and (prove or len(known.maps) == 1) else infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
-    return replace(fold(inference), name=f"{_name(source)} → {_name(target)}")
+    proof = None
+    if prove:
+        inference, proof = _proved(inference, source, target, parsed_settings({"input": input, "timeout": timeout}))
+    if len(inference.maps) == 1:
+        found = inference.maps[0]
+        if proof is not None and proof.is_proved and not proof.open:
+            found = replace(found, rules=tuple(replace(rule, label=LABELS[-1]) for rule in found.rules))
+    else:
+        found = replace(fold(inference), name=f"{_name(source)} → {_name(target)}")
+    return replace(found, proof=proof)
+
+
+def _proved(inference: Inference, source: Any, target: Any, settings: Settings) -> tuple[Inference, Equivalence]:
+    """Return the map with which both models compute the same, its labels, and what came of running them."""
+    if not all(_is_model(side) for side in (source, target)):
+        raise UsageError(Opt("prove", True), " runs both sides: give two models, such as timm:NAME or pkg.mod:factory")
+    slots = target_of(source, None).slots
+    specs = {key: TensorSpec(slot.dtype, slot.shape) for key, slot in slots.items() if slot.shape is not None}
+    stored = Checkpoint(_name(source), IN_MEMORY, specs)
+    twin = twin_of(source, target, (), settings)
+    chosen, moves, proof = proved(inference, twin, target_of(target, None).tie_of, stored)
+    return replace(chosen, matches=chosen.matches | moves), proof
 
 
 Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
 
 
-def _tensors(side: Source | nn.Module, weights: str | None) -> tuple[Specs, Converter | None]:
+def _tensors(side: Any, weights: str | None) -> tuple[Specs, Converter | None]:
     """Return the tensors of a side, and what its library makes of other files, if it is a model."""
-    if isinstance(side, (os.PathLike, Mapping)) or (isinstance(side, str) and not _is_factory(side)):
+    if not _is_model(side):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
         return diagnose(open_source(side, settings), None, settings).result.specs, None
     target = target_of(side, None)
@@ -74,6 +102,10 @@ def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:
         for key, spec in specs.items()
         if spec.shape is not None and (every or DTYPES[spec.dtype].is_float or key.rpartition(".")[2] == COUNTER)
     }
+
+
+def _is_model(side: object) -> bool:
+    return _is_factory(side) if isinstance(side, str) else not isinstance(side, (os.PathLike, Mapping))
 
 
 def _is_factory(side: str) -> bool:
