@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptfix.core.buffers import is_buffer_name
@@ -105,7 +106,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         library=type(module).__module__.partition(".")[0],
-        grids=_sizes(module, _grid_of),
+        grids=_sizes(module, lambda child: grid_of(vars(child))),
         windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
         loads=_Trial(module) if _has_hooks(module) else None,
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
@@ -120,16 +121,22 @@ def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], Size | 
     return {path: size for path, size in sizes.items() if size is not None}
 
 
-def _grid_of(module: torch.nn.Module) -> tuple[int, int] | None:
-    """Return the rows and columns of patches that a module divides its images into, if it says so."""
+def grid_of(fields: Mapping[str, object]) -> tuple[int, int] | None:
+    """Return the rows and columns of patches that a module, or a configuration, divides images into, if it says so."""
     for name in ("grid_size", "patches_resolution", "patch_shape"):
-        if (grid := _pair(vars(module).get(name))) is not None:
+        if (grid := _pair(fields.get(name))) is not None:
             return grid
-    patch = _pair(vars(module).get("patch_size"))
-    image = _pair(vars(module).get("image_size")) or _pair(vars(module).get("img_size"))
-    if patch is None or image is None or min(patch) < 1:
+    patch = _pair(fields.get("patch_size"))
+    image = _pair(fields.get("image_size")) or _pair(fields.get("img_size"))
+    if patch is None or image is None:
         return None
     return image[0] // patch[0], image[1] // patch[1]
+
+
+def grid_of_config(config: Mapping[str, object]) -> tuple[int, int] | None:
+    """Return the grid that a ``config.json`` of transformers says for the images of a model."""
+    part = config.get("vision_config")
+    return grid_of(part if isinstance(part, Mapping) else config)
 
 
 def _window(value: object) -> tuple[int, ...] | None:
@@ -227,8 +234,8 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     )
 
 
-def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
-    """Return what fits in the place of another checkpoint.
+def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] = MappingProxyType({})) -> Target:
+    """Return what fits in the place of another checkpoint, beside which is ``config``.
 
     Parameters and buffers are told apart by what the file says, else by name and dtype."""
     specs = {key: spec for key, spec in checkpoint.specs.items() if not _is_extra_state(key)}
@@ -237,6 +244,8 @@ def target_from_checkpoint(checkpoint: Checkpoint) -> Target:
         slots={key: Slot(spec.dtype, spec.shape, _kind_of(key, spec)) for key, spec in specs.items()},
         entries=frozenset(checkpoint.entries) - frozenset(specs),
         ties=_groups({key: spec.view for key, spec in specs.items() if spec.storage is not None and spec.numel}),
+        library="transformers" if "transformers_version" in config else "",
+        grids={} if (grid := grid_of_config(config)) is None else {"": grid},
     )
 
 

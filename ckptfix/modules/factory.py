@@ -21,6 +21,7 @@ from ckptfix.core.target import Target, target_from_checkpoint, target_from_modu
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
+from ckptfix.reading.adapters import model_config
 from ckptfix.reading.opening import open_file
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def target_of(
         from ckptfix.known.table import known_target
 
         return known_target(text.removeprefix(KNOWN))
-    return target_from_checkpoint(open_file(os.fspath(like)))
+    reference = open_file(text)
+    return target_from_checkpoint(reference, model_config(reference))
 
 
 def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> Target:

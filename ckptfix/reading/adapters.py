@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import AdapterError, Opt
+from ckptfix.errors import AdapterError, HostileError, Opt, UnreadableError
 from ckptfix.reading.opening import open_file
 
 CONFIG = "adapter_config.json"
@@ -233,6 +233,16 @@ def config_beside(path: str, name: str = CONFIG) -> Mapping[str, Any] | None:
     """Return the configuration of an adapter in a folder, or beside a file; None if there is none."""
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
     return _config(file) if file.is_file() else None
+
+
+def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the ``config.json`` beside a file; an empty one if there is none that can be read."""
+    if checkpoint.format == IN_MEMORY:
+        return {}
+    try:
+        return config_beside(checkpoint.path, "config.json") or {}
+    except (AdapterError, UnreadableError, HostileError):
+        return {}
 
 
 def _config(file: Path) -> Mapping[str, Any]:

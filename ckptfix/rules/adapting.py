@@ -83,10 +83,17 @@ class Case:
     unclear: str = ""
 
 
-def cases(shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation] = ()) -> list[Case]:
+def cases(
+    shapes: Shapes,
+    target: Target,
+    tensors: Mapping[str, Shape],
+    given: Sequence[Adaptation] = (),
+    stored: Grid | None = None,
+) -> list[Case]:
     """Return the cases among the keys of another shape.
 
-    ``tensors`` are all tensors of the file. Grids of ``given`` count where the target does not know its own."""
+    ``tensors`` are all tensors of the file, and ``stored`` is the grid that the configuration beside it says. Grids of
+    ``given`` count where the target does not know its own."""
     found: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
         named = next((asked.name for asked in given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
@@ -101,7 +108,7 @@ def cases(shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: S
     made: list[Case] = []
     for name, group in found.items():
         if name in (POS_EMBED, WINDOW_BIAS):
-            made += _tables(name, group, target, tensors, given)
+            made += _tables(name, group, target, tensors, given, stored if name == POS_EMBED else None)
         else:
             made += _plain_cases(name, group)
     return made
@@ -227,14 +234,19 @@ def size(grid: Sequence[int]) -> str:
 
 
 def _tables(
-    name: str, shapes: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
+    name: str,
+    shapes: Shapes,
+    target: Target,
+    tensors: Mapping[str, Shape],
+    given: Sequence[Adaptation],
+    stored: Grid | None,
 ) -> Iterator[Case]:
     """Yield a case for the tables of each pair of grids, and of each order of recipes."""
     found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], dict[str, tuple[Shape, Shape]]] = {}
     for key, pair in shapes.items():
         is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
         recipes, library = _recipes(name, key, pair, is_image, target)
-        known = _grids(name, key, pair, is_image, target, tensors, chosen(name, key, recipes, given))
+        known = _grids(name, key, pair, is_image, target, tensors, chosen(name, key, recipes, given), stored)
         found.setdefault((recipes, library, known), {})[key] = pair
     for (recipes, library, known), group in found.items():
         if isinstance(known, str):
@@ -326,6 +338,7 @@ def _grids(
     target: Target,
     tensors: Mapping[str, Shape],
     given: Adaptation | None,
+    stored: Grid | None,
 ) -> tuple[Grid, Grid] | str:
     """Return the grid of the file and that of the model, or why they are not known."""
     if len(pair[0]) == 4:
@@ -355,7 +368,13 @@ def _grids(
         tokens = wanted - math.prod(goal)
         if not 0 <= tokens <= _MOST_TOKENS:
             return f"{wanted} positions in the model are not those of a grid of {size(_shown(name, goal))}"
+        if hand is None and stored is not None and rows - tokens == math.prod(stored):
+            hand = stored
         return _with_tokens(name, rows, tokens, goal, hand)
+    if hand is None and stored is not None and 0 <= rows - math.prod(stored) <= _MOST_TOKENS:
+        hand, tokens = stored, rows - math.prod(stored)
+        if _is_square(wanted - tokens):
+            return _with_tokens(name, rows, tokens, (math.isqrt(wanted - tokens),) * 2, hand)
     beside = _tokens_of(key, tensors)
     counts = (
         [0] if is_last else [0, 3] if name == WINDOW_BIAS else [0, *_sums(beside.values())] if tensors else [0, 1, 2, 5]

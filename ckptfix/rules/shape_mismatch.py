@@ -21,8 +21,9 @@ the values are not those that were trained, and the model should be fine-tuned. 
 that of the model's own library first.
 
 - `pos_embed=timm`, `plain` or `torchvision` resamples the position embeddings of images. The grid of patches and the
-  number of tokens beside it come from the model, or else from the tokens that the file has. The file's grid has to be
-  square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
+  number of tokens beside it come from the model, or from the config.json beside `--like`, or else from the tokens that
+  the file has. The file's grid is that of its own config.json, or a square, or given by hand: `pos_embed=timm:12x24`
+  (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
 - `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
 - `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
   windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
@@ -65,7 +66,8 @@ from ckptfix.core.edits import Adapt, Assemble, Drop
 from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.target import Target
+from ckptfix.core.target import Target, grid_of_config
+from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
 from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
@@ -127,7 +129,10 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
         if key in context.checkpoint.specs and is_adaptable(context.checkpoint.specs[key])
     }
     given = tuple(map(adaptation, context.settings.adapt))
-    known = cases(shapes, context.target, {k: spec.shape for k, spec in context.checkpoint.specs.items()}, given)
+    tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
+    known = cases(
+        shapes, context.target, tensors, given, grid_of_config(model_config(context.checkpoint)) if shapes else None
+    )
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
     for case in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
@@ -513,3 +515,33 @@ def test_load_takes_recipes(tmp_path):
 
     before = torch.load(tmp_path / "vit.pth", weights_only=True)["pos_embed"]
     assert torch.equal(model.pos_embed, resample_abs_pos_embed(before, [24, 24]))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize("is_known", [True, False], ids=["both", "the file only"])
+def test_grids_of_the_configurations_beside_the_files(is_known, tokens, tmp_path):
+    """The tokens have no parameters of their own here; a configuration that is for another grid is not taken."""
+    from timm.layers import resample_abs_pos_embed
+
+    sizes = {"old": (6, 12), "new": (8, 16) if is_known else (9, 9)}
+    for name, grid in sizes.items():
+        (tmp_path / name).mkdir()
+        table = torch.randn(1, tokens + grid[0] * grid[1], 8)
+        save_file({"embeddings.position_embeddings": table}, tmp_path / name / "model.safetensors")
+    config = tmp_path / "old" / "config.json"
+    config.write_text(json.dumps({"vision_config": {"image_size": [48, 96], "patch_size": 8}}))
+    if is_known:
+        new = {"transformers_version": "5.0.0", "image_size": [64, 128], "patch_size": 8}
+        (tmp_path / "new" / "config.json").write_text(json.dumps(new))
+    file, settings = tmp_path / "old" / "model.safetensors", {"like": tmp_path / "new" / "model.safetensors"}
+    (found,) = ckptfix.check(file, **settings).findings
+    assert found.remedies[0].options == (("adapt", ("pos_embed=plain",)),)
+    assert f"a grid of 6x12 in the file{f' (and {tokens} ' if tokens else ','}" in found.message
+    ckptfix.repair(file, **settings, adapt=["pos_embed=timm"], output=tmp_path / "out.safetensors")
+    (table,), (made,) = (list(load_file(path).values()) for path in (file, tmp_path / "out.safetensors"))
+    want = resample_abs_pos_embed(table, list(sizes["new"]), [6, 12], num_prefix_tokens=tokens)
+    assert torch.equal(made, want)
+    for wrong in ('{"image_size": 48, "patch_size": 8}', "not JSON"):
+        config.write_text(wrong)
+        (found,) = ckptfix.check(file, **settings).findings
+        assert "6x12 in the file" not in found.message
