@@ -194,7 +194,6 @@ class Copier:
             os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def _reads_back(self) -> bool:
-        """Return whether the file has the bytes of the window."""
         assert self._descriptor is not None, "a file was read back that cannot be"
         count, done = self._filled, 0
         while done < count:

@@ -30,8 +30,7 @@ class OpenFile:
 
     ``descriptor`` is that of a file without a name, which is closed in the same way."""
 
-    is_remote = False
-    """Whether every look at another place of the file is a request over a network."""
+    is_remote = False  # whether every look at another place of the file is a request over a network
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path

@@ -82,7 +82,6 @@ def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[
 
 @cache
 def _processors() -> int:
-    """Return how many processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

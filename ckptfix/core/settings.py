@@ -104,19 +104,6 @@ class RepairSettings(CheckSettings, total=False):
 
 
 @dataclass(frozen=True)
-class SmokeSettings:
-    """How the forward test runs; the settings of these names (``inputs`` is ``input``)."""
-
-    inputs: tuple[str, ...] = ()
-    device: str = "auto"
-    timeout: float = 300.0
-    seed: int = 0
-    train_mode: bool = False
-    backward: bool = False
-    compare: str | None = None
-
-
-@dataclass(frozen=True)
 class Settings:
     """What the user asked for.
 
@@ -187,13 +174,6 @@ class Settings:
     backward: bool = False
     compare: str | None = None
 
-    @property
-    def smoke_settings(self) -> SmokeSettings:
-        """The settings of the forward test."""
-        return SmokeSettings(
-            self.input, self.device, self.timeout, self.seed, self.train_mode, self.backward, self.compare
-        )
-
     def selects(self, code: str) -> bool:
         """Return whether the rule of this code is to run."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
@@ -207,8 +187,7 @@ class Settings:
     @property
     def compare_file(self) -> str | None:
         """The other file whose outputs are compared, None without one."""
-        compare = self.smoke_settings.compare
-        return None if compare == SOURCE else compare
+        return None if self.compare == SOURCE else self.compare
 
     @property
     def cast_dtype(self) -> str | None:

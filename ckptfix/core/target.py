@@ -278,7 +278,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _groups(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Return the keys of equal identity, in groups of two or more."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for key, identity in identities.items():
         groups.setdefault(identity, []).append(key)

@@ -71,12 +71,11 @@ class AdapterLayer:
     """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
     ``bias``, ``scale``, ``tokens``, ``alpha``)."""
 
+    # Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a file
+    # of kohya.
     module: str
-    """Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a
-    file of kohya."""
     component: str
-    depth: int
-    """How many layers of adapters it was wrapped in."""
+    depth: int  # how many layers of adapters it was wrapped in
     keys: Mapping[str, str]
     is_embedding: bool = False
 
@@ -89,10 +88,9 @@ class Adapter:
     checkpoint: Checkpoint
     config: Mapping[str, Any] | None
     layers: tuple[AdapterLayer, ...]
-    saved: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the model to those of the adapter."""
+    saved: Mapping[str, str] = field(default_factory=dict)  # keys of the model to those of the adapter
+    # Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base.
     is_peft: bool = False
-    """Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base."""
     weight: float = 1.0
 
     @property

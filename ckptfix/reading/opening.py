@@ -34,7 +34,7 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
         path, weights = os.fspath(source), settings.weights
         checkpoint = open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
         return replace(checkpoint, beside=_saved_beside(Path(path)))
-    if settings.smoke_settings.compare == SOURCE:
+    if settings.compare == SOURCE:
         raise UsageError(
             Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
         )

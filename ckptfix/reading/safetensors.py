@@ -105,7 +105,6 @@ def _misfit(needed: int, there: int) -> Fact:
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
-    """Return what the header says of a tensor."""
     dtype = BY_SAFETENSORS[record["dtype"]]
     shape = shape_of(dtype, record["shape"])
     return TensorSpec(dtype.name, shape, contiguous_strides(shape))
@@ -167,7 +166,6 @@ def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
 
 
 def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object that the header is."""
     path = content.path
     try:
         text = raw.decode("utf-8")
@@ -263,7 +261,6 @@ def _shown_shape(shape: list[int]) -> str:
 
 
 def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
-    """Return the bytes of a tensor by its dtype and shape."""
     name, shape = record["dtype"], record["shape"]
     dtype = BY_SAFETENSORS.get(name)
     if dtype is None:

@@ -46,11 +46,10 @@ class Listed:
     code: str
     name: str
     needs: Needs = Needs.NAMES
-    wanted_by: str | None = None
-    """The setting that asks for what this rule does, even if ``select`` leaves the rule out."""
+    wanted_by: str | None = None  # the setting that asks for what this rule does, even if `select` leaves the rule out
 
+    # A pattern of which the rule cannot say anything if it is found in no key, unless the rule is wanted.
     keys: str = ""
-    """A pattern of which the rule cannot say anything if it is found in no key, unless the rule is wanted."""
 
     def is_wanted(self, settings: Settings) -> bool:
         """Return whether the rule's fixes are asked for, whichever rules were selected."""

@@ -419,7 +419,6 @@ def _sums(counts: Collection[int]) -> list[int]:
 
 
 def _around(key: str) -> Iterator[str]:
-    """Yield the module of a key, and the one around it."""
     path = key.rpartition(".")[0]
     yield path
     yield path.rpartition(".")[0]

@@ -36,10 +36,10 @@ class Merge:
 
     deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))
     added: dict[str, Fill] = field(default_factory=dict)
+    # Components of a pipeline that the checkpoint does not hold, with the number of their layers.
     left: dict[str, int] = field(default_factory=dict)
-    """Components of a pipeline that the checkpoint does not hold, with the number of their layers."""
+    # Embeddings and heads that an adapter has whole for another vocabulary, with the entries of that.
     resized: dict[str, int] = field(default_factory=dict)
-    """Embeddings and heads that an adapter has whole for another vocabulary, with the entries of that."""
 
 
 def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Iterator[Edit]:

@@ -312,7 +312,6 @@ def _sums(tensors: Mapping[str, Shape]) -> dict[str, _Sum]:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """Yield the modules that a name is in."""
     at = name.find(".")
     for _ in range(DEEPEST):
         if at < 0:

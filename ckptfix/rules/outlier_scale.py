@@ -78,7 +78,6 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:
-    """Return the scale of every matrix that is large enough and has a value other than zero."""
     specs = context.checkpoint.specs
     return {
         key: _scale(figures, spec)

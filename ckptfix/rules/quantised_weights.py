@@ -125,7 +125,6 @@ def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dic
 
 
 def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
-    """Return the quantised layers by the path before the name of their weight."""
     layers: dict[str, QuantisedLayer] = {}
     for key in specs:
         if found := _BESIDE.fullmatch(key):

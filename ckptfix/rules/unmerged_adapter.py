@@ -89,7 +89,6 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
 
 
 def _modules(key: str) -> Iterator[str]:
-    """Yield the paths of the modules around a tensor."""
     parts = key.split(".")
     return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 

@@ -111,7 +111,7 @@ class Reference:
     @classmethod
     def of(cls, settings: Settings, source: str) -> Reference | None:
         """Return the reference that was asked for, None without one; ``source`` is the file that is repaired."""
-        asked = settings.smoke_settings.compare
+        asked = settings.compare
         if asked == SOURCE:
             return cls(source, source, settings.weights, settings.member, settings.salvage)
         return None if asked is None else cls(asked, asked)

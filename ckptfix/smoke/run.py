@@ -13,7 +13,7 @@ from typing import Any
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.finding import FILE, Finding, Level, Placeholder, Remedy, advise, counted
-from ckptfix.core.settings import Settings, SmokeSettings
+from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules.forward_devices_differ import forward_devices_differ
@@ -54,7 +54,7 @@ def run_smoke(
     file: str,
     factory: str,
     factory_args: object,
-    settings: SmokeSettings,
+    settings: Settings,
     weights: str | None = None,
     reference: Reference | None = None,
 ) -> tuple[SmokeResult, list[Finding]]:
@@ -64,14 +64,14 @@ def run_smoke(
     ``weights`` picks one of several state_dicts in the file; ``reference`` is another checkpoint whose outputs are
     compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding.
     """
-    parse_inputs(settings.inputs)
+    parse_inputs(settings.input)
     check_device_name(settings.device)
     job = Job(
         str(Path(file).absolute()),
         factory,
         factory_args,
         weights,
-        settings.inputs,
+        settings.input,
         settings.device,
         settings.seed,
         settings.train_mode,
@@ -179,7 +179,7 @@ def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
             note = f"the result is for torch {settings.for_torch}, which is not this one"
             return SmokeResult(passed=None, device="", note=note), []
         reference = Reference.of(settings, result.path)
-        return run_smoke(str(file), model, arguments, settings.smoke_settings, path_name(result.container), reference)
+        return run_smoke(str(file), model, arguments, settings, path_name(result.container), reference)
 
     return test
 

@@ -134,7 +134,6 @@ class MergedBytes:
 
 @lru_cache(maxsize=2)
 def _layers(source: MergedBytes) -> list[_Layer]:
-    """Return the layers of the adapters with their factors in memory."""
     return [
         _Layer(source, delta, [_factor(factor, source, delta) for factor in factors])
         for delta, factors in zip(source.deltas, source.factors, strict=True)

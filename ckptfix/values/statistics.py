@@ -150,7 +150,6 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
 
 
 def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -> TensorStatistics:
-    """Return the statistics of a tensor from the figures of its parts."""
     whole = next(looks) if parts else Tally()
     for _, found in zip(parts[1:], looks, strict=False):  # the rest is of other tensors
         whole.add(found)

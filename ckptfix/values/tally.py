@@ -140,7 +140,6 @@ def magnitudes(values: Array) -> Array:
 
 
 def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-    """Return the figures of one block of float32 or float64."""
     import numpy as np
 
     found = Tally(len(values))
@@ -170,7 +169,6 @@ def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None
 
 
 def _moments(finite: Array, absmax: float) -> tuple[float, float]:
-    """Return the mean and the RMS."""
     import numpy as np
 
     wide, scale = finite.astype(np.float64), 1.0

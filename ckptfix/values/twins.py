@@ -33,8 +33,7 @@ class Twin:
     place: str
     key: str
     spec: TensorSpec
-    is_certain: bool = True
-    """False if only the names say that the two are one tensor of the model."""
+    is_certain: bool = True  # false if only the names say that the two are one tensor of the model
 
     @property
     def label(self) -> str:
@@ -86,7 +85,6 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
 
 
 def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, object]:
-    """Return the state_dict of a candidate."""
     place = checkpoint.root
     for part in candidate.path:
         inside = place if isinstance(place, Mapping) else dict(enumerate(place)) if isinstance(place, list) else {}

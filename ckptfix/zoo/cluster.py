@@ -42,8 +42,7 @@ class RayEngine:
     patience: Callable[[Job], float] = patience
     is_grouped: bool = False
     processors: int = 1
-    memory: int = 0
-    """Of the largest node."""
+    memory: int = 0  # of the largest node
     _ray: Any = None
     _task: Any = None
     _flying: dict[Any, tuple[Job, float]] = field(default_factory=dict)

@@ -40,10 +40,8 @@ _SHOWN = 4
 class Confidence(Enum):
     """How sure an architecture is."""
 
-    EXACT = "exact"
-    """Every name and shape is that of the model."""
-    GUESS = "guess"
-    """Only a class, a telling key or the names of the files say so."""
+    EXACT = "exact"  # every name and shape is that of the model
+    GUESS = "guess"  # only a class, a telling key or the names of the files say so
     UNKNOWN = "unknown"
 
 
@@ -89,7 +87,6 @@ def name_in(stem: str) -> str | None:
 
 
 def _exact(known: Likeness) -> Architecture:
-    """Return the first of the models that are built exactly so."""
     title = known.names[0].partition("/")[2]
     evidence = (f"every name and shape is that of {likeness_text(known)}",)
     if known.model is None:
@@ -98,7 +95,6 @@ def _exact(known: Likeness) -> Architecture:
 
 
 def _by_class(classes: Iterable[str]) -> Architecture | None:
-    """Return the class of a whole model."""
     word, _ = next(iter(Counter(each for each in classes if "." in each).most_common(1)), ("", 0))
     module, _, own = word.rpartition(".")
     model = f"{'your_script' if module == '__main__' else module}:{own}"

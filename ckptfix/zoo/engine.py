@@ -34,8 +34,7 @@ _PATIENCE, _SLOWEST = 1800.0, 1e6
 class Engine(Protocol):
     """Runs jobs, several at a time, and survives what becomes of any of them."""
 
-    is_grouped: bool
-    """Whether outputs come back staged, on this machine, for the driver to flush and rename in groups."""
+    is_grouped: bool  # whether outputs come back staged, on this machine, for the driver to flush and rename in groups
 
     def run_jobs(
         self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
@@ -192,7 +191,6 @@ class LocalEngine:
                 on_wait(sum(1 for worker in self._workers if worker.job))
 
     def _hand_out(self, queue: _Queue, count: int) -> None:
-        """Give jobs to workers that have none."""
         while sum(1 for worker in self._workers if worker.job) < count:
             job = queue.next_that_fits(self.budget)
             if job is None:

@@ -56,31 +56,24 @@ class Workplace:
 class Job:
     """What is to be done with one item."""
 
-    number: int
-    """Names its temporary files; unique in a run."""
+    number: int  # names its temporary files; unique in a run
     item: Item
-    source: str
-    """The place of the source, by its name."""
+    source: str  # the place of the source, by its name
     destination: str
     treatment: Treatment
-    output: str
-    """The wanted name below the destination."""
-    settings: str
-    """Digest of the treatment, for the record."""
-    taken: tuple[str, ...] = ()
-    """Names that the output may not have, because another source has them."""
+    output: str  # the wanted name below the destination
+    settings: str  # digest of the treatment, for the record
+    taken: tuple[str, ...] = ()  # names that the output may not have, because another source has them
     others: Others = Others.COPY
     dry_run: bool = False
+    # Whether the driver flushes and renames the output: it is on the same machine, and does so for many at once.
     is_grouped: bool = False
-    """Whether the driver flushes and renames the output: it is on the same machine, and does so for many at once."""
+    # The record of an earlier run that is to be verified: if both digests still hold, nothing is done.
     known: Record | None = None
-    """The record of an earlier run that is to be verified: if both digests still hold, nothing is done."""
+    # Whether the output was put there by hand since a decision was asked for: it is checked, and kept.
     adopts: bool = False
-    """Whether the output was put there by hand since a decision was asked for: it is checked, and kept."""
-    decision: Mapping[str, Any] | None = None
-    """The options that were given for this item only."""
-    again: tuple[str, ...] = ()
-    """The command of this migration, word by word, for the one that carries a decision out."""
+    decision: Mapping[str, Any] | None = None  # the options that were given for this item only
+    again: tuple[str, ...] = ()  # the command of this migration, word by word, for the one that carries a decision out
     attempt: int = 1
 
     @property
@@ -144,10 +137,9 @@ class Done:
     record: Record
     weights: bytes | None = None
     staged: tuple[Staged, ...] = ()
-    is_known: bool = False
-    """Whether the record of an earlier run was verified, and there is nothing new to write down."""
+    is_known: bool = False  # whether the record of an earlier run was verified, and there is nothing new to write down
+    # Whether memory ran out, so that the process must not do more: what it keeps from job to job may be half made.
     is_exhausted: bool = False
-    """Whether memory ran out, so that the process must not do more: what it keeps from job to job may be half made."""
 
 
 def failed(job: Job, reason: str) -> Done:

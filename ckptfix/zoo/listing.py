@@ -155,33 +155,29 @@ _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 class Kind(str, Enum):
     """What an item of a zoo is."""
 
-    FILE = "file"
-    """A checkpoint in one file."""
-    FOLDER = "folder"
-    """A checkpoint in several files, taken as a whole."""
-    OTHER = "other"
-    """Not a checkpoint."""
+    FILE = "file"  # a checkpoint in one file
+    FOLDER = "folder"  # a checkpoint in several files, taken as a whole
+    OTHER = "other"  # not a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """One checkpoint of a zoo, or one other file."""
 
+    # Below the root. Of a FOLDER: what is to be opened, which is the folder itself (DCP, an unpacked torch file, shards
+    # without an index; `.` for the root), or the index of its shards.
     name: str
-    """Below the root. Of a FOLDER: what is to be opened, which is the folder itself (DCP, an unpacked torch file,
-    shards without an index; ``.`` for the root), or the index of its shards."""
-    size: int
-    """Bytes of all its files."""
+    size: int  # bytes of all its files
+    # Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps.
     stamp: str
-    """Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps."""
     kind: Kind
+    # The files of a FOLDER, or of a model and what a trainer saved beside it, sorted by name; empty otherwise.
     parts: tuple[Entry, ...] = ()
-    """The files of a FOLDER, or of a model and what a trainer saved beside it, sorted by name; empty otherwise."""
+    # Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket or
+    # a second way to a folder: there is nothing to copy.
     fault: str | None = None
-    """Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket
-    or a second way to a folder: there is nothing to copy."""
+    # A pickle or an archive that may hold anything: if the reader finds no weights in it, it is an OTHER.
     is_doubtful: bool = False
-    """A pickle or an archive that may hold anything: if the reader finds no weights in it, it is an OTHER."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -203,11 +199,10 @@ class Files:
         self.entries = {entry.name: entry for entry in entries}
         self.own = {name: entry for name, entry in self.entries.items() if entry.fault is None and not is_apart(name)}
         self.looks = {name: looks for name in self.own if (looks := by_name(name)) is not None}
-        self.parts: set[str] = set()
-        """The files that are part of a group."""
+        self.parts: set[str] = set()  # the files that are part of a group
         self._folders: defaultdict[str, list[Entry]] = defaultdict(list)
+        # The numbered files by folder and set.
         self.shards: defaultdict[str, defaultdict[Numbering, list[Entry]]] = defaultdict(lambda: defaultdict(list))
-        """The numbered files by folder and set."""
         for name, entry in self.own.items():
             folder = name.rpartition("/")[0]
             self._folders[folder].append(entry)
@@ -424,7 +419,6 @@ def read_list(text: str) -> list[str]:
 
 
 def _is_of_repository(name: str) -> bool:
-    """Return whether a repository keeps the file for itself."""
     return not _REPOSITORY.isdisjoint(name.split("/")[:-1])
 
 

@@ -181,13 +181,11 @@ class Outcome(str, Enum):
 
     REPAIRED = "repaired"
     FINE = "already fine"
-    ACCEPTED = "accepted"
-    """Written, with findings that the user accepted."""
+    ACCEPTED = "accepted"  # written, with findings that the user accepted
     DECISION = "needs a decision"
     UNREADABLE = "unreadable"
     FAILED = "failed"
-    OTHER = "other"
-    """Not a checkpoint: copied or left out, as ``--others`` says."""
+    OTHER = "other"  # not a checkpoint: copied or left out, as `--others` says
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,14 +56,12 @@ class Summary:
     bytes: int = 0
     done_files: int = 0
     done_bytes: int = 0
-    earlier_files: int = 0
-    """Done by an earlier run."""
+    earlier_files: int = 0  # done by an earlier run
     earlier_bytes: int = 0
     running: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     sizes: Counter[Outcome] = field(default_factory=Counter)
-    written: int = 0
-    """Bytes of the outputs."""
+    written: int = 0  # bytes of the outputs
     began: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -119,11 +117,9 @@ class Migration:
     destination: str
     summary: Summary
     workspace: Workspace
-    chosen: Container[str] | None = None
-    """The sources that this run was for; None for all."""
+    chosen: Container[str] | None = None  # the sources that this run was for; None for all
     remarks: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
-    """The command of this migration, word by word."""
+    again: tuple[str, ...] = ()  # the command of this migration, word by word
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the manifest, sorted by source: those of earlier runs too."""
@@ -245,7 +241,6 @@ def _sizes_at(destination: Place) -> Callable[[str], int | None]:
 def _check_chosen(
     source: str, items: Sequence[Item], patterns: Sequence[str], listed: Sequence[str] | None, decided: Table | None
 ) -> None:
-    """Raise if what was chosen is not there."""
     if patterns and not items:
         raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
     absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []

@@ -145,7 +145,6 @@ def digest_of(job: Job, path: Path) -> str:
 
 
 def _root_of(job: Job, path: Path) -> Path:
-    """Return the folder that the names of an item's files are relative to."""
     depth = 0 if job.item.name == "." else job.item.name.count("/") + 1
     return path.parents[depth - 1] if depth else path
 
@@ -232,7 +231,6 @@ def perform(job: Job, scratch: Path) -> Done:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """Return whether a model's code met too little memory."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__
     return error is not None

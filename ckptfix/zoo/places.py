@@ -53,16 +53,14 @@ SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max
 class Entry:
     """One file of a place, as the listing shows it."""
 
-    name: str
-    """Below the root, with ``/`` between the parts."""
+    name: str  # below the root, with `/` between the parts
     size: int
-    stamp: str
-    """Identifies the version of the file without reading it: mtime in ns, or an ETag."""
+    stamp: str  # identifies the version of the file without reading it: mtime in ns, or an ETag
+    # Why it cannot be read, if the listing shows that: a link that leads nowhere, a folder without permission.
     fault: str | None = None
-    """Why it cannot be read, if the listing shows that: a link that leads nowhere, a folder without permission."""
+    # A socket, a pipe, a device, or a link to a folder that is listed elsewhere: `fault` says which. It is not missed
+    # in the result.
     special: bool = False
-    """A socket, a pipe, a device, or a link to a folder that is listed elsewhere: ``fault`` says which. It is not
-    missed in the result."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class Plan:
     table: Table
     source: str
     destination: str
+    # The table with the options that were given for these items only: a decision, and not other settings.
     decided: Table | None = None
-    """The table with the options that were given for these items only: a decision, and not other settings."""
     again: tuple[str, ...] = ()
     others: Others = Others.COPY
     dry_run: bool = False

@@ -72,22 +72,16 @@ class Sight:
 
     name: str
     layout: Layout | None = None
-    prefix: str = ""
-    """What was before the keys, as it was there."""
+    prefix: str = ""  # what was before the keys, as it was there
     dtypes: tuple[str, ...] = ()
-    weights: str = "."
-    """The state_dict that is taken by default."""
-    candidates: tuple[str, ...] = ()
-    """All state_dicts that could be meant, if there are several."""
-    whole_model: str = ""
-    """The class of a model that was saved whole."""
+    weights: str = "."  # the state_dict that is taken by default
+    candidates: tuple[str, ...] = ()  # all state_dicts that could be meant, if there are several
+    whole_model: str = ""  # the class of a model that was saved whole
     is_damaged: bool = False
-    counters: bool = True
-    """Whether each running mean has its count: files from before torch 0.4.1 do not."""
+    counters: bool = True  # whether each running mean has its count: files from before torch 0.4.1 do not
     fault: str = ""
     is_hostile: bool = False
-    whole: int = 0
-    """Of a file without a layout: how many tensors a decision would give."""
+    whole: int = 0  # of a file without a layout: how many tensors a decision would give
 
 
 def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
@@ -184,7 +178,6 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
 
 
 def _salvaged(path: Path) -> int:
-    """Return how many tensors of a file that cannot be opened as it is are complete."""
     try:
         return len(open_file(str(path), salvage=True).specs)
     except CkptfixError:

@@ -130,8 +130,7 @@ class Table:
     """What to do with each file of a zoo. The empty one gives every file the repairs that need no target."""
 
     treatments: tuple[Treatment, ...] = ()
-    rest: Treatment = field(default_factory=Treatment)
-    """For the files that no treatment is for."""
+    rest: Treatment = field(default_factory=Treatment)  # for the files that no treatment is for
     exclude: tuple[str, ...] = ()
     path: Path | None = None
 
@@ -236,7 +235,6 @@ def _no_such_key(key: str, value: object) -> str:
 def _options(
     where: str, folder: Path, table: Mapping[str, Any], keys: Mapping[str, Any], *others: str
 ) -> dict[str, Any]:
-    """Return the options of a table, with its template of outputs."""
     output = table.get("output", "")
     if not isinstance(output, str):
         raise UsageError(f"{where}: output has to be a string, not {output!r:.60}")
@@ -251,7 +249,6 @@ def _treatment(
     given: Mapping[str, Any],
     place: str = "",
 ) -> Treatment:
-    """Return the treatment that a table, the defaults and the command line come to."""
     _check_patterns(where, patterns)
     chosen = {**_without_rival_target(common, own), **own}
     chosen = {**_without_rival_target(chosen, given), **given}

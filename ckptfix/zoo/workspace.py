@@ -38,8 +38,7 @@ class Workspace:
     manifest: Journal
     weights: Journal
     scratch: Path
-    is_published: bool
-    """Whether the journals have to be sent to the destination."""
+    is_published: bool  # whether the journals have to be sent to the destination
     _sent: float = 0.0
     _took: float = 1.0
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.smoke.run import run_smoke
 from tests.smoke import gpu_failures, models
@@ -38,7 +38,7 @@ def run(
     **options: Any,
 ) -> tuple[SmokeResult, list[Finding]]:
     """The test of a model on a file of its own weights, or of those of ``built``, which has the same."""
-    settings = SmokeSettings(inputs, device, 300, 0, **options)
+    settings = Settings(input=inputs, device=device, **options)
     return run_smoke(save((built or model)(), changes), f"{model.__module__}:{model.__name__}", {}, settings)
 
 
@@ -56,7 +56,7 @@ def test_a_sound_file_passes_and_agrees_with_the_cpu(save: Save, device: str) ->
 
 def test_half_weights_run_in_half_on_the_gpu(save: Save) -> None:
     factory = "tests.smoke.models:half"
-    result, findings = run_smoke(save(models.half()), factory, {}, SmokeSettings((), GPU))
+    result, findings = run_smoke(save(models.half()), factory, {}, Settings(device=GPU))
     assert (result.passed, findings) == (True, [])
     assert result.inputs == ("float16[2, 3, 64, 64]",)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.settings import SmokeSettings
+from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import remedies_text
@@ -52,7 +52,7 @@ def only(ending: Ending) -> Finding:
 
 
 def test_run_smoke_end_to_end(save: Save) -> None:
-    settings = SmokeSettings(device="cpu", backward=True)
+    settings = Settings(device="cpu", backward=True)
     file = save(models.Net())
     result, findings = run_smoke(file, "tests.smoke.models:Net", {}, settings, None, Reference(file, "itself"))
     assert findings == []
@@ -72,7 +72,7 @@ def test_a_second_child_names_the_true_line(save: Save, monkeypatch: pytest.Monk
     """Two real children; the illegal access is a stand-in that raises CUDA's own message."""
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     factory = "tests.smoke.second_tries:IllegalAccess"
-    result, [finding] = run_smoke(save(models.Net()), factory, {}, SmokeSettings(device="cpu"))
+    result, [finding] = run_smoke(save(models.Net()), factory, {}, Settings(device="cpu"))
     assert result.passed is False
     assert finding.evidence["blame"] == "environment"
     assert finding.evidence["where"].endswith("in _true_line")
@@ -82,11 +82,11 @@ def test_a_second_child_names_the_true_line(save: Save, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        pytest.param(SmokeSettings(inputs=("2x",)), "input=", id="input"),
-        pytest.param(SmokeSettings(device="gpu"), "device=", id="device"),
+        pytest.param(Settings(input=("2x",)), "input=", id="input"),
+        pytest.param(Settings(device="gpu"), "device=", id="device"),
     ],
 )
-def test_settings_without_meaning_start_nothing(settings: SmokeSettings, said: str) -> None:
+def test_settings_without_meaning_start_nothing(settings: Settings, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run_smoke("absent.pth", "absent:absent", {}, settings)
 
@@ -258,7 +258,7 @@ def test_a_lost_gpu_is_tried_in_a_second_child(
 
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     monkeypatch.setattr("ckptfix.smoke.run.launch", launch)
-    result, [finding] = run_smoke("w.pth", "m:f", {}, SmokeSettings())
+    result, [finding] = run_smoke("w.pth", "m:f", {}, Settings())
     assert asked == [None, {"CUDA_LAUNCH_BLOCKING": "1"}]
     assert result.passed is passed
     assert note in result.note

@@ -192,7 +192,6 @@ def is_zip_of_files(content: Content) -> bool:
 
 
 def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
-    """Return the files of a zip archive, and what is wrong with it."""
     listing = list_members(content)
     packed = sum(min(info.compress_size, len(content)) for info in listing.infos)
     if packed > OVERLAP_LIMIT * len(content):

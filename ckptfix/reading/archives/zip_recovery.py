@@ -61,8 +61,7 @@ class FoundMembers:
     infos: list[Member] = field(default_factory=list)
     open_at: dict[str, int] = field(default_factory=dict)
     zeros: int = 0
-    end: int = 0
-    """Where the last member that is whole ends."""
+    end: int = 0  # where the last member that is whole ends
 
     def left_of(self, name: str, nbytes: int) -> ByteSource:
         """Return what is there of the storage of ``nbytes`` that an open member holds.
@@ -184,8 +183,7 @@ class Claim:
     crc: int
     packed: int
     size: int
-    culprit: str
-    """What is damaged if this one is right."""
+    culprit: str  # what is damaged if this one is right
 
 
 class Proof:
@@ -193,8 +191,8 @@ class Proof:
 
     def __init__(self, content: Content) -> None:
         self._content = content
+        # Bytes, packed and expanded, that may be gone through to tell who is right.
         self._budget = 4 * len(content) + (64 << 20)
-        """Bytes, packed and expanded, that may be gone through to tell who is right."""
 
     def holds(self, claim: Claim) -> bool:
         """Return whether the bytes have the checksum. A member without one, as torch can write it, is never proved."""
@@ -272,8 +270,7 @@ class DirectoryRepair:
         self.bounds = sorted(self.places)
         self.faults: list[Fact] = []
         self.proof = Proof(content)
-        self.in_place = 0
-        """How many members begin where the directory says."""
+        self.in_place = 0  # how many members begin where the directory says
         self.odd: list[int] = []
         for place, start in enumerate(plain_starts(content, infos)):
             if start is not None:

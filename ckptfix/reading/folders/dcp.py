@@ -129,7 +129,6 @@ def parse_metadata(content: Content) -> StoredMetadata:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass."""
     if not isinstance(value, Opaque) or not isinstance(value.state, (dict, type(None))):
         raise TypeError(f"{type(value).__name__} in the place of a record")
     return value.attributes
@@ -163,7 +162,6 @@ def _index(key: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _location(value: Any) -> Location:
-    """Return a ``_StorageInfo``."""
     fields = _fields(value)
     file, offset, nbytes = fields["relative_path"], fields["offset"], fields["length"]
     if not isinstance(file, str) or any(type(number) is not int or number < 0 for number in (offset, nbytes)):

@@ -137,7 +137,6 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
 
 
 def _contents(folder: Path) -> str:
-    """Return what a folder holds, and what of it to name instead."""
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)

@@ -360,7 +360,6 @@ def name_text(text: str, size: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the beginning of a text, as one line in quotes."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= _QUOTED else f'"{line[: _QUOTED - 1]}…"'
 

@@ -445,7 +445,6 @@ _ESCAPED = dict(
 
 
 def _quoted(raw: bytes) -> bytes:
-    """Return the bytes of a quoted string of Python 2."""
     raw = raw.strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         raise MalformedError("a string without quotes")
@@ -465,7 +464,6 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
 
 
 def _string(machine: PickleMachine, raw: bytes) -> None:
-    """A string of Python 2."""
     text = python2_text(raw)
     machine.is_unicode = machine.is_unicode and (raw.isascii() or isinstance(text, Utf8Text))
     machine.push_new(text)

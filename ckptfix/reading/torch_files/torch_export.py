@@ -61,7 +61,6 @@ def read(content: Content) -> Document:
 
 
 def _weights(content: Content, reading: Reading, config: Any) -> OrderedDict[str, Any]:
-    """Return the state_dict that a configuration describes."""
     weights: OrderedDict[str, Any] = OrderedDict()
     storages: dict[str, Storage] = {}
     try:

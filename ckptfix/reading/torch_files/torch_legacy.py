@@ -138,8 +138,7 @@ class _Storages:
         self.content, self.pickles, self.position = content, pickles, position
         self.placed: dict[LateBytes, int] = {}
         self.damage: list[Fact] = []
-        self.begin = self.end = position
-        """Where the last storage should end."""
+        self.begin = self.end = position  # where the last storage should end
 
     def place(self, keys: Any) -> None:
         """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
@@ -290,7 +289,6 @@ def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
 
 
 def _is_whole(spec: TensorSpec) -> bool:
-    """Return whether a tensor has as many elements as its storage."""
     return spec.storage is not None and spec.nbytes == spec.storage.nbytes
 
 

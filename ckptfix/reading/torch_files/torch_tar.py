@@ -77,8 +77,7 @@ class _Reader:
     parts: dict[str, tuple[int, int]]
     objects: dict[int, TypedStorage | TensorSpec] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    is_cut: bool = False
-    """Whether the file ends inside of its storages, which torch wrote last."""
+    is_cut: bool = False  # whether the file ends inside of its storages, which torch wrote last
 
     def run(self, position: int) -> tuple[Any, int]:
         """Return the inert value of the pickle at ``position``, and the position after it."""

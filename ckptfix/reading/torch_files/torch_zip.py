@@ -52,8 +52,8 @@ class Archive:
     root: str
     members: dict[str, Member]
     listing: ZipIndex
+    # Storages of which neither the header nor the bytes are where the directory says.
     gone: list[str] = field(default_factory=list)
-    """Storages of which neither the header nor the bytes are where the directory says."""
     _unpacked: UnpackedMembers | None = None
 
     @property

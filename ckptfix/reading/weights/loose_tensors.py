@@ -88,8 +88,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
+        # Storages of parameters and buffers, the non-persistent ones too: they are not saved on purpose.
         self.known: set[int] = set()
-        """Storages of parameters and buffers, the non-persistent ones too: they are not saved on purpose."""
 
     def gather(self, root: Opaque) -> dict[str, list[TensorSpec]]:
         """Return the tensors of every attribute by its key (``model.24.stride``)."""

@@ -146,7 +146,6 @@ def narrowed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _sizes(keys: Collection[str]) -> dict[str, int]:
-    """Return how many keys stand under each prefix, with its dot."""
     modules = Counter([key[: key.rfind(".") + 1] for key in keys])  # far fewer, and each has the prefixes of its keys
     sizes: dict[str, int] = {}
     for module, number in modules.items():
