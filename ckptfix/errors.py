@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-LONGEST = 2000
-"""Characters of a message: names in a file may be of any length."""
+LONGEST = 2000  # characters of a message: names in a file may be of any length
 
 
 @dataclass(frozen=True)
 class Opt:
     """An option in a message. The library writes ``fill="target"``, the command line ``--fill target``.
 
-    ``Opt("fill")`` is the option without a value: ``fill=``, ``--fill``.
-    """
+    ``Opt("fill")`` is the option without a value: ``fill=``, ``--fill``."""
 
     name: str
     value: object = None
@@ -26,8 +24,7 @@ class Opt:
         return f"{self.name}=" if self.value is None else f"{self.name}={self.value!r}"
 
 
-Words = str | Opt
-"""A piece of a message."""
+Words = str | Opt  # a piece of a message
 
 
 def joined(words: Iterable[Words], word: Callable[[Opt], str] = str) -> str:
@@ -37,16 +34,14 @@ def joined(words: Iterable[Words], word: Callable[[Opt], str] = str) -> str:
 
 def one_line(text: str) -> str:
     """Return the text with line feeds, escape codes and other invisible characters escaped: names in a file hold
-    anything.
-    """
+    anything."""
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class CkptfixError(Exception):
     """The base of every error that ckptfix raises on purpose. Its message is one printable line, whatever the file
-    says.
-    """
+    says."""
 
     def __init__(self, *words: Words) -> None:
         super().__init__(*words)
@@ -71,8 +66,7 @@ class CkptfixError(Exception):
 
 class UnreadableError(CkptfixError):
     """The file holds no checkpoint that can be read: another format, damage, or a pointer to a file that was never
-    fetched. If there is no file of the name, it is a ``FileNotFoundError`` too.
-    """
+    fetched. If there is no file of the name, it is a ``FileNotFoundError`` too."""
 
 
 class MissingFileError(UnreadableError, FileNotFoundError):
@@ -83,8 +77,7 @@ class MissingFileError(UnreadableError, FileNotFoundError):
 
 class DamageWarning(UserWarning):
     """A tensor has other bytes than were saved, by the checksum of its storage, or may have, as the file contradicts
-    itself.
-    """
+    itself."""
 
 
 class UnknownKeyError(CkptfixError, KeyError):
@@ -95,15 +88,13 @@ class UnknownKeyError(CkptfixError, KeyError):
 
 class HostileError(CkptfixError):
     """The file was made to run code or to exhaust the machine. It is not an ``UnreadableError``, so that code which
-    tries another way to read a file does not try it here.
-    """
+    tries another way to read a file does not try it here."""
 
 
 class TargetError(CkptfixError):
     """The model or reference file that the checkpoint has to fit is not available.
 
-    ``traceback_text`` is the user's own traceback if the user's factory raised, and empty otherwise.
-    """
+    ``traceback_text`` is the user's own traceback if the user's factory raised, and empty otherwise."""
 
     def __init__(self, *words: Words, traceback_text: str = "") -> None:
         super().__init__(*words)

@@ -8,8 +8,7 @@
 
 What has to be checked first (settings, destinations) is checked in ``engine.validation`` and ``engine.destination``.
 ``check`` stops after the diagnosis; ``repair_state_dict`` hands the view to torch instead of writing it, and
-``ckptfix.loading`` loads it into a model.
-"""
+``ckptfix.loading`` loads it into a model."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Repair(Displayed):
     def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
         """Return the repaired state_dict on the CPU, with the entries that are not tensors, and torch's ``_metadata``.
 
-        ``mmap`` is that of ``Checkpoint.state_dict``.
-        """
+        ``mmap`` is that of ``Checkpoint.state_dict``."""
         return self.checkpoint.state_dict(mmap=mmap)
 
 
@@ -100,8 +98,7 @@ def check(
     """Report what is wrong with a checkpoint and what a repair would do about it; write nothing.
 
     Of a URL only the ranges that are looked at are fetched, and the values only with ``values=True``.
-    ``ckptfix.Settings`` describes the settings.
-    """
+    ``ckptfix.Settings`` describes the settings."""
     unread = _is_remote(source) and settings.setdefault("values", False) is False
     checked = checked_settings(settings, model, like, "check")
     checkpoint = open_source(source, checked)

@@ -1,7 +1,6 @@
 """The callback for the Trainer of transformers.
 
-Trainer(..., callbacks=[CheckCheckpoints(stop=True)])
-"""
+Trainer(..., callbacks=[CheckCheckpoints(stop=True)])"""
 
 from __future__ import annotations
 

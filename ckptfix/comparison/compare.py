@@ -3,8 +3,7 @@
 pair       by name; then, among the rest, by bytes (renames)
 specs      shapes and dtypes of the pairs
 values     in blocks, so that no tensor is held as a whole; then the checksums of both files, where they have them
-the rest   ties, entries that are not tensors, _metadata, what lies beside the state_dict
-"""
+the rest   ties, entries that are not tensors, _metadata, what lies beside the state_dict"""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def _tail(key: str, length: int) -> tuple[str, ...]:
     return tuple(key.split(".")[-length:]) if length else ()
 
 
-Progress = Callable[[str], None]
-"""Is told from time to time how far the comparison is, in words."""
+Progress = Callable[[str], None]  # is told from time to time how far the comparison is, in words
 
 
 def _silent(text: str) -> None:
@@ -197,9 +195,7 @@ def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
     )
 
 
-LIMIT = 100_000
-"""Places that are told; nobody reads more."""
-
+LIMIT = 100_000  # places that are told; nobody reads more
 _DEPTH = 64
 
 Text = tuple[str | None, str | None]

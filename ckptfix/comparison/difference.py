@@ -17,11 +17,10 @@ from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
 
-Ties = tuple[tuple[str, ...], ...]
-"""Groups of keys that are one tensor."""
+Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 
+# What stands at a place in A and in B, in words; None if a side has nothing there.
 Texts = Mapping[str, tuple[str | None, str | None]]
-"""What stands at a place in A and in B, in words; None if a side has nothing there."""
 
 
 @dataclass(frozen=True)

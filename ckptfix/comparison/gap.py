@@ -2,8 +2,7 @@
 
 Bytes are compared first: equal blocks need no arithmetic, a NaN equals itself, and 0.0 is not -0.0 (they are 0 apart,
 and 0 ULP, but not bit-equal). Differences are taken in float64, those of 64-bit integers in integers first: 2^53 and
-2^53 + 1 are one float64.
-"""
+2^53 + 1 are one float64."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from ckptfix.core.spec import Quantizer, TensorSpec
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.walk import OVERLAP, Walk
 
-BLOCK = 1 << 16
-"""Elements that are compared in one go."""
+BLOCK = 1 << 16  # elements that are compared in one go
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,7 @@ class Tolerance:
     relative: float = 0.0
 
 
-EXACT = Tolerance()
-"""Only equal bytes are equal."""
+EXACT = Tolerance()  # only equal bytes are equal
 
 
 def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> Gap:

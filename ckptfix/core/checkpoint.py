@@ -87,8 +87,8 @@ class Checkpoint(Displayed):
     beside: Mapping[str, Any] = field(default_factory=dict)
     copies: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
     reader: TensorReader | None = field(default=None, repr=False, compare=False)
+    # What was worked out from this very view and takes a walk over all of it, by who worked it out.
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was worked out from this very view and takes a walk over all of it, by who worked it out."""
 
     def __repr__(self) -> str:
         place = "" if not self.container else f", state_dict at {path_name(self.container)}"

@@ -13,13 +13,11 @@ from ckptfix.core.edits import Edit
 class Applicability(IntEnum):
     """How far a fix can be trusted, in order."""
 
-    DISPLAY_ONLY = 0
-    """Shown, never applied: the user has to decide."""
+    DISPLAY_ONLY = 0  # shown, never applied: the user has to decide
+    # A value is invented, dropped or cast, or nothing confirms the guess. Applied on `--unsafe-fixes`, or when asked
+    # for by its own flag.
     UNSAFE = 1
-    """A value is invented, dropped or cast, or nothing confirms the guess. Applied on ``--unsafe-fixes``, or when asked
-    for by its own flag."""
-    SAFE = 2
-    """Every stored value stays bit for bit, or is what torch itself would supply."""
+    SAFE = 2  # every stored value stays bit for bit, or is what torch itself would supply
 
 
 class Level(IntEnum):
@@ -44,12 +42,10 @@ class Blocks(Flag):
     """What must not be done as long as a finding remains."""
 
     NOTHING = 0
-    WRITING = auto()
-    """No file may be written, whatever else was fixed."""
-    LOADING = auto()
-    """The file must not be used at all: it would run code."""
+    WRITING = auto()  # no file may be written, whatever else was fixed
+    LOADING = auto()  # the file must not be used at all: it would run code
+    # The file has the missing weights in another form: no advice may drop them or fill in untrained values.
     FILLING = auto()
-    """The file has the missing weights in another form: no advice may drop them or fill in untrained values."""
 
 
 @dataclass(frozen=True)

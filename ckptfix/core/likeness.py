@@ -11,16 +11,13 @@ from typing import Any
 class Fit(Enum):
     """How well a state_dict fits a known architecture. All but the last name it."""
 
-    EXACT = "exact"
-    """Every key and shape is that of the model, with sizes that its arguments choose."""
-    HEADLESS = "headless"
-    """Every key and shape is, and those that depend on the number of classes are not there."""
+    EXACT = "exact"  # every key and shape is that of the model, with sizes that its arguments choose
+    HEADLESS = "headless"  # every key and shape is, and those that depend on the number of classes are not there
+    # Every key and shape is, except for those of the head, which another one takes the place of.
     OTHER_HEAD = "other-head"
-    """Every key and shape is, except for those of the head, which another one takes the place of."""
+    # The keys under a prefix are those of the model, perhaps without its head; other keys are beside them.
     PART = "part"
-    """The keys under a prefix are those of the model, perhaps without its head; other keys are beside them."""
-    NEAR = "near"
-    """Most keys and shapes are: this is not the model, but nothing known is nearer."""
+    NEAR = "near"  # most keys and shapes are: this is not the model, but nothing known is nearer
 
 
 @dataclass(frozen=True)

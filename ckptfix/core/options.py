@@ -33,18 +33,13 @@ class Kind(Enum):
     SWITCH = auto()
     TEXT = auto()
     FILE = auto()
-    NAMES = auto()
-    """A list of names; one text may hold several, separated by commas or spaces."""
-    INPUTS = auto()
-    """A list of shapes and files."""
-    FILES = auto()
-    """A list of files, each perhaps with ``=NUMBER`` after it."""
-    PAIRS = auto()
-    """A table of texts; on the command line NAME=TEXT, once for each."""
+    NAMES = auto()  # a list of names; one text may hold several, separated by commas or spaces
+    INPUTS = auto()  # a list of shapes and files
+    FILES = auto()  # a list of files, each perhaps with `=NUMBER` after it
+    PAIRS = auto()  # a table of texts; on the command line NAME=TEXT, once for each
     WHOLE = auto()
     NUMBER = auto()
-    ARGUMENTS = auto()
-    """The arguments of a function: a mapping or a list."""
+    ARGUMENTS = auto()  # the arguments of a function: a mapping or a list
 
 
 LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)  # kinds of options that can be given several times
@@ -53,14 +48,11 @@ LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)  # kinds of options th
 class Scope(Enum):
     """Where an option may be written down."""
 
-    RUN = auto()
-    """On the command line only."""
-    CONFIG = auto()
-    """In ``ckptfix.toml`` too."""
-    REPAIR = auto()
-    """In ``ckptfix.toml``, and in any table of ``zoo.toml``."""
+    RUN = auto()  # on the command line only
+    CONFIG = auto()  # in `ckptfix.toml` too
+    REPAIR = auto()  # in `ckptfix.toml`, and in any table of `zoo.toml`
+    # In `[[files]]` of `zoo.toml`: it gives something of a file up, so it is decided for files by name.
     ONE_FILE = auto()
-    """In ``[[files]]`` of ``zoo.toml``: it gives something of a file up, so it is decided for files by name."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ckptfix.errors import one_line
 from ckptfix.explain.fit import Advice, read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
 
+# Characters of a message that are shown: from its start where the match is near, else from the match on.
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
-"""Characters of a message that are shown: from its start where the match is near, else from the match on."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,10 @@ def _load() -> tuple[Record, ...]:
     return tuple(record(entry) for entry in data["message"])
 
 
-RECORDS = _load()
-"""Every known message. A message matches exactly one of them, except for those that are general."""
+RECORDS = _load()  # Every known message. A message matches exactly one of them, except for those that are general.
 
 
-FILE, MODEL = "FILE", "PKG.MOD:FACTORY"
-"""What stands in a command for a file or a model that is not known."""
-
+FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # what stands in a command for a file or a model that is not known
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -118,8 +115,7 @@ class Explanation:
     about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
     ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
     the message stands, empty if there is none. ``file`` is the checkpoint, if it is known;
-    ``about_file`` says that the cause is what the file is or holds.
-    """
+    ``about_file`` says that the cause is what the file is or holds."""
 
     name: str
     said: str
@@ -144,8 +140,7 @@ def explain(text: str, subject: Subject | None = None) -> Explanation | None:
 
     ``text`` is a message or any log with tracebacks. Of chained exceptions the one is explained that the rest follow
     from: the cause where one was raised from the other, and the later one where it was raised while the first was
-    handled, unless only the first is known.
-    """
+    handled, unless only the first is known."""
     subject = subject or Subject()
     if subject.file is None:
         subject = replace(subject, file=file_name(text))
@@ -243,8 +238,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
 
 
+# Words that two messages have at least, and their similarity (0 to 1) from which one is offered for the other.
 _FEWEST_WORDS, _SIMILAR = 5, 0.53
-"""Words that two messages have at least, and their similarity (0 to 1) from which one is offered for the other."""
 
 _VALUE = re.compile(r"'[^']{0,200}'|\"[^\"]{0,200}\"|[\w./\\-]*[/\\][\w./\\-]*|\[[\d, ]*\]|\b\w*Error\b")
 

@@ -32,8 +32,7 @@ class Mismatch:
     ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
     shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
     there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
-    ``is_cut``: somebody wrote dots for the rest.
-    """
+    ``is_cut``: somebody wrote dots for the rest."""
 
     model: str = ""
     missing: tuple[str, ...] = ()
@@ -110,11 +109,11 @@ def _read(text: str) -> Mismatch:
     )
 
 
+# A row of the load report of transformers 5, which folds names: `layers.{0, 1}.weight`, `{0...11}`.
 _ROW = re.compile(
     r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
     rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
 )
-"""A row of the load report of transformers 5, which folds names: ``layers.{0, 1}.weight``, ``{0...11}``."""
 
 
 def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
@@ -163,8 +162,8 @@ def _shape(text: str) -> Shape:
     return tuple(int(size) for size in re.findall(r"\d+", text))
 
 
+# Keys under which trainers keep the weights, beside epoch and optimizer.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
-"""Keys under which trainers keep the weights, beside epoch and optimizer."""
 
 _WRAPPERS = {
     MODULE: "DataParallel or DistributedDataParallel",
@@ -174,8 +173,7 @@ _WRAPPERS = {
     "_forward_module": "a strategy of Lightning",
 }
 
-_FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")
-"""Keys that fit: most of a model does, and is not in the message."""
+_FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # keys that fit: most of a model does, and is not in the message
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,7 @@ class Advice:
     """One thing to do: a command of ckptfix, a change of the user's code, or a step that ``text`` tells.
 
     ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (which gives the state_dict) in code, and
-    ``{name}`` of any captured group are filled in.
-    """
+    ``{name}`` of any captured group are filled in."""
 
     text: str
     command: str = ""
@@ -194,8 +191,7 @@ class Advice:
 @dataclass(frozen=True)
 class Reading:
     """What the keys and shapes in a message say beyond the record: sentences, each with the keys that it is about, and
-    the advice that follows from them.
-    """
+    the advice that follows from them."""
 
     causes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     advice: tuple[Advice, ...] = ()

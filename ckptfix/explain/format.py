@@ -17,9 +17,7 @@ from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Telling, message_with_count
 
 _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
-
-_OF_TARGET = ("KEY", "BUF", "FIT")
-"""The families of rules that compare with a model."""
+_OF_TARGET = ("KEY", "BUF", "FIT")  # the families of rules that compare with a model
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,7 @@ class Verdict:
     """Whether the file has what the message tells of.
 
     ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
-    ``command`` mends what can be mended, and is empty if there is none.
-    """
+    ``command`` mends what can be mended, and is empty if there is none."""
 
     sentence: str
     confirming: tuple[Finding, ...] = ()
@@ -100,9 +97,7 @@ def _as_far(report: Report) -> str:
     return "" if report.target else " as far as it can be seen without your model (--model or --like)"
 
 
-VERSION = 1
-"""The version of the JSON form; it grows when a field changes its meaning or goes away."""
-
+VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
 _WIDTH = 100
 
 

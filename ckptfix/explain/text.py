@@ -1,8 +1,7 @@
 """What people paste, and the messages in it.
 
 A log has timestamps, ranks, colours, quotation marks, progress bars and lines that a terminal has wrapped, and a
-traceback may hold several exceptions of which one matters.
-"""
+traceback may hold several exceptions of which one matters."""
 
 from __future__ import annotations
 
@@ -12,11 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-LONGEST = 2_000_000
-"""Characters that are looked at: the end of a log is where the error stands."""
+LONGEST = 2_000_000  # characters that are looked at: the end of a log is where the error stands
 
+# Characters of one message, which may list ten thousand keys, and of a log without a traceback, whose end counts.
 LONGEST_MESSAGE, _LONGEST_LOG = 500_000, 100_000
-"""Characters of one message, which may list ten thousand keys, and of a log without a traceback, whose end counts."""
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _SHOWN_ESCAPE = re.compile(r"(?:\\x1b|\\033|\\u001b|\^\[|␛)\[[0-9;]*m", re.IGNORECASE)
@@ -52,12 +50,12 @@ _EXCEPTION = re.compile(rf"\s?{_NAME}(?:Error|Exception|Interrupt|Fault|Failure|
 _HEADER = re.compile(r"^.*Traceback \(most recent call last\).*$", re.MULTILINE)
 
 
+# How messages begin that may be longer than a log's end that is looked at.
 _BEGINNINGS = (
     "Error(s) in loading state_dict for",
     "Missing key(s) in state_dict: ",
     "Unexpected key(s) in state_dict: ",
 )
-"""How messages begin that may be longer than a log's end that is looked at."""
 
 
 class Relation(Enum):
@@ -85,8 +83,7 @@ class Message:
     @cached_property
     def readings(self) -> tuple[str, ...]:
         """The message in one line, first with every line break as a space, then with none in its place: a terminal
-        breaks words.
-        """
+        breaks words."""
         spaced, joined = _one_space("\n".join(self.lines)), _one_space("".join(self.lines))
         return (spaced,) if spaced == joined else (spaced, joined)
 
@@ -185,9 +182,7 @@ def _one_space(text: str) -> str:
 
 
 _SUFFIXES = "pth|pt|ckpt|safetensors|bin|pyth|th|t7|pkl|pickle|model|tar|pth\\.tar|pt\\.gz|weights|mdl"
-_RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")
-"""Parts of an archive, and no file of the user's."""
-
+_RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")  # parts of an archive, and no file of the user's
 _QUOTED_FILE = re.compile(rf"""(["'])((?:(?!\1)[^\n\r]){{1,300}}\.(?:{_SUFFIXES}))\1""", re.IGNORECASE)
 _BARE_FILE = re.compile(
     rf"(?<![\w./\\~\-])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE

@@ -1,8 +1,7 @@
 """What the other process executes: ``python -m ckptfix.smoke.child``, the job as JSON on stdin, the answer as JSON
 lines in a private file.
 
-Neither stdout nor stderr is used for the answer: they belong to the user's model, which may print what it likes.
-"""
+Neither stdout nor stderr is used for the answer: they belong to the user's model, which may print what it likes."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from typing import Any, TextIO
 from ckptfix.smoke.launch import die_with
 from ckptfix.smoke.outcome import from_plain
 
-_GRACE = 30.0
-"""Seconds after the time limit at which the child ends by itself, should the parent be gone."""
+_GRACE = 30.0  # seconds after the time limit at which the child ends by itself, should the parent be gone
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """An input for a model that nobody gave one for: read off its first layers, in module order, and tried one after
 another.
 
-A guess that does not run says nothing against the checkpoint, only against the guess.
-"""
+A guess that does not run says nothing against the checkpoint, only against the guess."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def _part(config: Any, *names: str) -> Any:
 
 def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
     """Several choices of text, a video of frames, and a batch of one, which a model without a padding token insists
-    on.
-    """
+    on."""
     batch, *rest = first.shape
     if first.bounds is not None:
         yield (replace(first, shape=(batch, 2, *rest)),)
@@ -100,8 +98,7 @@ def _waveform(config: Any) -> RandomInput:
 
 def _features(config: Any) -> RandomInput | None:
     """Log-mel features: as Whisper wants them, whose first convolution halves the frames, as Speech2Text does, or as an
-    image of one channel.
-    """
+    image of one channel."""
     bins, frames = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     width, image = _number(config, "input_feat_per_channel"), _number(config, "spec_size")
     if bins and frames:
@@ -233,8 +230,7 @@ def _known_layers(model: nn.Module) -> Iterator[list[RandomInput]]:
 def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, int] | None]]:
     """Shapes that this layer takes when it comes first, with the range of its integers.
 
-    A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better.
-    """
+    A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better."""
     from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd

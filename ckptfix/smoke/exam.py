@@ -66,8 +66,7 @@ class Job:
 class Progress:
     """How far the test is: told to the caller as it goes, and kept for whoever asks after an error.
 
-    ``stage`` is what is running, ``so_far`` the outcome up to there.
-    """
+    ``stage`` is what is running, ``so_far`` the outcome up to there."""
 
     def __init__(self, tell: Callable[[str, Outcome], None]) -> None:
         self.stage = "start"
@@ -143,8 +142,7 @@ def _load(job: Job, progress: Progress) -> Subject:
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
     """Return the state_dict of the file. A torch file must also be one that ``torch.load(weights_only=True)`` takes.
 
-    Raises ``UnreadableError`` otherwise.
-    """
+    Raises ``UnreadableError`` otherwise."""
     import pickle
 
     import torch
@@ -191,8 +189,7 @@ def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> 
 def _settling(tried: Tried) -> Pass | None:
     """Return the pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
 
-    None if all that failed are guesses.
-    """
+    None if all that failed are guesses."""
     if tried and (tried[-1][1].outcome.failure is None or not tried[-1][1].outcome.derived):
         return tried[-1][1]
     failures = ((run, run.outcome.failure) for _, run in tried)
@@ -336,8 +333,7 @@ def _went_wrong(outcome: Outcome) -> str:
 
 class Control:
     """A second model of the factory. It is built when first asked for, once the first is gone: two large models need
-    not be in memory at once.
-    """
+    not be in memory at once."""
 
     def __init__(self, factory: str, factory_args: Any, first: Subject) -> None:
         self._factory = factory, factory_args
@@ -372,8 +368,7 @@ def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
     """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
 
     Where the control makes none, the file is at fault after all. -Inf alone, in both, is the model's own way to say
-    "never", and no defect.
-    """
+    "never", and no defect."""
     other, ours, failure = forward(control, run.arguments, base).outcome, run.outcome, run.outcome.failure
     if failure is not None:  # the model raised at what it had made
         return replace(ours, failure=replace(failure, blame=CHECKPOINT)) if other.is_good else ours
@@ -433,8 +428,7 @@ def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
 
 def _backward(subject: Subject, run: Pass) -> Outcome:
     """Backward under anomaly detection; where that stops at a value that is not finite, once more without it, to see
-    which parameters it reaches.
-    """
+    which parameters it reaches."""
     import torch
 
     operator = where = ""
@@ -466,8 +460,7 @@ def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject
 def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | None:
     """Return a number that depends on every finite value of the outputs; None if none carries a gradient.
 
-    A random projection: the gradient of a plain sum is zero behind a softmax or a norm.
-    """
+    A random projection: the gradient of a plain sum is zero behind a softmax or a norm."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

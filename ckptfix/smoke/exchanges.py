@@ -3,8 +3,7 @@
 Trying each exchange takes a pass for each, and twin towers show none unless all of their layers are exchanged at once.
 One pass with a backward pass settles all: where all tensors of one shape have the same values, and square ones are
 symmetric, a model that does not tell some of them apart, or a matrix from its transposed one, has the same gradient for
-both. So tensors whose gradients differ cannot be exchanged unseen, neither by themselves nor together with others.
-"""
+both. So tensors whose gradients differ cannot be exchanged unseen, neither by themselves nor together with others."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-DEAD = 1e-11
-"""The share of the largest gradient below which one may be rounding."""
+DEAD = 1e-11  # the share of the largest gradient below which one may be rounding
 
+# The share of the larger of two gradients by which they differ, at least: rounding explains some 1e-12.
 DIFFERENT = 1e-6
-"""The share of the larger of two gradients by which they differ, at least: rounding explains some 1e-12."""
 
 _SAMPLES = 256
 

@@ -49,8 +49,7 @@ def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
     """Return the device of this name, and what to say about it. ``auto`` is CUDA where it works, otherwise the CPU.
 
     ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
-    where another device was asked for by name and does not work.
-    """
+    where another device was asked for by name and does not work."""
     import torch
 
     if name != "auto":
@@ -96,8 +95,7 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
 
     On the CPU half precision becomes float32, since many operators have no half version there; where only a part of the
     model is half, its code minds the dtypes itself. A model that does not fit into the device's memory is moved in
-    reduced precision.
-    """
+    reduced precision."""
     import torch
 
     dtype = compute_dtype(model)
@@ -141,8 +139,7 @@ def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load with ``strict=True``; raises ``NotLoadedError`` unless every floating parameter provably came from the
-    state_dict.
-    """
+    state_dict."""
     _fill_with_nan(model)
     # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
     assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
@@ -226,8 +223,7 @@ class Trace:
     """A context in which every module of the model is followed.
 
     A module is an origin if its inputs were finite when it was entered (it may overwrite them) and its output is not.
-    Inner modules return before outer ones, so the first origin is the innermost.
-    """
+    Inner modules return before outer ones, so the first origin is the innermost."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -264,8 +260,7 @@ class Trace:
     @property
     def origin(self) -> Origin | None:
         """The first module that made NaN or +Inf out of finite values; one that made only -Inf, which masks hold by
-        design, comes last.
-        """
+        design, comes last."""
         made = [origin for origin in self._origins if origin.output.nan or origin.output.positive_inf]
         return next(iter(made + self._origins), None)
 
@@ -308,8 +303,7 @@ def _figures(values: dict[str, Any]) -> tuple[Figures, ...]:
 @dataclass
 class Subject:
     """The model under test, and where it runs. ``dtype`` is that of its floating inputs; a second try may change it,
-    and the whole model with it: then it ``is_converted``.
-    """
+    and the whole model with it: then it ``is_converted``."""
 
     model: nn.Module
     device: torch.device
@@ -340,8 +334,7 @@ class Subject:
 @dataclass(frozen=True)
 class Setting:
     """How a model runs: where, with which seed, and the dtype that it was ``converted`` to as a whole, None for its
-    own.
-    """
+    own."""
 
     device: torch.device
     seed: int = 0
@@ -377,8 +370,7 @@ class Pass:
 def forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
     """Call the model once; an error of its code is part of the outcome and never raised.
 
-    ``base`` is what is known before; what it says of another pass is not taken over.
-    """
+    ``base`` is what is known before; what it says of another pass is not taken over."""
     import torch
 
     given = {**{f"[{index}]": value for index, value in enumerate(arguments.args)}, **arguments.kwargs}

@@ -6,8 +6,7 @@
     [NAME=]SHAPE:int:LOW:HIGH  input_ids=2x16:int:0:1000  int64, LOW <= value < HIGH
     [NAME=]FILE                image.npy, batch.pt, batch.safetensors
 
-A NAME with dots is a member of a dict, or of a list: ``added_cond_kwargs.time_ids=2x6``, ``images.0=3x64x64``.
-"""
+A NAME with dots is a member of a dict, or of a list: ``added_cond_kwargs.time_ids=2x6``, ``images.0=3x64x64``."""
 
 from __future__ import annotations
 
@@ -33,16 +32,15 @@ _FORMS = (
 )
 
 
+# How the numbers of a random input are made; `uniform` are from 0 to 1, as images are.
 Draw = Literal["normal", "uniform", "ones", "zeros"]
-"""How the numbers of a random input are made; ``uniform`` are from 0 to 1, as images are."""
 
 
 @dataclass(frozen=True)
 class RandomInput:
     """A tensor of random numbers: floats, or integers ``bounds[0] <= value < bounds[1]``. ``name`` None is positional.
 
-    ``draw`` says how floats are made; of integers ``ones`` and ``zeros`` are the highest and the lowest.
-    """
+    ``draw`` says how floats are made; of integers ``ones`` and ``zeros`` are the highest and the lowest."""
 
     shape: tuple[int, ...]
     bounds: tuple[int, int] | None = None
@@ -96,9 +94,9 @@ def _parse(text: str) -> Input:
     return RandomInput(shape, (bounds[0], bounds[1]), name)
 
 
+# Times as large or as small as what the layer saw: two inputs that are scaled alike differ by less, and 0 … 255 against
+# 0 … 1 or against ImageNet's normalisation by more than 50.
 _APART = 20.0
-"""Times as large or as small as what the layer saw: two inputs that are scaled alike differ by less, and 0 … 255
-against 0 … 1 or against ImageNet's normalisation by more than 50."""
 
 
 def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
@@ -256,8 +254,7 @@ def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.de
     have images of bytes, which no layer takes.
 
     Random numbers are drawn on the CPU, so that a seed means the same input everywhere. Raises ``UsageError`` for a
-    file that holds no tensors, or values that are not finite.
-    """
+    file that holds no tensors, or values that are not finite."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -21,8 +21,7 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, from_plain, user_line
 from ckptfix.writing.atomic import temporary_folder_beside
 
-TAIL = 4096
-"""How many of the last bytes that the user's model printed are kept."""
+TAIL = 4096  # how many of the last bytes that the user's model printed are kept
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Ending:
     """How the child ended. Not ``answered`` means that it crashed, was killed, or ran out of time.
 
     ``stage`` is the last one that it named, ``stack`` the Python stack of a crash, ``printed`` the tail of what the
-    model printed. ``said`` is the answer to a job that is no forward test.
-    """
+    model printed. ``said`` is the answer to a job that is no forward test."""
 
     returncode: int
     timed_out: bool
@@ -47,8 +45,7 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
     """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
     environment variables beside the parent's.
 
-    Raises ``UsageError`` if the arguments of the factory cannot be said in JSON.
-    """
+    Raises ``UsageError`` if the arguments of the factory cannot be said in JSON."""
     with temporary_folder_beside(Path(tempfile.gettempdir(), "forward-test")) as folder:
         answer, stack, empty = Path(folder, "answer"), Path(folder, "stack"), Path(folder, "empty")
         empty.mkdir()

@@ -1,7 +1,6 @@
 """The statistics of ``--recalibrate FILE``: the user's model, the weights of the file, the user's data.
 
-This is what the edits with the origin ``data`` take their values from. It runs the user's code, as ``--model`` does.
-"""
+This is what the edits with the origin ``data`` take their values from. It runs the user's code, as ``--model`` does."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
     from ckptfix.engine.changes import Measure
 
-BATCH = 32
-"""Samples that the model sees at a time; statistics of much smaller batches are noisy."""
+BATCH = 32  # samples that the model sees at a time; statistics of much smaller batches are noisy
 
 
 def measure_with(model: nn.Module | str, arguments: Arguments = (), seed: int = 0) -> Measure:

@@ -1,6 +1,5 @@
 """What the child tells the parent, as plain data that goes through JSON. Free of torch: the parent never imports it for
-this.
-"""
+this."""
 
 from __future__ import annotations
 
@@ -22,18 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 
+# Stages that come after the verdict, which stands whatever becomes of them.
 AFTERTHOUGHTS = ("devices", "control", "compare")
-"""Stages that come after the verdict, which stands whatever becomes of them."""
-
-ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"
-"""Whose fault a failure is."""
+ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # whose fault a failure is
 
 
 @dataclass(frozen=True)
 class Figures:
     """The values of one tensor in short: how many are NaN or infinite, and the range of the finite ones (None without
-    any).
-    """
+    any)."""
 
     tensor: str
     shown: str
@@ -98,8 +94,7 @@ class Failure:
 
     ``error`` is one line; ``module`` and ``kind`` name the innermost module that was running, ``where`` the line of the
     user's code, ``keys`` the entries of the state_dict that it is about, ``origin`` the module that had made NaN
-    before.
-    """
+    before."""
 
     stage: str
     blame: str
@@ -114,8 +109,7 @@ class Failure:
     @property
     def place(self) -> str:
         """Where it happened, as the end of a sentence: `` in features.3 (Conv2d), at model.py:12 in forward``; empty
-        where unknown.
-        """
+        where unknown."""
         module = f" in {module_name(self.module, self.kind)}" if self.module is not None else ""
         return module + (f"{',' if module else ''} at {self.where}" if self.where else "")
 
@@ -125,8 +119,7 @@ class Gradients:
     """What a backward pass left behind, by the names of the parameters.
 
     ``missing`` have none, though they want one. ``operator`` and ``where`` are the backward function that first made a
-    value that is not finite, and the line of the user's forward code that it belongs to.
-    """
+    value that is not finite, and the line of the user's forward code that it belongs to."""
 
     finite: int = 0
     non_finite: tuple[str, ...] = ()
@@ -155,8 +148,7 @@ class Outcome:
     verdict. ``finite_in_float32`` and ``shared`` are about values that are not finite: what the same pass gives in
     float32, where it ran in less, and whether the model with its own initial weights gives such values too.
     ``warnings`` are about the input that was given. ``training`` is the same in training mode, ``devices`` the
-    comparison with the CPU, ``compared`` that with another file.
-    """
+    comparison with the CPU, ``compared`` that with another file."""
 
     device: str = ""
     notes: tuple[str, ...] = ()
@@ -222,8 +214,7 @@ def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
     """Yield every tensor in nested tuples, lists, dicts, dataclasses and named tuples, with its path (``logits``,
     ``hidden[2]``).
 
-    transformers' ModelOutput is an OrderedDict, a PackedSequence a named tuple.
-    """
+    transformers' ModelOutput is an OrderedDict, a PackedSequence a named tuple."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -369,8 +360,7 @@ def diagnose(
     """Return what to say of an error that was raised in this stage.
 
     ``running`` is path and class of the innermost running module, ``depth`` how many were running, ``origin`` the
-    module that had made NaN before.
-    """
+    module that had made NaN before."""
     module, kind = running or (None, "")
     return Failure(
         stage=stage,

@@ -1,8 +1,7 @@
 """The checkpoint of ``--compare``: what the same model gives with its weights on the same input.
 
 Names are repaired first, as far as that is safe, so that a file from before a repair can be compared with the one from
-after it. A reference that does not load, or does not run, is said and fails nothing.
-"""
+after it. A reference that does not load, or does not run, is said and fails nothing."""
 
 from __future__ import annotations
 
@@ -29,20 +28,19 @@ if TYPE_CHECKING:
 
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
 
+# The share of the largest value by which the outputs of a deep network may differ between two devices, by dtype: some
+# hundred roundings of the last digit, one after another.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""The share of the largest value by which the outputs of a deep network may differ between two devices, by dtype: some
-hundred roundings of the last digit, one after another."""
 
+# Parameters. Above this the CPU takes minutes for what the GPU does in a second, and the comparison is left out.
 LARGEST_FOR_CPU = 500_000_000
-"""Parameters. Above this the CPU takes minutes for what the GPU does in a second, and the comparison is left out."""
 
 
 def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "float32") -> Comparison:
     """Return the outputs of one model in two runs; ``theirs`` is the reference, ``dtype`` that in which they were
     computed.
 
-    A value that is finite in one alone is infinitely far from the other.
-    """
+    A value that is finite in one alone is infinitely far from the other."""
     import torch
 
     if [(name, tensor.shape) for name, tensor in ours] != [(name, tensor.shape) for name, tensor in theirs]:

@@ -1,6 +1,5 @@
 """The forward test from the outside: start the child, and turn what it says, or how it dies, into a result and
-findings.
-"""
+findings."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def run_smoke(
     RUN say what went wrong.
 
     ``weights`` picks one of several state_dicts in the file; ``reference`` is another checkpoint whose outputs are
-    compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding.
-    """
+    compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding."""
     parse_inputs(settings.input)
     check_device_name(settings.device)
     job = Job(
@@ -101,8 +99,7 @@ def _second(first: Ending, second: Ending) -> Ending:
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
     """Return what the ending of the child comes to. An answer counts even where the process crashed on its way out.
 
-    Once there is a verdict, a crash or a time-out of what comes after it changes nothing but what it was about.
-    """
+    Once there is a verdict, a crash or a time-out of what comes after it changes nothing but what it was about."""
     outcome = _with_assert(_complete(ending, timeout), ending.printed)
     findings = findings_of(outcome, ending.printed)
     note = "; ".join(outcome.notes)

@@ -35,14 +35,14 @@ from ckptfix.errors import Opt, UsageError, WriteError
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
 
+# In a temporary folder: the names of the files that are put in place one after the other, the one that counts last.
 _PLACING = "placing"
-"""In a temporary folder: the names of the files that are put in place one after the other, the one that counts last."""
 
+# The extended attributes that a file keeps when its content is replaced; an ACL is one of them.
 _ATTRIBUTES = ("user.", "system.posix_acl_", "security.selinux")
-"""The extended attributes that a file keeps when its content is replaced; an ACL is one of them."""
 
+# Seconds after which a folder is searched for leftovers again: a zoo may have a hundred thousand files in one.
 _AGAIN = 60.0
-"""Seconds after which a folder is searched for leftovers again: a zoo may have a hundred thousand files in one."""
 
 _searched: dict[Path, float] = {}
 
@@ -95,8 +95,7 @@ def atomic_file(goal: Path) -> Iterator[TextIO]:
 
 def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, flush: bool = True) -> None:
     """Rename the temporary file to the output, and flush the folder unless the caller does. ``backup_of`` keeps its old
-    content under ``<name>.bak``.
-    """
+    content under ``<name>.bak``."""
     backup = None
     try:
         if backup_of is not None and not has_backup(backup_of):

@@ -21,11 +21,10 @@ from ckptfix.writing import safetensors as safetensors_write
 from ckptfix.writing import torch_files as torch_write
 from ckptfix.writing.atomic import flush_file, unwritten
 
-FIRST_ZIP = "1.6"
-"""The first torch that writes and reads the zip container by default."""
+FIRST_ZIP = "1.6"  # the first torch that writes and reads the zip container by default
 
+# Writes a checkpoint to a file, and gives the copier that has the ranges that were read back from it.
 Write = Callable[[Checkpoint, BinaryIO], Copier]
-"""Writes a checkpoint to a file, and gives the copier that has the ranges that were read back from it."""
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:

@@ -19,8 +19,8 @@ from ckptfix.writing.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 
+# An opcode and its number, of one, two or four bytes.
 _NEAR, _HALF, _FAR, _SIGNED = (struct.Struct(f"<c{kind}") for kind in "BHIi")
-"""An opcode and its number, of one, two or four bytes."""
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
@@ -37,8 +37,7 @@ class PickleWriter:
     """Writes one object tree. ``place`` says for every strided tensor in which storage its bytes went, and to which
     offset there, in elements.
 
-    Raises ``WriteError`` for data that ``weights_only`` would refuse; the place in the tree is in the message.
-    """
+    Raises ``WriteError`` for data that ``weights_only`` would refuse; the place in the tree is in the message."""
 
     _END_OF_ID = b"tQ"
 

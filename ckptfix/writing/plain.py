@@ -27,8 +27,8 @@ from ckptfix.reading.weights.modules import is_module, module_state_dict
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 
 DEPTH_LIMIT = 200
+# Classes beside the built-in ones that `weights_only` accepts as they are.
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
-"""Classes beside the built-in ones that ``weights_only`` accepts as they are."""
 
 _QSCHEMES = (
     "per_tensor_affine",
@@ -321,10 +321,10 @@ def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"state": {numbers[id(spec)]: row for spec, row in state.items()}, "param_groups": packed}
 
 
+# For numpy's names of number types the letters of `struct`.
 _SCALARS = dict(
     zip("f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1 b1 c8 c16".split(), "d f e q i h b Q I H B ? ff dd".split(), strict=True)
 )
-"""For numpy's names of number types the letters of ``struct``."""
 
 
 def _numpy_scalar(value: Opaque) -> Any:

@@ -24,16 +24,15 @@ from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8
 
+# Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is not written out.
 REPEATED_LIMIT = 1 << 28
-"""Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is not written out."""
 
 
 def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
     header. Gives the copier, which has the ranges that were read back.
 
-    Raises ``WriteError`` for dtypes and layouts that safetensors does not know.
-    """
+    Raises ``WriteError`` for dtypes and layouts that safetensors does not know."""
     header, order = _header(checkpoint)
     try:
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -79,8 +79,8 @@ class ShardNames:
                 raise WriteError(f"{self.output.parent / name}: is there already; move it away, or name another output")
 
 
+# Compares a written file with the checkpoint that it should hold; raises if they differ.
 Verify = Callable[[Path, Checkpoint, Path, Sequence[Written]], None]
-"""Compares a written file with the checkpoint that it should hold; raises if they differ."""
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from ckptfix.writing.plain import plain_root
 
 class Placement:
     """Gives every region that the tensors of a tree cover a storage of its own in the new file, in the order of the
-    tensors. Its key there is its place in ``regions``.
-    """
+    tensors. Its key there is its place in ``regions``."""
 
     def __init__(self, root: Any, devices: tuple[str, ...]) -> None:
         specs = list(tensors_in(root))
@@ -121,9 +120,7 @@ class _LegacyPickleWriter(PickleWriter):
     _END_OF_ID = b"NtQ"
 
 
-ALIGNMENT = 64
-"""torch aligns the data of each member so that a mapped file gives aligned tensors."""
-
+ALIGNMENT = 64  # torch aligns the data of each member so that a mapped file gives aligned tensors
 _LIMIT = 0xFFFFFFFF
 _CRC_AT = 14  # in a local header
 _EPOCH = (0, 33)  # 1980-01-01 00:00, the first moment that the format knows: files of equal content are equal
@@ -131,14 +128,11 @@ _EPOCH = (0, 33)  # 1980-01-01 00:00, the first moment that the format knows: fi
 # What all headers begin with. The first number is the version that is needed to read the member.
 _LOCAL, _LOCAL_ZIP64 = (struct.pack("<4s5H", b"PK\x03\x04", needed, 0, 0, *_EPOCH) for needed in (20, 45))
 _DIRECTORY, _DIRECTORY_ZIP64 = (struct.pack("<4s6H", b"PK\x01\x02", 45, needed, 0, 0, *_EPOCH) for needed in (20, 45))
-_SIZES = struct.Struct("<3I2H")
-"""The checksum, both sizes, and those of the path and of the extra fields."""
-
+_SIZES = struct.Struct("<3I2H")  # the checksum, both sizes, and those of the path and of the extra fields
 _PLACE, _PADDING = struct.Struct("<3H2I"), struct.Struct("<2sH")
 
 
-Checksum = Callable[[], int]
-"""What gives the CRC-32 of a member, asked for when the archive is closed."""
+Checksum = Callable[[], int]  # what gives the CRC-32 of a member, asked for when the archive is closed
 
 
 class _Member(NamedTuple):

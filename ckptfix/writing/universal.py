@@ -25,11 +25,11 @@ from ckptfix.writing.atomic import temporary_folder_beside, unwritten
 from ckptfix.writing.output import Written, without_state_dict, write_to
 from ckptfix.writing.torch_files import write_zip
 
+# The names under which stages 1 and 2, and stage 3, look for the model states.
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""The names under which stages 1 and 2, and stage 3, look for the model states."""
 
+# The release of DeepSpeed that is claimed for a source that is not DeepSpeed's: it refuses states without one.
 RELEASE = "0.19.8"
-"""The release of DeepSpeed that is claimed for a source that is not DeepSpeed's: it refuses states without one."""
 
 _MODULE = "module"
 
