@@ -19,18 +19,16 @@ _SPACES = b" \t\r\n"
 # How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows.
 _STRING = re.compile(rb"(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]", re.DOTALL)
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
-# How files begin that somebody compressed: gzip, bzip2, xz, 7-Zip, RAR, zstd, LZ4, LZMA, compress.
-_PACKED = (
-    b"\x1f\x8b\x08",
-    b"BZh",
-    b"\xfd7zXZ\0",
-    b"7z\xbc\xaf\x27\x1c",
-    b"Rar!\x1a\x07",
-    b"\x28\xb5\x2f\xfd",
-    b"\x04\x22\x4d\x18",
-    b"\x5d\0\0\x80\0",
-    b"\x1f\x9d",
-)
+# How files of packers begin that are named and not unpacked.
+PACKERS = {
+    b"7z\xbc\xaf\x27\x1c": "7-Zip",
+    b"Rar!\x1a\x07": "RAR",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "LZ4",
+    b"\x5d\0\0\x80\0": "LZMA without xz (.lzma)",
+    b"\x1f\x9d": "compress (.Z)",
+}
+_PACKED = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0", *PACKERS)  # gzip, bzip2, xz, and those
 
 
 def is_zip(content: Content) -> bool:

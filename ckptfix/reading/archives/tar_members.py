@@ -13,7 +13,7 @@ from functools import partial
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
-from ckptfix.reading.archives.unpacking import Member
+from ckptfix.reading.archives.unpacking import Member, printable
 
 RECORD = 512
 # Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there.
@@ -103,7 +103,7 @@ class TarFiles:
                     continue
             end = position + RECORD + header.size
             if end > len(content):
-                self._note(Fact.of(Kind.TAR_CUT, _shown(header.name), nbytes=len(content), end=end))
+                self._note(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=end))
             yield header, position + RECORD
             position = _end(position, header.size)
 
@@ -149,10 +149,6 @@ def _blocks(content: Content, start: int, size: int, damage: list[Fact]) -> Iter
         yield bytes(content.buffer[position:end]), end - start
     if stop < start + size:
         damage.append(Fact.of(Kind.TAR_MEMBER_CUT, there=max(0, stop - start), size=size))
-
-
-def _shown(name: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])
 
 
 def _text(raw: bytes) -> str:

@@ -17,12 +17,12 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking
-from ckptfix.reading.archives.unpacking import Member, Stream, expand
+from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
-from ckptfix.reading.sniffing import is_torch_tar
+from ckptfix.reading.sniffing import PACKERS, is_torch_tar
 
 DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
 _PATH_LIMIT = 4096  # characters of a name that may tell what an archive is; no system makes a file of a longer path
@@ -39,17 +39,6 @@ _PICKLE = re.compile(
 )
 
 
-# How files of packers begin that are named and not unpacked.
-FOREIGN = {
-    b"7z\xbc\xaf\x27\x1c": "7-Zip",
-    b"Rar!\x1a\x07": "RAR",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "LZ4",
-    b"\x5d\0\0\x80\0": "LZMA without xz (.lzma)",
-    b"\x1f\x9d": "compress (.Z)",
-}
-
-
 def unwrap(content: Content, member: str | None = None) -> Content:
     """Return the checkpoint inside of a compressed file or archive; the content itself where there is nothing around
     it.
@@ -63,7 +52,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
         archive = _archive(content, damage)
         if archive is not None:
             chosen, wanted = _choose(content.path, archive, wanted, damage)
-            label = f"{content.path}!{_printable(chosen.name[-_PATH_LIMIT:])}"
+            label = f"{content.path}!{printable(chosen.name, _PATH_LIMIT)}"
             content = _replaced(content, expand(label, chosen.name, chosen.blocks))
             damage += content.damage
         elif (compression := unpacking.sniff(content)) is not None:
@@ -86,7 +75,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
 
 def _foreign(content: Content) -> str | None:
     head = bytes(content.buffer[:8])
-    return next((packer for magic, packer in FOREIGN.items() if head.startswith(magic)), None)
+    return next((packer for magic, packer in PACKERS.items() if head.startswith(magic)), None)
 
 
 def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
@@ -136,10 +125,10 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         pieces = [str(word.value) if isinstance(word, Opt) and shards else word for word in names]
         raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *pieces)
     if (shut := next((member for member in archive if member.closed), None)) is not None:
-        raise UnreadableError(f"{path}: {_printable(shut.name)!r:.80} {shut.closed}")
+        raise UnreadableError(f"{path}: {printable(shut.name, _PATH_LIMIT)!r:.80} {shut.closed}")
     if (bundle := name_bundle(present, BUNDLES)) is not None:
         raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
-    some = ", ".join(_printable(member.name[-200:]) for member in archive[:3]) or "nothing"
+    some = ", ".join(printable(member.name, 200) for member in archive[:3]) or "nothing"
     if damage:
         causes = clauses(damage)
         raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")
@@ -157,11 +146,6 @@ def looks_like_checkpoint(head: bytes) -> bool:
 def _wraps(head: bytes) -> bool:
     content = Content("", head)
     return head[:4] == b"PK\x03\x04" or unpacking.sniff(content) is not None or tar_members.sniff(content)
-
-
-def _printable(name: str) -> str:
-    """Return a name from an archive, safe to print on one line."""
-    return "".join(sign if sign.isprintable() else "?" for sign in name)
 
 
 OVERLAP_LIMIT = 4  # how many times the archive its files may take: a damaged entry or two may claim any size

@@ -27,7 +27,7 @@ from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.unpacking import Stream
+from ckptfix.reading.archives.unpacking import Stream, printable
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
     END,
@@ -322,7 +322,7 @@ class DirectoryRepair:
             return self._named(info, header)
         proved = next(filter(self.proof.holds, self._claims(info, header)), None)
         if proved is not None and (proved.culprit or not header.is_signed):
-            self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=proved.culprit or HEADER_RECORD))
+            self._blame(info.filename, proved.culprit or HEADER_RECORD)
             self.listing.starts[info.header_offset] = proved.start
             info = copy.copy(info)
             info.compress_type, info.CRC = proved.method, proved.crc
@@ -331,7 +331,7 @@ class DirectoryRepair:
         elif not header.is_signed:
             return self._last_resort(info)
         elif not info.CRC and (start := self._start_by_descriptor(info)) not in (None, header.start):
-            self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=HEADER_RECORD))
+            self._blame(info.filename, HEADER_RECORD)
             self.listing.starts[info.header_offset] = start
         return self._named(info, header)
 
@@ -365,7 +365,7 @@ class DirectoryRepair:
         if info.CRC and self._elsewhere(info) is not None:
             return False
         if other in self._misfits:
-            self.listing.doubts.append(Fact.of(Kind.ZIP_NAMES, _shown(info.filename), header=_shown(other)))
+            self.listing.doubts.append(Fact.of(Kind.ZIP_NAMES, printable(info.filename), header=printable(other)))
         return True
 
     def _is_behind(self, info: Member, header: Header) -> bool:
@@ -393,8 +393,11 @@ class DirectoryRepair:
         return self._misplaced(info, moved)
 
     def _misplaced(self, info: Member, found: Member) -> Member:
-        self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(info.filename), record=ENTRY_RECORD))
+        self._blame(info.filename, ENTRY_RECORD)
         return found
+
+    def _blame(self, name: str, record: str, **more: str) -> None:
+        self.faults.append(Fact.of(Kind.ZIP_RECORD, printable(name), record=record, **more))
 
     @cached_property
     def _misfits(self) -> set[str]:
@@ -450,7 +453,7 @@ class DirectoryRepair:
             return info
         if self._is_likely(info.filename) and self.names[info.orig_filename] == 1:
             return info
-        self.faults.append(Fact.of(Kind.ZIP_RECORD, _shown(other), record=ENTRY_RECORD, called=_shown(info.filename)))
+        self._blame(other, ENTRY_RECORD, called=printable(info.filename))
         self.names[info.orig_filename] -= 1
         self.names[other] += 1
         info = copy.copy(info)
@@ -462,10 +465,6 @@ class DirectoryRepair:
         if match is None or match["number"] is None:
             return match is not None
         return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
-
-
-def _shown(name: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in name[-80:])
 
 
 _RECORDS64 = END64.size + LOCATOR.size  # bytes of what zip64 has before the end record
