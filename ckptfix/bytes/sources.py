@@ -65,8 +65,7 @@ class SwappedBytes:
         return self.source.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` as a little-endian machine has them; the two need not be at an element's
-        edge."""
+        """Return bytes ``start`` to ``stop`` as a little-endian machine has them; they need not be at an edge."""
         first = start - start % self.width
         last = min(stop + -stop % self.width, self.nbytes // self.width * self.width)
         elements = array(_UNSIGNED[self.width], bytes(self.source.read(first, last)))
@@ -216,8 +215,7 @@ class Content:
 
     @classmethod
     def of_file(cls, path: str) -> Content:
-        """Return the content of a file, or of a URL. Raises ``UnreadableError`` if it cannot be opened or is
-        empty."""
+        """Return the content of a file or URL. Raises ``UnreadableError`` if it does not open, or is empty."""
         file = _opened(path)
         if file.size == 0:
             raise UnreadableError(
@@ -357,8 +355,7 @@ def zero_tail(content: Content) -> int:
 
 
 def filled_end(content: Content) -> int:
-    """Return where the data of a content ends that is known to be cut: before its zeros if they are a sector or
-    more."""
+    """Return where the data of a content that is known to be cut ends: before a sector or more of zeros at its end."""
     zeros = zero_tail(content)
     return zeros if len(content) - zeros >= SECTOR else len(content)
 

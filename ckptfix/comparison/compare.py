@@ -31,8 +31,7 @@ Form = tuple[str, tuple[int, ...]]
 
 
 def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of keys that hold the same bytes, in the order of A. Raises ``UnreadableError`` for bytes that are
-    gone."""
+    """Yield pairs of keys with the same bytes, in the order of A. Raises ``UnreadableError`` for lost bytes."""
     kinds = {_kind(spec) for spec in only_a.values()} & {_kind(spec) for spec in only_b.values()}
     b_keys: dict[tuple[Form, bytes], list[str]] = {}
     for key, digest in _digests(only_b, kinds):
@@ -223,8 +222,7 @@ def compare_entries(a: Checkpoint, b: Checkpoint, read_values: bool) -> Texts:
 
 
 def compare_metadata(a: Checkpoint, b: Checkpoint, modules: Mapping[str, str]) -> Texts:
-    """Return the rows of ``_metadata`` that differ, under the names of B; ``modules`` says what became of a module's
-    name."""
+    """Return the rows of ``_metadata`` that differ, under the names of B; ``modules`` maps the names of modules."""
     if a.metadata is None or b.metadata is None:
         whole = (_count(a), _count(b))
         return {} if whole[0] == whole[1] else {"_metadata": whole}

@@ -98,8 +98,7 @@ def _rows(spec: TensorSpec) -> Iterator[Array]:
 
 
 def _slices(view: Array) -> Iterator[Array]:
-    """Yield the elements of an array in row-major order, at most ``BLOCK`` at a time where it has more than one
-    dimension."""
+    """Yield the elements of an array in row-major order, at most ``BLOCK`` at a time if it has several dimensions."""
     import numpy as np
 
     if view.size <= BLOCK or view.ndim == 0:
@@ -296,8 +295,7 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
 
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
-    """Return the most representable numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is
-    none."""
+    """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is none."""
     import numpy as np
 
     if not len(left):

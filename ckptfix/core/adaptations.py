@@ -46,8 +46,7 @@ class Adaptation:
 
     @property
     def label(self) -> str:
-        """What the plan and the report show: ``pos_embed=timm``; for files and lists, whose rows the plan has, the
-        name."""
+        """What the plan and the report show: ``pos_embed=timm``; for files and lists, only the name."""
         return f"{self.name}={self.recipe}" if RECIPES[self.name] else self.name
 
     @property

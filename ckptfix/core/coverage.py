@@ -45,8 +45,7 @@ class Coverage:
 def measure_coverage(
     result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace], adapted: Iterable[Adapt] = ()
 ) -> Coverage:
-    """Return the share of the target's parameters and buffers, by number of elements, that came from the file. A tie
-    counts once."""
+    """Return the share of the target's parameters and buffers, by elements, that came from the file."""
     # A name that is tied to a filled tensor holds values that are not from the file either.
     views = {result.specs[key].view: fill for key, fill in filled.items() if key in result.specs}
     filled = {**{key: views[spec.view] for key, spec in result.specs.items() if spec.view in views}, **filled}

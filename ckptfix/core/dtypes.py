@@ -10,8 +10,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class DType:
-    """One element type: its torch name, bytes per element, storage class in pickles, and safetensors tag, where it has
-    them."""
+    """One element type: its torch name, bytes per element, storage class in pickles, and tag in safetensors, if any."""
 
     name: str
     itemsize: int

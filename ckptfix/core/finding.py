@@ -30,8 +30,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Fix:
-    """Edits that cure a finding. ``asked`` means that the user's own flag asked for exactly this, whatever its
-    applicability."""
+    """Edits that cure a finding. ``asked``: the user's own flag asked for exactly this, whatever its applicability."""
 
     edits: tuple[Edit, ...]
     applicability: Applicability

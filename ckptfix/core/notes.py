@@ -63,8 +63,7 @@ class _Encoder:
 
 
 def _written(value: Any) -> Any:
-    """Return a text or number that JSON can be written with: no half surrogate pair, no number of thousands of
-    digits."""
+    """Return a text or number that JSON can hold: no half surrogate pair, no number of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         raise _Unstorable
     if isinstance(value, str) and not value.isascii():
@@ -99,8 +98,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
 def _encode_around(
     value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str], encoder: _Encoder
 ) -> Any:
-    """Return the tree down to the state_dict, member by member, so that one tensor beside it costs only its own
-    branch."""
+    """Return the tree down to the state_dict, member by member: a tensor beside it costs only its own branch."""
     if not path:
         return None
     members = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -147,8 +145,7 @@ def _decode(value: Any) -> Any:
 
 
 def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]) -> Any:
-    """Return the object tree of a note, with the state_dict in its place; the state_dict itself where there is no
-    note."""
+    """Return the object tree of a note, with the state_dict in its place; the state_dict itself without a note."""
     try:
         for key, value in note.get("entries", {}).items():
             if not isinstance(state_dict.get(key), TensorSpec):

@@ -49,8 +49,7 @@ class Plan(Displayed):
         return Plan((*self.steps, *steps))
 
     def inverse(self) -> Plan:
-        """Return the plan that undoes this one. Raises ``PlanError`` for drops, casts and conversions, which lose
-        data."""
+        """Return the plan that undoes this one. Raises ``PlanError`` for edits that lose data, such as casts."""
         steps: list[Step] = []
         for step in reversed(self.steps):
             # The rows of _metadata were renamed after the keys, and so go back before them.

@@ -134,8 +134,7 @@ class Storage(_Referable):
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors
-    themselves."""
+    """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors."""
 
     scheme: str
     scale: float | TensorSpec

@@ -250,8 +250,7 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
 
 
 def _is_extra_state(key: str) -> bool:
-    """Return whether a key holds what ``get_extra_state`` returned: a tensor or not, its shape is the module's
-    business."""
+    """Return whether a key holds what ``get_extra_state`` returned, whose shape is the module's business."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
@@ -291,8 +290,7 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 def _kind_of(key: str, spec: TensorSpec) -> str:
-    """Return whether a tensor of a file was a parameter or a buffer. Most files do not say: ``state_dict()``
-    detaches."""
+    """Return whether a tensor of a file was a parameter or a buffer. Most files do not say which."""
     if spec.is_parameter:
         return PARAMETER
     dtype = DTYPES[spec.dtype]

@@ -78,8 +78,7 @@ def read_document(content: Content, salvage: bool) -> Document:
 
 
 def _read_or_undo(content: Content) -> Document:
-    """Return the document of the bytes as they are, or without damage that can be undone if more tensors are read
-    then."""
+    """Return the document of the bytes as they are, or without damage if undoing it gives more tensors."""
     with refusing_payload(content.path, content.bounds.names):
         try:
             document = _read(content)

@@ -48,8 +48,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = None) -> TensorSpec:
-    """Return the spec of a live tensor; its bytes stay where they are. ``storages`` carries the ties from one call to
-    the next."""
+    """Return the spec of a live tensor; its bytes stay where they are. ``storages`` carries ties between calls."""
     if hasattr(tensor, "__tensor_flatten__"):
         # A wrapper such as DTensor has a storage of its own that holds nothing.
         raise UsageError(

@@ -103,8 +103,7 @@ def open_file(
 
 
 def _read_ranks(path: str, salvage: bool) -> Document | None:
-    """Return the document of all ranks of a training, if the file is named like one of them and has others beside
-    it."""
+    """Return the document of all ranks of a training, if the file is named like one and has others beside it."""
     if not may_be_rank(path):
         return None
     from ckptfix.reading.folders.ranks.frameworks import read_siblings

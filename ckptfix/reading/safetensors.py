@@ -150,8 +150,7 @@ _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 
 
 def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
-    """Return the parsed header, the offset of the first tensor byte, and what is wrong with the length that it
-    declares."""
+    """Return the parsed header, the offset of the first tensor byte, and what is wrong with the declared length."""
     size = len(content)
     length = int.from_bytes(content.buffer[:8], "little")
     if size < 8 or length > HEADER_LIMIT or 8 + length > size:
@@ -186,8 +185,7 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
 
 
 def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[Fact]]:
-    """Return the header where its length is wrong: whole JSON, its padding of spaces, and exactly the tensors behind
-    it."""
+    """Return a header of a wrong length: whole JSON, its padding of spaces, and exactly the tensors after it."""
     path, size = content.path, len(content)
     damage = Fact.of(Kind.HEADER_SIZE, declared=length, nbytes=size)
     raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
@@ -226,8 +224,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_layout(content: Content, header: Mapping[str, Any]) -> int:
-    """Return the size of all tensors, once every one's dtype, shape and offsets agree and they leave no gap and no
-    overlap."""
+    """Return the size of all tensors, once dtypes, shapes and offsets agree and leave no gap and no overlap."""
     path = content.path
     position = 0
     for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):

@@ -68,8 +68,7 @@ def is_safetensors(content: Content) -> bool:
 
 
 def is_torch_tar(content: Content) -> bool:
-    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of
-    them."""
+    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or the first two of them."""
     if not may_be_tar(content):
         return False
     from ckptfix.reading.torch_files import torch_tar
@@ -78,8 +77,7 @@ def is_torch_tar(content: Content) -> bool:
 
 
 def may_be_tar(content: Content) -> bool:
-    """Return whether the first record has the magic of a tar archive, or a number where such a record has its
-    checksum."""
+    """Return whether the first record has the magic of a tar archive, or a number in the place of its checksum."""
     record = bytes(content.buffer[:512])
     checksum = record[_TAR_CHECKSUM].strip(b" \0")
     return record[_TAR_MAGIC] == b"ustar" or checksum[:1] in (b"\x80", b"\xff") or checksum.isdigit()

@@ -102,8 +102,7 @@ def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _M
 
 
 def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, length: int) -> bool:
-    """Return whether two runs of blocks are equal, what is around them differs, and one of them ends inside of a
-    row."""
+    """Return whether two runs of blocks are equal, their surroundings differ, and one ends inside of a row."""
     before = min(_compared(start - matrix.start) for matrix, start in ((one, at), (other, to)))
     after = min(_compared(matrix.stop - start - length) for matrix, start in ((one, at), (other, to)))
     mine, theirs = (

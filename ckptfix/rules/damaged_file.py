@@ -100,8 +100,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the tensors whose bytes may be others than were saved, by the reason; ``.`` stands for all without a
-    checksum."""
+    """Yield the tensors whose bytes may be wrong, by the reason; ``.`` stands for all without a checksum."""
     reasons: dict[str, list[str]] = {}
     for fact in checkpoint.remarks:
         if fact.kind is Kind.DOUBTFUL_VALUES:

@@ -57,8 +57,7 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
-    """Return the dead channels of a matrix or of a norm. The second look is taken only if the scan met zeros or faint
-    rows."""
+    """Return the dead channels of a matrix or a norm. The second look is only for zeros or faint rows."""
     spec, figures = context.checkpoint.specs[key], statistics[key]
     if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
         return ()

@@ -257,8 +257,7 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:
-    """Return whether the matrix is small throughout: hardly an exact zero, or nothing but the last subnormal steps to
-    zero."""
+    """Return whether the matrix is small throughout: hardly an exact zero, or only the last subnormal steps."""
     return not figures.nonfinite and (
         figures.zeros < 0.01 * figures.numel or figures.zeros + figures.subnormals == figures.numel
     )
@@ -272,8 +271,7 @@ def _is_drawn_tiny(figures: TensorStatistics) -> bool:
 
 
 def _is_decayed(matrix: _Matrix) -> bool:
-    """Return whether both thresholds are crossed. A start of zero, or as small as this, says that it is so by
-    design."""
+    """Return whether both thresholds are crossed. A start of zero, or as small as this, is by design."""
     may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
     least = OF_HEAD if may_start_small else OF_EMBEDDING if matrix.is_embedding else OF_START
     if matrix.start == 0 or matrix.share >= least:
@@ -289,8 +287,7 @@ def _is_decayed(matrix: _Matrix) -> bool:
 
 
 def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistics) -> bool:
-    """Return whether the norm after the matrix was updated and divides by what the matrix gives, and not just by its
-    eps."""
+    """Return whether the norm after the matrix was updated and divides by the matrix's result, not just by its eps."""
     variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
     batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
     if variance is None or (batches is not None and batches.maximum == 0):

@@ -174,8 +174,7 @@ def _is_rival(
 def _with_followers(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
 ) -> dict[str, str]:
-    """Return the renames, and those of the keys that the target has under the same prefix in another shape or as no
-    tensor."""
+    """Return the renames, with those of keys that the target has under the same prefix in another form."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
     return {key: name for key, name in names.items() if key in matches or name in wanted}

@@ -99,8 +99,7 @@ def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
 
 
 def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | None:
-    """Return the fill for the first key of a tied group from where the user said, None if there is nothing that
-    fits."""
+    """Return the fill for the first key of a tied group from where the user said, None if nothing fits."""
     key = group[0]
     slot = target.slots.get(key)
     if slot is None or context.settings.fill is None or _is_of_another_model(context, target):
@@ -288,8 +287,7 @@ class _Sum:
 def _rearranged(
     left: Mapping[str, Shape], gone: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Mapping[str, Shape], Mapping[str, Shape]]]:
-    """Yield the innermost modules in which as many elements are left over as are missing, in tensors of other
-    shapes."""
+    """Yield the innermost modules in which as many elements are left over as missing, in other shapes."""
     mine, theirs = _sums(left), _sums(gone)
     equal = {path for path, own in mine.items() if path in theirs and own.numel == theirs[path].numel > 1}
     outer = {above for path in equal for above in _paths(path)}

@@ -105,8 +105,7 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
 
 
 def _is_lost(checkpoint: Checkpoint, counter: str) -> bool:
-    """Return whether a damaged file had the counter, under this name or with a wrapper's name in front: it was not
-    zero."""
+    """Return whether a damaged file had the counter, with or without a wrapper's prefix: it was not zero."""
     return any(key == counter or key.endswith(f".{counter}") for key in checkpoint.lost)
 
 

@@ -82,8 +82,7 @@ def _shared_wrappers(keys: Iterable[str]) -> list[str]:
 
 
 def _by_bare_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """Return the keys without a place for which the target has exactly one name, once one of them agrees in shape
-    too."""
+    """Return the keys without a place for which the target has exactly one name, once one agrees in shape too."""
     wanted = _by_bare_name((*target.slots, *target.entries))
     present = _by_bare_name(checkpoint.entries)
     new: dict[str, str] = {}

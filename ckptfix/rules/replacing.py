@@ -122,8 +122,7 @@ class Replacements:
 
 
 def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
-    """New statistics for a norm, of which ``key`` is one: measured on data, or those of a fresh layer. Nothing unless
-    asked for."""
+    """Return new statistics for the norm of ``key``, measured or those of a fresh layer; nothing unless asked for."""
     module, _ = split_key(key)
     settings, specs = context.settings, context.checkpoint.specs
     if not (settings.recalibrate or settings.reset_running_stats):

@@ -82,8 +82,7 @@ class Rule:
 
 
 def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:
-    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module, whose docstring is the
-    manual."""
+    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module, with its docstring."""
 
     def wrap(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
         manual = (sys.modules[generator.__module__].__doc__ or "").strip()

@@ -79,8 +79,7 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
 def _findings(
     rule: Rule, level: Level, wrong: list[_RunningStatistics], what: str, context: Context
 ) -> Iterator[Finding]:
-    """Yield one finding for the norms that a flag cures, and one for the others. Notes are not defects, and left
-    alone."""
+    """Yield a finding for the norms that a flag cures, and one for the others. Notes are left alone."""
     replacements = Replacements(context)
     norms = {norm.variance_key: norm for norm in wrong}
     cures = {key: () if level is Level.NOTE else _cure(rule, norms[key], context, replacements) for key in norms}

@@ -123,8 +123,7 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield what may be weights too and is no set of its own: torch reads it as it is, and a strict load does not see
-    it."""
+    """Yield what may be weights too and is no set of its own: torch reads it, and a strict load does not see it."""
     checkpoint = context.checkpoint
     others = {fact.place: clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE}
     if others:

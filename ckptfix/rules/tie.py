@@ -80,8 +80,7 @@ def _ties(checkpoint: Checkpoint, target: Target) -> Iterator[Tie]:
 
 
 def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]]:
-    """Yield the stored keys of every group whose values differ, in the order of the model: the last is what a load
-    keeps."""
+    """Yield the stored keys of every group whose values differ, in the model's order: the last is what a load keeps."""
     for group in target.ties:
         specs = {key: checkpoint.specs[key] for key in group if key in checkpoint.specs}
         comparable = [spec for spec in specs.values() if spec.storage is not None and spec.quantizer is None]
@@ -90,8 +89,7 @@ def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]
 
 
 def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
-    """Return whether two tensors hold the same bytes. Those of another shape or dtype are not compared, and count as
-    equal."""
+    """Return whether two tensors hold the same bytes. Those of another shape or dtype count as equal."""
     if one.view == other.view or (one.dtype, one.shape) != (other.dtype, other.shape):
         return True
     blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)

@@ -157,8 +157,7 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
 
 
 def _is_computed(key: str, spec: TensorSpec) -> bool:
-    """Return whether the values of a buffer follow from the configuration and matter: floats, but no mask or
-    counter."""
+    """Return whether a buffer's values follow from the configuration and matter: floats, no mask or counter."""
     leaf = split_key(key)[1]
     is_dense_float = DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1 and spec.storage is not None
     return is_dense_float and "mask" not in leaf and (leaf in _ROTARY or not is_transient(key, spec.shape))

@@ -99,8 +99,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
-    """Return the counters of AveragedModels around the whole model: each stands where all other keys go on with
-    ``module``."""
+    """Return the counters of AveragedModels around the whole model, beside which all keys go on with ``module``."""
     if target is not None and any(is_counter(key) for key in target.slots):
         return ()
     specs = checkpoint.specs

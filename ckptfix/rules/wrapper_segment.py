@@ -56,8 +56,7 @@ def strip_segments(path: str) -> str:
 
 
 def without_segments(paths: Iterable[str]) -> dict[str, str]:
-    """Return those of the keys or module paths that have reserved segments, each with what it is called without
-    them."""
+    """Return the keys or module paths that have reserved segments, each with its name without them."""
     suspects = [path for path in paths if "._" in path or path.startswith("_")]
     return {path: strip_segments(path) for path in suspects if has_wrapper_segment(path)}
 

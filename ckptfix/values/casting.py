@@ -185,8 +185,7 @@ def can_be_zeroed(spec: TensorSpec) -> bool:
 
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
-    """Return the tensor with all its non-finite or all its subnormal numbers zero; they are changed when they are
-    read."""
+    """Return the tensor with its non-finite or its subnormal numbers zero; they are changed when they are read."""
     storage = Storage(f"without {which}", ZeroedBytes(spec, which, path), parts=spec.storages)
     return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
 

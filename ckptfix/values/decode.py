@@ -114,8 +114,7 @@ _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float
 
 @cache
 def encoding(dtype: str) -> Encoding | None:
-    """Return how a dtype (a name of ``core.dtypes``) stores its numbers; None if an element is no single number
-    (packed bits)."""
+    """Return how a dtype stores its numbers; None if an element is not a single number (packed bits)."""
     import numpy as np
 
     if dtype in _COMPLEX:

@@ -58,8 +58,7 @@ class Training:
 
 
 def strongest_decay(root: object) -> dict[str, float] | None:
-    """``lr``, ``momentum`` and ``weight_decay`` of the parameter group with the most decay; None if no optimizer is
-    there."""
+    """Return the ``lr``, ``momentum`` and ``weight_decay`` of the group with the most decay, if there is one."""
     groups = [_hyperparameters(group) for optimizer in _optimizers(root) for group in _groups(optimizer)]
     return max(groups, key=lambda group: group.get("weight_decay", 0.0), default=None)
 

@@ -68,8 +68,7 @@ _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
 def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether the tensor is a buffer of its model. Only a module knows; a target from a file was guessed
-    itself."""
+    """Return whether the tensor is a buffer of its model. Only a module knows; for a file it is a guess."""
     if target and target.modules is not None and key in target.slots:
         return target.slots[key].kind == BUFFER
     return is_buffer_name(key, spec.shape) or bool(_SCRATCH.search(split_key(key)[1]))

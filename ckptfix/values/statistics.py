@@ -179,8 +179,7 @@ def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
 
 
 def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStatistics:
-    """Return the statistics of a sparse tensor from those of its stored values and the number of zeros that it leaves
-    out."""
+    """Return the statistics of a sparse tensor from those of its stored values and the number of other zeros."""
     finite = figures.numel - figures.nonfinite
     share = finite / (finite + implicit) if finite + implicit else 0.0
     return figures._replace(

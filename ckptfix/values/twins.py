@@ -50,8 +50,7 @@ def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
 
 
 def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]]:
-    """Yield the other sets of weights that are of the same model, by name, each with the twins of the keys that it
-    has."""
+    """Yield the other sets of weights of the same model, by name, each with the twins of the keys that it has."""
     specs = checkpoint.specs
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container:

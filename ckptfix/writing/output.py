@@ -35,8 +35,7 @@ def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
 
 
 def writer_for(form: str, for_torch: str | None) -> Write:
-    """Return the function that writes a format; an old ``--for-torch`` gets the legacy container, the only one it
-    reads."""
+    """Return the function that writes a format; an old ``--for-torch`` gets the legacy container."""
     if form == SAFETENSORS:
         return safetensors_write.write
     if for_torch is not None and Version(for_torch) < Version(FIRST_ZIP):

@@ -277,8 +277,7 @@ class PickleWriter:
 
 
 def _is_of_moments(value: Global) -> bool:
-    """Return whether a global makes torchao's low-bit moments, and is written as it is: ``import torchao`` allows
-    them."""
+    """Return whether a global makes torchao's low-bit moments, which ``import torchao`` allows."""
     return str(value) == "torch._utils._rebuild_wrapper_subclass" or is_low_bit_moment(str(value))
 
 

@@ -63,8 +63,7 @@ def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
 
 
 def _is_odd_key(key: Any) -> bool:
-    """Return whether a key is one that a checkpoint has as text, and that torch reads as it is: a number, or a
-    tuple."""
+    """Return whether a key is a number or a tuple, which torch reads as it is and a checkpoint has as text."""
     return (
         key is None
         or type(key) in (int, float, bool)
@@ -265,8 +264,7 @@ def known_form(value: Opaque) -> Callable[[Opaque], Any] | None:
 
 
 def natural_form(value: Opaque) -> Any:
-    """Return what an object of a class held, in the form that comes nearest to it. Its members are not converted
-    yet."""
+    """Return what an object of a class held, in the nearest plain form. Its members are not converted yet."""
     name = str(value.cls)
     if (known := known_form(value)) is not None:
         return known(value)

@@ -33,8 +33,7 @@ from ckptfix.zoo.places import Place
 
 
 def sha256_of_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Return one sha256 of several files by name: of the lines ``DIGEST  NAME`` that sha256sum prints, in the order
-    given."""
+    """Return one sha256 of several files: of the lines ``DIGEST NAME`` that sha256sum prints, in the order given."""
     whole = hashlib.sha256()
     for name, path in files:
         whole.update(f"{sha256_of_file(path)}  {name}\n".encode("utf-8", "surrogateescape"))

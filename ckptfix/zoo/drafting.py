@@ -47,8 +47,7 @@ class Confidence(Enum):
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture. ``model`` or ``like`` is the line of the table; ``needs`` is what builds the model, as pip calls
-    it."""
+    """An architecture. ``model`` or ``like`` is the line of the table; ``needs`` is the package that has it."""
 
     title: str
     confidence: Confidence
@@ -263,8 +262,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
 
 
 def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str, list[str]]]:
-    """Return the names of the files by something that is said of them, the most frequent first; without the empty
-    text."""
+    """Return the names of the files by what ``key`` says of them, the most frequent first; without the empty text."""
     found: dict[str, list[str]] = {}
     for sight in sights:
         if said := key(sight):

@@ -84,8 +84,7 @@ def by_name(name: str) -> Looks | None:
 
 
 def is_surely_other(name: str) -> bool:
-    """Return whether a name is one that checkpoints do not have. Where a look at the bytes is a request over a network,
-    it is saved."""
+    """Return whether no checkpoint has such a name. Where a look at the bytes is a request, it is saved."""
     return _OTHERWISE.fullmatch(name.rpartition("/")[2]) is not None
 
 

@@ -282,8 +282,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def read_manifest(journal: Journal) -> Iterator[Record]:
-    """Yield what is known of each source, briefly; the last record of a source counts. Raises ``UsageError`` for an
-    invalid line."""
+    """Yield the last record of each source, briefly. Raises ``UsageError`` for an invalid line."""
     for line in journal.load():
         try:
             yield Record.from_json(line).brief()

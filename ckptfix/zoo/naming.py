@@ -108,8 +108,7 @@ def name_with_hash(name: str, new_digest: str, old_digest: str | None = None) ->
 
 
 def wrong_hash(name: str, sha256: str) -> Finding | None:
-    """Return the finding that the hash in a file's name does not match its content; None if it does, or if there is
-    none."""
+    """Return the finding that the hash in a file's name is not that of its content; None if it is, or without one."""
     claimed = hash_in_name(name, sha256)
     if claimed is None or sha256.startswith(claimed):
         return None

@@ -115,8 +115,7 @@ def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> D
 
 
 def mirrored(job: Job, path: Path, workplace: Workplace) -> Done:
-    """Copy an item that is not a checkpoint under its own name, or a name beside it if the migration writes a file of
-    that name."""
+    """Copy what is not a checkpoint under its own name, or one beside it if the migration writes that name."""
     if job.others is Others.SKIP or job.item.fault is not None:
         remarks = (job.item.fault,) if job.item.fault is not None else ()
         return Done(job.number, job.record(Outcome.OTHER, remarks=remarks))
@@ -181,8 +180,7 @@ def _several(job: Job, path: Path, folder: Path, goal: str) -> tuple[tuple[Stage
 
 
 def _is_flushed_later(job: Job) -> bool:
-    """Return whether the output need not be flushed now: the driver does that for many, or it goes to another
-    machine."""
+    """Return whether the driver flushes the output with many others, or it goes to another machine."""
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 

@@ -179,8 +179,7 @@ class _Walk:
                 open_folders.append(self._children(name))
 
     def _children(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str] | Entry]]:
-        """Return what is in a folder by name, folders with ``/`` at the end; or one entry that says why there is
-        nothing."""
+        """Return what is in a folder by name, folders with ``/`` at the end; or one entry that says why not."""
         try:
             with os.scandir(f"{self.root}/{folder}") as found:
                 # A folder sorts as its files do, whose names go on with a slash.

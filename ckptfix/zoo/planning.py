@@ -129,8 +129,7 @@ class Plan:
         )
 
     def _treatment_of(self, item: Item) -> Treatment:
-        """Return what was decided for an item, now or in an earlier run for the same file; else the table's
-        treatment."""
+        """Return what was decided for an item, now or earlier for the same file; else the table's treatment."""
         if self.decided is not None:
             return self.decided.treatment_of(item.name)
         common, before = self.table.treatment_of(item.name), self.known.get(item.name)

@@ -130,8 +130,7 @@ def each_on_this_machine(
 
 
 def _begun(place: Place, item: Item, folder: Path) -> Future[Path]:
-    """Return an item that is being fetched. Nothing waits for such a thread at the end: Ctrl-C must not take
-    minutes."""
+    """Return an item that is being fetched. Nothing waits for the thread: Ctrl-C must not take minutes."""
     future: Future[Path] = Future()
 
     def fetch() -> None:

@@ -207,8 +207,7 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
 
 
 def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
-    """Return the table. Raises ``UsageError`` if the command line has an option that needs a model, and no file has
-    one."""
+    """Return the table. Raises ``UsageError`` if an option of the command line needs a model and no file has one."""
     idle = [] if any(each.model for each in (*table.treatments, table.rest)) else without_model(given)
     if idle := [name for name in idle if given[name] is not False]:
         raise UsageError(Opt(idle[0]), " has no meaning without a model; add ", Opt("model", "pkg.mod:factory"))
@@ -309,8 +308,7 @@ def treatment_of_choices(
 
 
 def stamp_of(file: str) -> object:
-    """Return what changes with a file: size and mtime; of a folder, or of an index with its shards, those of all its
-    files."""
+    """Return what changes with a file: size and mtime; for a folder, or an index with shards, of all its files."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent if file.endswith(".index.json") else None
     if folder is None:

@@ -27,8 +27,7 @@ _CHECKSUM = slice(148, 156)
 
 
 def sniff(content: Content) -> bool:
-    """Return whether the content begins with the header of a tar archive: its checksum is right, or it has the
-    magic."""
+    """Return whether the content begins with a tar header: its checksum is right, or it has the magic."""
     return _header(_record(content, 0)) is not None or _broken_header(_record(content, 0)) is not None
 
 
@@ -119,8 +118,7 @@ class TarFiles:
         return not record.strip(b"\0") or _header(record) is not None
 
     def _next_header(self, position: int) -> int:
-        """Return where the next header with a magic and a right checksum is; the end of the content where there is
-        none."""
+        """Return where the next header with a magic and a right checksum is, or the end of the content."""
         while (found := self.content.buffer.find(b"ustar", position + _MAGIC.start)) >= 0:
             start = found - _MAGIC.start
             if start % RECORD == 0 and _header(_record(self.content, start)) is not None:

@@ -180,8 +180,7 @@ class Stream:
         return bytes(self.content.buffer[start : min(start + size, self.stop)])
 
     def _rescued(self, start: int, faulty: int, step: int) -> Iterator[bytes]:
-        """Yield what is between the blocks that came out and the fault, which is in the packed bytes from ``faulty``
-        on."""
+        """Yield what is between the blocks that came out and the fault in the packed bytes from ``faulty`` on."""
         decoder, skip, position = self.make_decoder(), self.expanded, start
 
         def limit() -> int:
@@ -230,8 +229,7 @@ class Compression:
     decoder: Callable[[], Any]
 
     def name_inside(self, name: str) -> str:
-        """Return what the file was called before it was compressed; it is the same name where the suffix says
-        nothing."""
+        """Return what the file was called before it was compressed; the same name if the suffix says nothing."""
         path = PurePath(name)
         if path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
             return f"{path.stem}.tar"
@@ -282,8 +280,7 @@ class Compression:
 
 
 def _behind_gzip_header(content: Content, start: int) -> int:
-    """Return where the deflated bytes begin; the end of the content where the header has none (RFC 1952, section
-    2.3)."""
+    """Return where the deflated bytes begin, or the end of the content (RFC 1952, section 2.3)."""
     head = bytes(content.buffer[start : start + _HEADER])
     fixed = _GZIP_HEADER.match(head)
     if fixed is not None and fixed[1][0]:
@@ -300,8 +297,7 @@ def _behind_gzip_header(content: Content, start: int) -> int:
 
 
 def _trailer_fault(trailer: bytes, crc: int, expanded: int) -> str:
-    """Return what is wrong with the checksum and length after a gzip stream; nothing if they are right or cut
-    off."""
+    """Return what is wrong with the checksum and length after a gzip stream; nothing if right or cut off."""
     if len(trailer) < 8:
         return ""
     if int.from_bytes(trailer[:4], "little") != crc:

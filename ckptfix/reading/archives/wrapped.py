@@ -79,8 +79,7 @@ def _foreign(content: Content) -> str | None:
 
 
 def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
-    """Return the files of a tar or of an ordinary zip archive, None if the content is none; ``damage`` is told its
-    own."""
+    """Return the files of a tar or an ordinary zip archive, None for anything else; adds to ``damage``."""
     if is_zip_of_files(content):
         members, causes = _zip_members(content)
     elif tar_members.sniff(content) and not is_torch_tar(content):

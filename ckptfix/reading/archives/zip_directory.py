@@ -110,8 +110,7 @@ def header_name(info: Member, header: Header) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a member's name with the separator of the format, where a program for Windows wrote its own (APPNOTE
-    4.4.17)."""
+    """Return a member's name with the separator of the format, whatever Windows wrote (APPNOTE 4.4.17)."""
     return name.replace("\\", "/")
 
 
@@ -203,8 +202,7 @@ def member_limit(content: Content) -> int:
 
 
 def bounded_directory(content: Content, start: int, stop: int) -> bytes:
-    """Return the directory between two places. Raises ``HostileError`` if it lists more members than the file can
-    hold."""
+    """Return the directory between two places. Raises ``HostileError`` if it lists more than the file can hold."""
     directory = bytes(content.buffer[start:stop])
     count = directory.count(b"PK\x01\x02")
     if count > member_limit(content):
@@ -264,8 +262,7 @@ def _plain_entries(directory: bytes) -> list[Member] | None:
 
 
 def has_end(content: Content) -> bool:
-    """Return whether the archive ends as one does, with a record of where its directory begins, be that damaged or
-    not."""
+    """Return whether the archive ends with a record of where its directory begins, damaged or not."""
     tail = bytes(content.buffer[-END.size :])
     if len(tail) < END.size:
         return False
@@ -301,8 +298,7 @@ def is_torch_save(names: list[str]) -> bool:
 
 
 def is_torchscript(names: list[str]) -> bool:
-    """Return whether the members are those of a file of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or
-    since."""
+    """Return whether the members are those of torch.jit.save, of torch 1.0 to 1.2 (``model.json``) or since."""
     present = set(names)
     old = any(f"{root}version" in present for root in _roots(names, "model.json"))
     return old or any(f"{root}constants.pkl" in present for root in _roots(names, "data.pkl"))

@@ -376,8 +376,7 @@ class DirectoryRepair:
         return self.proof.holds(Claim(header.start, *said, ""))
 
     def _elsewhere(self, info: Member) -> Member | None:
-        """Return the member of this name that a walk finds in another place, with the checksum and sizes of the
-        directory."""
+        """Return the member that a walk finds elsewhere with this name, and the directory's checksum and sizes."""
         said = (info.CRC, info.compress_size, info.file_size)
         found = (found for found in self._walked.get(info.filename, ()) if found.header_offset != info.header_offset)
         return next((one for one in found if (one.CRC, one.compress_size, one.file_size) == said), None)

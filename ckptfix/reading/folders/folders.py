@@ -99,8 +99,7 @@ def weights_url(url: str) -> str:
 
 
 def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
-    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it is not a
-    checkpoint."""
+    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it is none."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:

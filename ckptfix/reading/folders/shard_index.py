@@ -53,8 +53,7 @@ class Numbering:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which key is in which file, in the order of the index; ``total_size`` is what it says of all tensors together,
-    in bytes."""
+    """Which key is in which file, in the order of the index; ``total_size`` is its sum of all tensors, in bytes."""
 
     path: str
     weight_map: Mapping[str, str]

@@ -62,8 +62,7 @@ def name_foreign_file(content: Content) -> str | None:
 
 
 def name_mangled(content: Content) -> str | None:
-    """Return what a transfer as text did to a checkpoint, where it cannot be undone, as a clause; None for any other
-    file."""
+    """Return what a transfer as text did to a checkpoint for good, as a clause; None for any other file."""
     if bytes(content.buffer[:16]).startswith(_MANGLED):
         return "every line feed in it became CR LF by a transfer in text mode; transfer it again in binary mode"
     head = bytes(content.buffer[:READ])
@@ -127,8 +126,7 @@ def _replaced(content: Content) -> int:
 
 
 def _is_utf16(head: bytes) -> bool:
-    """Return whether bytes are UTF-16 in which no text is: each byte of a code page became one of a few hundred
-    letters."""
+    """Return whether bytes are UTF-16 without text: each byte of a code page became one of a few hundred letters."""
     upper = head[3::2] if head.startswith(codecs.BOM_UTF16_LE) else head[2::2]
     is_marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and len(upper) >= _LEAST_TEXT
     return is_marked and all(byte < 0x30 or byte == 0xFF for byte in upper) and as_text(head) is None
@@ -226,8 +224,7 @@ def _noise(content: Content) -> str | None:
 
 
 def describe_unknown(content: Content) -> str:
-    """Return what can be said of a file that no format knows: by its name, by how even its bytes are, or by the first
-    few."""
+    """Return what can be said of an unknown file: by its name, by how even its bytes are, or by the first few."""
     head = bytes(content.buffer[:8])
     plain = f"neither a torch file nor safetensors (it starts with {head!r}); is it the right file, and is it complete?"
     return _by_name(content) or _zero_head(content) or _noise(content) or plain

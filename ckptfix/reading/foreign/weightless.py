@@ -23,8 +23,7 @@ _NODES = 1000  # values that are looked at for the state of an optimizer, those 
 
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the state of an optimizer: its state_dict, or what an optimizer object was pickled
-    as."""
+    """Return whether a mapping is the state of an optimizer: its state_dict, or what the object was pickled as."""
     is_nested = "param_groups" in mapping and "state" in mapping
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping)
 

@@ -375,8 +375,7 @@ def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
 
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
-    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide the name of a
-    function."""
+    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name."""
     if not isinstance(owner, Global) or not isinstance(name, str):
         return NotImplemented
     if len(owner.name) + len(name) > NAME_LIMIT:

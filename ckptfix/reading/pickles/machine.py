@@ -129,8 +129,7 @@ class PickleMachine(PickleStream):
 
     @property
     def has_misfits(self) -> bool:
-        """Whether a pickle that was read to its end is one that no pickler writes: bytes are missing in it, or too
-        many."""
+        """Whether a pickle that was read to its end lacks bytes, or has too many: no pickler writes it."""
         return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:

@@ -112,8 +112,7 @@ class StoragePickle:
             )
 
     def protocol_remarks(self, where: str) -> list[Fact]:
-        """Return what to say of pickles that use opcodes which ``weights_only`` does not know, or text that is not
-        UTF-8."""
+        """Return remarks on opcodes that ``weights_only`` does not know, and on text that is not UTF-8."""
         # Protocol 2 itself has some: a tuple that holds itself is written with POP.
         protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
         remarks = [] if self.is_plain else [Fact.of(Kind.PROTOCOL, where, protocol=protocol)]
@@ -208,8 +207,7 @@ class StoragePickle:
 def _nested(
     path: str, read_nested: ReadNested | None, nesting: int, bounds: Bounds, names: set[str], data: bytes
 ) -> Any:
-    """Return the object of a file inside of the pickle. A method would be a cycle, and keep all that was read for a
-    while."""
+    """Return the object of a file inside the pickle. A method would be a cycle, and keep all that was read."""
     if read_nested is None or nesting >= NESTING_LIMIT:
         raise HostileError(
             f"{path}: a file of torch.save inside its pickle, "

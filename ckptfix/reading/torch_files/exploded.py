@@ -27,8 +27,7 @@ def looks_like(folder: Path) -> bool:
 
 
 def read_folder(folder: Path, salvage: bool) -> Document:
-    """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut
-    short."""
+    """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut."""
     root = _root(folder)
     if root is None:
         raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it; name the folder that holds it")
@@ -50,8 +49,7 @@ class NamedBytes:
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file is gone or shorter than it
-        was."""
+        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` if the file is gone or shorter than before."""
         return FileBytes(OpenFile(self.path), 0, self.nbytes).read(start, stop)
 
 

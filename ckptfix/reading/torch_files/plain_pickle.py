@@ -43,8 +43,7 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
 
 
 def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableError | None) -> Document | None:
-    """Return the document of what a plain pickle holds before its damage, which ``error`` met; None if that is
-    nothing."""
+    """Return the document of what a plain pickle holds before the damage that ``error`` met; None for nothing."""
     if pickles.storages or (before := read_before(pickles, bytes(content.buffer[:]))) is None:
         return None
     damage = (
@@ -88,8 +87,7 @@ class Before(NamedTuple):
 
 
 def first_break(data: bytes) -> tuple[int, int] | None:
-    """Return where a string of bytes begins and ends that is not kept under a number, in a pickle that keeps the
-    others."""
+    """Return where the first string that is not kept under a number begins and ends, in a pickle that keeps others."""
     strings = _long_strings(data)
     unkept = [(start, stop) for start, stop, is_kept in strings if not is_kept]
     return unkept[0] if unkept and len(strings) > 3 * len(unkept) else None
@@ -130,8 +128,7 @@ def read_before(pickles: StoragePickle, data: bytes) -> Before | None:
 
 
 def _unfinished_key(runs: list[list[Any]]) -> str | None:
-    """Return the key of the innermost dict whose value is not whole. In a module it is only a part of the tensor's
-    name."""
+    """Return the key of the innermost dict whose value is not whole; in a module, it is only a part of a name."""
     if any(isinstance(value, str) and value in _MODULE for run in runs for value in run):
         return None
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
@@ -142,8 +139,7 @@ def _unfinished_key(runs: list[list[Any]]) -> str | None:
 
 
 def fold(runs: list[list[Any]], path: str) -> Any:
-    """Return the dict, list or object at the bottom of the stack with all that was whole in it; None if there is
-    none."""
+    """Return the dict, list or object at the bottom of the stack with all that was whole in it, if there is one."""
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
         _settle(run)
         if outer:
@@ -178,8 +174,7 @@ def _fill(target: Any, values: list[Any], path: str) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether nothing more is to be expected for a value: no arguments for a class, and no state for its
-    object."""
+    """Return whether a value is complete: neither a class without arguments nor an object without its state."""
     if isinstance(value, NumpyArray):
         return value.dtype is not None
     return not isinstance(value, Global) and not (isinstance(value, Opaque) and not value.args and not value.state)

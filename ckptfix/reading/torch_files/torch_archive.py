@@ -119,8 +119,7 @@ class Reading:
         return len(word) == len(b"big")
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
-        """Return the storage of at least ``nbytes`` in a member; ``called`` is what it is called where that is not
-        there."""
+        """Return the storage of at least ``nbytes`` in a member; ``called`` is its name if that is not there."""
         archive = self.archive
         left = self.left_of(name, nbytes) if self.left_of is not None else None
         if left is not None:
@@ -153,8 +152,7 @@ class Reading:
 
 
 def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
-    """Return a file of torch.save inside the pickle; few archives have one, and its reader is not imported for the
-    others."""
+    """Return a file of torch.save inside the pickle; its reader is imported only for the few archives with one."""
     from ckptfix.reading.torch_files.torch_legacy import read_nested
 
     return read_nested(data, path, nesting, bounds)
@@ -202,8 +200,7 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
 
 
 def _producer(members: Collection[str]) -> str:
-    """Return which releases of torch write these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last
-    two."""
+    """Return which torch writes these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
     if ".format_version" in members:
         return "torch 2.7 or later, or ckptfix"
     if "byteorder" in members:

@@ -245,8 +245,7 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     def doubted(self, root: Any) -> Iterator[str]:
-        """Yield the names of the tensors that are whole in a storage which is not: what it lacks may lie in front of
-        them."""
+        """Yield the names of whole tensors in a storage that is not: what it lacks may be before them."""
         if self.position <= len(self.content):
             return
         cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}

@@ -32,8 +32,7 @@ _DIMENSIONS = 64
 
 
 def has_parts(content: Content) -> bool:
-    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or with the first two of
-    them."""
+    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or the first two of them."""
     if not tar_members.sniff(content):
         return False
     parts, _ = _parts(content)

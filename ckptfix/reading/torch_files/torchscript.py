@@ -342,8 +342,7 @@ def python_class(cls: Global) -> Global:
 
 
 def python_module(module: Opaque, path: str) -> Opaque:
-    """Return a module with the names that its pickle in Python has: its own class's, and that of the ScriptObjects in
-    it."""
+    """Return a module with the names that its pickle in Python has, for its class and the ScriptObjects in it."""
     state: Any = module.state
     if isinstance(state, dict):
         state = {name: unpacked(value, path) if is_packed(value) else value for name, value in state.items()}

@@ -153,8 +153,7 @@ def _mapping(value: Any) -> dict[Any, Any] | None:
 
 
 def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any, Any]]]:
-    """Yield every mapping in the tree that holds tensors, and every module's state_dict, each object once, with its
-    path."""
+    """Yield every mapping with tensors in it, and every module's state_dict, each object once, with its path."""
     seen: set[int] = set()
     pending: deque[tuple[tuple[PathPart, ...], Any]] = deque([((), document.root)])
     while pending:
@@ -250,8 +249,7 @@ def _packs_several(value: Any) -> bool:
 
 
 def _packs_tensors(item: Any) -> bool:
-    """Return whether an item of packed parameters is a tensor, or a list of such as quantised LSTMs and embeddings
-    have."""
+    """Return whether an item of packed parameters is a tensor, or a list of them, as in quantised LSTMs."""
     return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
 
 
@@ -264,8 +262,7 @@ def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidat
 def _pick(
     document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
 ) -> tuple[tuple[PathPart, ...], Any, str | None]:
-    """Return the state_dict of this name, and None; or the one that has a set of keys under it as a prefix, and
-    that."""
+    """Return the state_dict of this name, and None; or the one with a set of keys under this prefix, and the prefix."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
             return path, value, None
@@ -325,8 +322,7 @@ SHARE = 20  # part of the weights, one in that many elements, from which on what
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
-    """Raw weights before averaged ones, then by the name's place among the preferred, then the larger, then the less
-    deep."""
+    """Raw weights before averaged ones, then by the preferred names, then the larger, then the less deep."""
     names = [str(part).lower() for part in candidate.path]
     averaged = any(mark in name for name in names for mark in AVERAGED)
     known = [PREFERRED.index(name) for name in names if name in PREFERRED]

@@ -73,8 +73,7 @@ def _remedy(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None], ten
 
 
 def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:
-    """Return the share of the numbers that is whole, in brackets; nothing if the size of what is lost is not
-    known."""
+    """Return the share of the numbers that is whole, in brackets; nothing if not all sizes are known."""
     if any(spec is None for spec in lost.values()):
         return ""
     kept = sum(spec.numel for spec in whole.values() if isinstance(spec, TensorSpec))

@@ -62,8 +62,7 @@ def own_attributes(module: Any) -> list[str]:
 
 
 def attribute_remarks(attributes: Mapping[str, Any], entries: Mapping[str, Any]) -> list[Fact]:
-    """Return one remark for each attribute that holds tensors of its own, and one where they outweigh the
-    state_dict."""
+    """Return a remark for each attribute with tensors of its own, and one if they outweigh the state_dict."""
     # A storage and a view of a part of it are one run of bytes.
     named = {id(part) for spec in tensors_in(entries) if spec.storage for part in (spec.storage, *spec.storage.parts)}
     loose: dict[tuple[object, ...], int] = {}
@@ -118,8 +117,7 @@ class _Walk:
             pending += [(f"{prefix}{name}.", child) for name, child in reversed([*parts["_modules"].items()])]
 
     def _tensors(self, value: Any) -> Iterator[TensorSpec]:
-        """Yield the tensors in the value of an attribute; the weights of a module that hides in a plain list are
-        some."""
+        """Yield the tensors in the value of an attribute, also of a module that hides in a plain list."""
         pending = [value]
         while pending:
             value = pending.pop()
@@ -159,14 +157,12 @@ def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
 
 
 def _is_transient(name: str, spec: TensorSpec) -> bool:
-    """Return whether releases of libraries save such a tensor or do not; ``original_inv_freq`` is one as ``inv_freq``
-    is."""
+    """Return whether only some releases save such a tensor; ``original_inv_freq`` is one as ``inv_freq`` is."""
     return any(is_transient(leaf, spec.shape) for leaf in (name, name.partition("_")[2]))
 
 
 def _is_computed(name: str, spec: TensorSpec, parameters: Mapping[str, Any]) -> bool:
-    """Return whether a hook works the tensor out of a parameter beside it: ``weight`` of ``weight_v``,
-    ``weight_orig``."""
+    """Return whether a hook computes the tensor from a parameter beside it: ``weight_v``, ``weight_orig``."""
     return any(
         isinstance(other, TensorSpec) and str(key).startswith(f"{name}_") and other.numel == spec.numel
         for key, other in parameters.items()

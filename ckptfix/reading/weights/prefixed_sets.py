@@ -122,14 +122,12 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
 
 
 def is_follower(name: str) -> bool:
-    """Return whether the name is that of a network which follows another one while it is trained, as its average
-    does."""
+    """Return whether the name is that of a network which follows another one in training, as its average does."""
     return bool(_following(name.rpartition(".")[2].split("_")))
 
 
 def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return the checkpoint with the set of this name picked. Raises ``UsageError`` if its keys have no such
-    prefix."""
+    """Return the checkpoint with this set picked. Raises ``UsageError`` if no key has such a prefix."""
     picked = keys_of_set(checkpoint.entries, name)
     if not any(isinstance(checkpoint.entries[key], TensorSpec) for key in picked):
         raise UsageError(f"{checkpoint.path}: it has no weights under {name!r}; give the prefix of one set of its keys")
