@@ -131,7 +131,7 @@ class Report(Displayed):
         """Return the report as plain JSON data, the same that ``--output-format json`` prints.
 
         Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
-        fixed = set(map(id, self.applied))
+        fixed, coverage = set(map(id, self.applied)), self.coverage
         return {
             "version": REPORT_VERSION,
             "source": self.source,
@@ -146,14 +146,14 @@ class Report(Displayed):
                 for finding in self.findings
             ],
             "edits": _edits(self.edits),
-            "coverage": None if self.coverage is None else _coverage(self.coverage),
+            "coverage": coverage and plain(asdict(coverage) | {"share": coverage.share}),
             "obstacles": list(self.obstacles),
-            "smoke": None if self.smoke is None else _smoke(self.smoke),
+            "smoke": self.smoke and plain(asdict(self.smoke)),
             "output": self.output,
             "dry_run": self.is_dry_run,
             "refused": self.is_withheld and not self.is_dry_run,
             "remarks": list(self.remarks),
-            "likeness": None if self.likeness is None else self.likeness.to_json(),
+            "likeness": self.likeness and self.likeness.to_json(),
         }
 
 
@@ -212,31 +212,6 @@ def _fix(fix: Fix) -> dict[str, Any]:
 
 def _edits(edits: Iterable[Edit]) -> list[Any]:
     return [plain(edit.to_json()) for edit in edits]
-
-
-def _coverage(coverage: Coverage) -> dict[str, Any]:
-    return {
-        "parameters": coverage.parameters,
-        "parameters_from_file": coverage.parameters_from_file,
-        "buffers": coverage.buffers,
-        "buffers_from_file": coverage.buffers_from_file,
-        "filled": dict(coverage.filled),
-        "adapted": dict(coverage.adapted),
-        "share": coverage.share,
-    }
-
-
-def _smoke(smoke: SmokeResult) -> dict[str, Any]:
-    return {
-        "passed": smoke.passed,
-        "device": smoke.device,
-        "note": smoke.note,
-        "inputs": list(smoke.inputs),
-        "outputs": list(smoke.outputs),
-        "seconds": plain(smoke.seconds),
-        "checks": list(smoke.checks),
-        "compared": None if smoke.compared is None else plain(asdict(smoke.compared)),
-    }
 
 
 _PLAIN = (str, bool)

@@ -35,8 +35,6 @@ class Slot:
     @property
     def numel(self) -> int:
         """Number of elements, 0 if the shape is not known yet."""
-        import math
-
         return 0 if self.shape is None else math.prod(self.shape)
 
 

@@ -160,20 +160,16 @@ def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
 
 
+_COUNTS = "numel nan pos_inf neg_inf zeros subnormals overflowing vanishing".split()
+
+
 def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
     """Return the statistics of all elements from those of the distinct ones."""
     times, first = walk.repetition, figures.first_nonfinite
     if times == 1 and first is None:
         return figures
     return figures._replace(
-        numel=figures.numel * times,
-        nan=figures.nan * times,
-        pos_inf=figures.pos_inf * times,
-        neg_inf=figures.neg_inf * times,
-        zeros=figures.zeros * times,
-        subnormals=figures.subnormals * times,
-        overflowing=figures.overflowing * times,
-        vanishing=figures.vanishing * times,
+        **{name: getattr(figures, name) * times for name in _COUNTS},
         first_nonfinite=None if first is None else walk.flat_index(first),
     )
 
