@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import subprocess
 
 import pytest
 
 from ckptfix.core import facts, wording
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.wording import clause, clauses, first_names
+from ckptfix.core.wording import clause, clauses, first_names, no_option, quoted, typed
 
 
 def test_every_kind_has_words() -> None:
@@ -65,3 +66,24 @@ def test_several_facts_are_one_sentence() -> None:
         "is cut short; has a byteorder that is neither little nor big"
     )
     assert first_names("abcdef") == "a, b, c, d and 2 more"
+
+
+PLAIN = ["model.pth", "a/b c.pth", "it's.pth", "$HOME", "*.pth", "größe.pth", "", "back\\slash", "--only"]
+ODD = ["two\nlines.pth", "tab\t'quoted'\\.pth", "esc\x1b[31m1", "bytes\udcff\udc80.pth", "no\u200bwidth 12", "\x017"]
+
+
+@pytest.mark.parametrize("word", [*PLAIN, *ODD])
+def test_bash_reads_the_word_that_was_meant(word: str) -> None:
+    text = quoted(word)
+    assert text.isprintable()
+    done = subprocess.run(["bash", "-c", f"printf %s {text}"], capture_output=True, check=True)
+    assert done.stdout == word.encode("utf-8", "surrogateescape")
+
+
+def test_words_are_joined_by_blanks() -> None:
+    assert typed(["ckptfix", "repair", "a b.pth", "-o", "x\ny"]) == r"ckptfix repair 'a b.pth' -o $'x\012y'"
+
+
+@pytest.mark.parametrize(("name", "word"), [("a-x", "a-x"), ("./-x", "./-x"), ("-x", "./-x"), ("--fill", "./--fill")])
+def test_a_file_is_no_option(name: str, word: str) -> None:
+    assert no_option(name) == word

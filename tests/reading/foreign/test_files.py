@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import json
 import os
 import pickle
 import random
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
+import ckptfix
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.foreign.files import UNFINISHED, name_foreign_file
+from ckptfix.reading.foreign.files import UNFINISHED, as_text, name_foreign_file, name_mangled, name_text
 from ckptfix.reading.foreign.known import signatures
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
-from tests.reading.files import opened
+from tests.reading.files import in_memory, opened
 
 JOBLIB = (
     b"\x80\x04\x95\xe3\0\0\0\0\0\0\0}\x94\x8c\x01w\x94\x8c\x13joblib.numpy_pickle\x94\x8c\x11NumpyArrayWrapper"
@@ -193,3 +199,145 @@ def test_what_begins_like_something_else_is_named(content: bytes, message: str, 
     path.write_bytes(content)
     with pytest.raises(UnreadableError, match=message):
         opened(path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146ab" + b"0" * 54 + b"\nsize 12345\n"
+S3 = '<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code><Message>No &quot;such&quot; key.</Message></Error>'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x80\x02}q\0.", id="a pickle"),
+        pytest.param(b"PK\x03\x04", id="a zip archive"),
+        pytest.param(b"\xff\xfe\0\xd8", id="half a pair of surrogates"),
+        pytest.param(b"caf\xe9 au lait", id="Latin-1"),
+        pytest.param(b" \n\t ", id="blanks"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_no_text(data: bytes) -> None:
+    assert as_text(data) is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_text_in_any_encoding(encoding: str) -> None:
+    assert as_text("\n Not found: ü\n".encode(encoding)) == "Not found: ü"
+
+
+def test_text_that_ends_inside_of_a_letter() -> None:
+    assert as_text("größe".encode()[:3]) == "gr"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (POINTER.decode(), "a git-lfs pointer of a file of 12345 bytes with the sha256 4d7a2146…"),
+        (POINTER[:50].decode(), "a git-lfs pointer, not the file itself (it has 50 bytes); run `git lfs pull`"),
+        ("<!DOCTYPE html><html><title>Sign in</title>", 'a web page, "Sign in",'),
+        ("<html>\n<body><h1>504 &amp;\n Time-out</h1>", 'a web page, "504 & Time-out",'),
+        ("<!-- a --><!-- b --><html>", "a web page, and not"),
+        ("<html><title>Google Drive - Quota exceeded</title>", "wait until the quota is free"),
+        ("<html><title>Google Drive - Virus scan warning</title>", "confirm the download in a browser"),
+        (S3, 'a storage service and not a checkpoint: "NoSuchKey: No "such" key."'),
+        ("<Error><Code>AccessDenied</Code></Error>", '"AccessDenied"'),
+        ("<?xml version='1.0'?><net name='x'><title>t</title></net>", "an XML file (<net>)"),
+        ("HTTP/1.1 403 Forbidden\r\nA: b\r\n\r\n<title>Gone</title>", '"Gone"'),
+        ("HTTP/2 302 Found\r\nLocation: /login\r\n", '"302 Found"'),
+        ('{"error": "Repository not found"}', '"Repository not found"'),
+        ('{"error": {"code": 404, "message": "No such object"}}', '"No such object"'),
+        ('{"errors": ["bad", {"detail": "worse"}]}', '"bad, worse"'),
+        ('{"message": "Not Found", "status": "404"}', '"Not Found"'),
+        (json.dumps({"message": "Hello", **dict.fromkeys("abcdefgh", 1)}), "a JSON file with message, a, b, c"),
+        ('{"architectures": ["Bert"], "hidden_size": 1}', "a JSON file with architectures, hidden_size"),
+        ('{"metadata": {"total_si', "a JSON file, cut short or damaged,"),
+        ("404: Not Found", 'the answer of a server and not a checkpoint: "404: Not Found"'),
+        ("Entry not found", '"Entry not found"'),
+        ("Invalid username or password.", '"Invalid username or password."'),
+        ("epoch,loss\n1,0.5", 'a text file and not a checkpoint: "epoch,loss 1,0.5"'),
+        ("x" * 500, f'"{"x" * 119}…"'),
+        ("import torch\n\nclass Net(torch.nn.Module):\n    pass", "source code"),
+        ("#!/bin/sh\nwget", "source code"),
+        ("-----BEGIN PGP MESSAGE-----\n", "decrypt it first"),
+        ("4\n1\n3\nV 1\n13\nnn.Sequential", "a Lua Torch7 file"),
+        ('model_checkpoint_path: "m"', "TensorFlow's note"),
+    ],
+)
+def test_what_a_text_says(text: str, said: str) -> None:
+    assert said in name_text(text, len(text))
+
+
+@pytest.mark.parametrize("part", ["<", "<title>", "<!--", "<?", "<h1 ", "{", "[", '{"error":'])
+def test_texts_made_to_be_slow_are_not(part: str) -> None:
+    start = time.process_time()  # a quadratic search takes minutes; a busy machine does not count
+    text = (part * (1 << 16))[: 1 << 16]
+    name_text(text, len(text))
+    name_text(f"<html>{text}"[: 1 << 16], len(text))
+    assert time.process_time() - start < 20
+
+
+STATE = {"größe": torch.arange(-40.0, 40.0), "weight": torch.randn(16, 8, generator=torch.Generator().manual_seed(1))}
+CHECKPOINTS = {
+    "zip": in_memory(STATE),
+    "legacy": in_memory(STATE, _use_new_zipfile_serialization=False),
+    "safetensors": save(STATE),
+}
+
+
+def chunked(data: bytes, extension: bytes = b"") -> bytes:
+    parts = (data[at : at + 1000] for at in range(0, len(data), 1000))
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts) + b"0\r\n\r\n"
+
+
+def windows(data: bytes) -> bytes:
+    return "".join(bytes([byte]).decode("cp1252", "ignore") or chr(byte) for byte in data).encode()
+
+
+CHANGES = {
+    "base64": (base64.b64encode, "written as base64 text; decode it first"),
+    "base64 in lines": (base64.encodebytes, "written as base64 text; decode it first"),
+    "data URL": (lambda data: b"data:application/octet-stream;base64," + base64.b64encode(data), "base64 text"),
+    "Latin-1": (lambda data: data.decode("latin-1").encode(), "saved as text: .* letters of UTF-8; fetch it again"),
+    "Windows-1252": (windows, "saved as text: .* letters of UTF-8; fetch it again"),
+    "UTF-8": (lambda data: data.decode("utf-8", "replace").encode(), r"U\+FFFD, which cannot be undone; fetch"),
+    "ASCII": (lambda data: data.decode("ascii", "replace").encode(), r"U\+FFFD, which cannot be undone; fetch"),
+    "chunks": (chunked, "answer of a web server"),
+    "chunks with an extension": (lambda data: chunked(data, b" ;name=value"), "answer of a web server"),
+    "an answer": (lambda data: b"HTTP/1.1 200 OK\r\n\r\n" + chunked(data), "answer of a web server"),
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(pytest.param(data, id=name) for name, data in CHECKPOINTS.items()),
+        pytest.param(base64.b64encode(b"no checkpoint at all, but a text of some length" * 3), id="base64 of a text"),
+        pytest.param("größe, Straße, Übermaß: “typed” — by somebody…".encode() * 9, id="a text"),
+        pytest.param(bytes(range(256)) * 4, id="every byte"),
+        pytest.param(b"12\r\nthe number of the page\r\n", id="a text that begins like a chunk"),
+    ],
+)
+def test_what_was_not_changed(data: bytes) -> None:
+    said = name_foreign_file(Content("f", data)) or ""
+    assert name_mangled(Content("f", data)) is None
+    assert not any(word in said for word in ("base64", "saved as text", "web server"))
+
+
+def test_zeros_and_names_of_other_alphabets_are_utf8_by_right(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(save({"é€“”" * 9: torch.zeros(40)})[:-4])
+    with pytest.raises(UnreadableError, match="is cut short"):
+        ckptfix.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("salvage", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("form", CHECKPOINTS)
+def test_what_was_changed_is_named_and_never_taken_for_weights(
+    tmp_path: Path, form: str, change: str, salvage: bool
+) -> None:
+    make, said = CHANGES[change]
+    path = tmp_path / "model.pth"
+    path.write_bytes(make(CHECKPOINTS[form]))
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(path, salvage=salvage)
