@@ -323,8 +323,13 @@ def _too_little(error: Exception) -> str:
     """Return what to say of an error that is about the machine and not about ckptfix; an empty text otherwise."""
     if any(words in str(error) for words in _OUT_OF_MEMORY):
         return f"the machine has too little memory ({str(error).splitlines()[0]})"
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _PARTS:
-        return f"this needs {(error.name or '').partition('.')[0]}, which cannot be imported ({error})"
+    if isinstance(error, ImportError):
+        # A package whose libraries do not load names none: then the package is whose import was under way.
+        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        begun = [file.parent.name for file in files if file.name == "__init__.py"]
+        for part in ((error.name or "").partition(".")[0], *begun):
+            if part in _PARTS:
+                return f"this needs {part}, which cannot be imported ({error})"
     return ""
 
 

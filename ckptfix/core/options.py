@@ -218,6 +218,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         _setting("keep_optimizer", Kind.SWITCH, _WRITES,
             help="Keep the optimizer as it is, even if it no longer fits the weights."),
         _setting("dtype", Kind.TEXT, _REPAIRS, metavar="DTYPE",
+            words=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
             help="Cast floats to float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, except tensors that"
             " overflow."),
         _setting("for_torch", Kind.TEXT, _REPAIRS, metavar="VERSION",

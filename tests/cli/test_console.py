@@ -1,4 +1,5 @@
 import io
+import runpy
 import sys
 
 import click
@@ -65,6 +66,19 @@ def test_an_error_is_one_line(error, line, capsys):
     assert err == f"ckptfix: error: {line}\n"
     assert len(console.failures) == 1
     assert not console.is_hopeless
+
+
+def test_a_torch_whose_libraries_do_not_load_is_named(tmp_path, capsys):
+    broken = tmp_path / "torch" / "__init__.py"
+    broken.parent.mkdir()
+    broken.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    console = Console()
+    with console.surviving("a.pth"):
+        runpy.run_path(str(broken))
+    assert capsys.readouterr().err == (
+        "ckptfix: error: a.pth: this needs torch, which cannot be imported "
+        "(libcudart.so.12: cannot open shared object file)\n"
+    )
 
 
 @pytest.mark.parametrize(

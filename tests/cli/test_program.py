@@ -286,6 +286,7 @@ def test_the_help_shows_every_option_once(command, tmp_path):
         ("ckptfix check --select VAL1", "VAL101"),
         ("ckptfix check --ignore KEY101,VAL1", "KEY101,VAL101"),
         ("ckptfix repair --fill t", "target"),
+        ("ckptfix repair --dtype b", "bfloat16"),
         ("ckptfix repair --output-format j", "json"),
         ("ckptfix repair --drop", "--drop-mismatched"),
     ],
