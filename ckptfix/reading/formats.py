@@ -37,8 +37,8 @@ class Format:
 
 # Every format, in the order in which they are tried.
 FORMATS = (
-    Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
     Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.is_torch_package_zip),
+    Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
     Format("torch-export", "ckptfix.reading.torch_files.torch_export", sniffing.is_torch_export_zip),
     Format("torch-zip", "ckptfix.reading.torch_files.torch_zip", sniffing.is_zip),
     Format("safetensors", "ckptfix.reading.safetensors", sniffing.is_safetensors),

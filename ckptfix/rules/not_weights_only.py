@@ -43,6 +43,7 @@ SketchKit#90, ultralytics#19778."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Plain
@@ -78,10 +79,16 @@ _BEFORE = {
 }
 
 
+def _is_taken_apart(entry: Any) -> bool:
+    """Return whether an entry is what this rule makes of packed weights."""
+    return isinstance(entry, dict) and entry.get("class") == SCRIPT_OBJECT
+
+
 def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Name the entries of the state_dict that no file for ``weights_only=True`` can hold as they are."""
     others = {key: entry for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorSpec)}
-    packed = tuple(key for key, entry in others.items() if is_packed(entry))
+    taken_apart = tuple(key for key, entry in others.items() if _is_taken_apart(entry))
+    packed = taken_apart or tuple(key for key, entry in others.items() if is_packed(entry))
     if packed:
         yield rule.finding(
             Level.ERROR,
@@ -91,6 +98,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=packed,
             remedies=advise(
                 "quantise the float model again after loading its weights; the tensors stay in the file as data"
+                + (", and the file that this one was made of loads into the model" if taken_apart else "")
             ),
         )
     composed = {key: name for key, entry in others.items() if (name := composed_class(entry))}

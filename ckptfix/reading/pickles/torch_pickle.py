@@ -53,6 +53,10 @@ class End(NamedTuple):
     has_gaps: bool
 
 
+_SCRIPTED = "torch.jit._script.unpackage_script_module"
+"""What torch.package calls for a module of TorchScript, with the number of its folder."""
+
+
 class StoragePickle:
     """Runs the pickles of one file.
 
@@ -80,6 +84,9 @@ class StoragePickle:
         self.end = End([[]], 0, False, False, False)
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
+        self.read_script: Callable[[str], tuple[Any, set[str]]] | None = None
+        """Returns the weights of a module of TorchScript that a package holds by its number, and the names in it."""
+
         self._classes: dict[Global, str] = {}
         self._objects: dict[int | str, Any] = {}
         self._find_storage = find_storage
@@ -162,7 +169,11 @@ class StoragePickle:
         ):
             raise MalformedError("an object of a package that no function makes")
         if number is None or number not in self._objects:
-            made = self.table.call(function, args)
+            if str(function) == _SCRIPTED and self.read_script is not None and args and isinstance(args[0], str):
+                made, names = self.read_script(args[0])
+                self.names |= names
+            else:
+                made = self.table.call(function, args)
             if number is None:
                 return made
             self._objects[number] = made

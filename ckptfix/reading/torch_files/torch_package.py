@@ -4,6 +4,7 @@ Layout: https://pytorch.org/docs/stable/package.html. The sources are not read: 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ckptfix.bytes.sources import Content
@@ -13,6 +14,7 @@ from ckptfix.reading.archives.zip_directory import PACKAGE_MARK
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_archive import Reading
 from ckptfix.reading.torch_files.torch_zip import open_archive
+from ckptfix.reading.torch_files.torchscript import packaged_weights
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-package"
@@ -25,6 +27,7 @@ def read(content: Content) -> Document:
     archive = open_archive(content, PACKAGE_MARK)
     reading = Reading(archive, archive.left_of)
     pickles = reading.pickle(".data", suffix=".storage")
+    pickles.read_script = partial(packaged_weights, reading)
     objects: dict[str, Any] = {}
     for name in reading.whole:
         if name.endswith(".pkl") and not name.startswith(".data/"):

@@ -32,6 +32,7 @@ from ckptfix.reading.weights.quantized_modules import is_packed as is_script_obj
 NAME = "torchscript"
 DEPTH_LIMIT = 200
 VISIT_LIMIT = 200_000  # modules, each counted once for every name it has
+PACKAGED = ".data/ts_code"
 _SOURCE_LIMIT = 64 << 20
 _HEAD = 1024
 _PICKLED_CODE = b"\x80\x02c__torch__"
@@ -111,6 +112,17 @@ def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Docume
     return _document(reading, entries, remarks, names, walk.metadata if walk.is_quantized else None)
 
 
+def packaged_weights(reading: Reading, number: str) -> tuple[OrderedDict[str, Any], set[str]]:
+    """Return the state_dict of a module of TorchScript inside a package, and the globals that its pickle names.
+
+    The modules of a package share its storages and one tree of sources."""
+    folder = f"{PACKAGED}/{number}"
+    pickles = reading.pickle(".data")
+    root, _ = pickles.run(reading.member(f"{folder}/data.pkl"))
+    entries, _ = _Walk(reading.archive.path, _classes(reading, f"{PACKAGED}/code/")).gather(root)
+    return entries, {name for name in pickles.names if not name.startswith("__torch__.")}
+
+
 def _document(
     reading: Reading,
     entries: OrderedDict[str, Any],
@@ -131,12 +143,12 @@ class ScriptClass:
     buffers: tuple[str, ...] | None = None
 
 
-def _classes(reading: Reading) -> dict[str, ScriptClass]:
+def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
     """Return the classes in the sources of an archive, by their full names. The sources are searched as text."""
     classes: dict[str, ScriptClass] = {}
     total = 0
     for name in reading.whole:
-        if not name.startswith("code/") or not name.endswith(".py"):
+        if not name.startswith(folder) or not name.endswith(".py"):
             continue
         try:
             source = reading.member(name, _SOURCE_LIMIT).decode("utf-8", "replace")
@@ -146,7 +158,7 @@ def _classes(reading: Reading) -> dict[str, ScriptClass]:
         total += len(source)
         if total > _SOURCE_LIMIT:
             raise HostileError(f"{reading.archive.path}: more than 64 MB of TorchScript sources; do not use this file")
-        package = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
+        package = name.removeprefix(folder).removesuffix(".py").replace("/", ".")
         # A class is a match, its text, and a record; a line of a few bytes may begin one.
         reading.archive.bounds.spend(1000 * source.count("\nclass ") + len(source))
         heads = list(_CLASS.finditer(source))

@@ -66,3 +66,17 @@ def test_what_a_package_makes_by_a_call_is_read_once(tmp_path: Path) -> None:
     assert len(checkpoint.candidates) == 1  # both names are one object
     same(dict(checkpoint.state_dict()), dict(graph.state_dict()))
     assert {finding.code for finding in ckptfix.check(path, values=False).findings} == {"FIL102"}
+
+
+def test_torchscript_in_a_package_gives_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.package.package_exporter._gate_torchscript_serialization", False)
+    model = module()
+    first, second = torch.jit.script(model), torch.jit.script(nn.Linear(2, 5))
+    whole = opened(packed(tmp_path / "one.pt", {"tts": first}))
+    assert whole.format == "torch-package"
+    assert not whole.damage
+    same(dict(whole.state_dict()), dict(model.state_dict()))
+    path = packed(tmp_path / "two.pt", {"tts": {"big": first, "small": second, "again": first, "epoch": 3}})
+    assert {candidate.name for candidate in opened(path).candidates} == {"big", "small"}
+    same(dict(opened(path, "small").state_dict()), dict(second.state_dict()))
+    assert not {finding.code for finding in ckptfix.check(path).findings if finding.code == "FIL901"}
