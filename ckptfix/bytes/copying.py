@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import crc32
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import FileBytes, located, stream
+from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import ByteSource
 
@@ -105,28 +105,28 @@ class Copier:
     def copy(self, source: ByteSource, start: int, stop: int, is_summed: bool = False) -> int:
         """Write bytes ``start`` to ``stop`` of a source, and return their CRC-32 if it is asked for: they are in the
         cache here, and need not be read once more."""
-        place = located(source)
-        if place is not None:
-            return self._copy_range(place.file, place.offset + start, stop - start, is_summed)
-        tell_slower(reason_of(source), stop - start)
+        place, crc = located(source), 0
         if self._is_readable:
-            self._ranges.append(Copied(source, start, stop - start, self.tell()))
-        crc = 0
+            whole, offset = (source, start) if place is None else (place.file, place.offset + start)
+            self._ranges.append(Copied(whole, offset, stop - start, self.tell()))
+        if ranges := ranges_of(source, start, stop):
+            for each in ranges:
+                crc = self._copy_range(each.file, each.offset, each.nbytes, is_summed, crc)
+            return crc
+        tell_slower(reason_of(source), stop - start)
         for block in stream(source, start, stop):
             self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
         return crc
 
-    def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool) -> int:
-        begin, done, crc = self.tell(), 0, 0
+    def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool, crc: int) -> int:
+        begin, done = self.tell(), 0
         goal = None  # the file for the kernel, as long as it copies
         if nbytes > SMALL and (begin - offset) % PAGE == 0 and not file.is_remote:
             self._end_window()
             goal = self._descriptor
         elif nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
             tell_slower("moved within their pages", nbytes)
-        if self._is_readable:
-            self._ranges.append(Copied(file, offset, nbytes, begin))
         while done < nbytes:
             count = min(self._room, nbytes - done)
             if goal is not None:

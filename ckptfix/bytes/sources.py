@@ -89,6 +89,29 @@ class WindowBytes:
         return self.source.read(self.offset + start, self.offset + stop)
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedBytes:
+    """Several sources, one after another."""
+
+    parts: tuple[ByteSource, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return sum(part.nbytes for part in self.parts)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop`` of all of them."""
+        return memoryview(b"".join(part.read(first, last) for part, first, last in self.within(start, stop)))
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the sources that have bytes ``start`` to ``stop``, with the first and one past the last of them."""
+        for part in self.parts:
+            if max(start, 0) < min(stop, part.nbytes):
+                yield part, max(start, 0), min(stop, part.nbytes)
+            start, stop = start - part.nbytes, stop - part.nbytes
+
+
 class LateBytes:
     """The bytes of a storage whose place in the file is known only after the pickle has been read."""
 
@@ -141,6 +164,15 @@ def located(source: ByteSource) -> FileBytes | None:
     if isinstance(source, WindowBytes) and (outer := located(source.source)) is not None:
         return FileBytes(outer.file, outer.offset + source.offset, source.nbytes)
     return None
+
+
+def ranges_of(source: ByteSource, start: int, stop: int) -> list[FileBytes]:
+    """Return the ranges of files that bytes of a source are, in order; none if some have to be made first."""
+    if isinstance(source, JoinedBytes):
+        found = [ranges_of(*each) for each in source.within(start, stop)]
+        return [each for some in found for each in some] if all(found) else []
+    place = located(source)
+    return [] if place is None else [FileBytes(place.file, place.offset + start, stop - start)]
 
 
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:

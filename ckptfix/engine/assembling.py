@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ckptfix.bytes.sources import WindowBytes
+from ckptfix.bytes.sources import JoinedBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble
-from ckptfix.core.parts import Part, PartsError, check_bijection, extent
+from ckptfix.core.parts import Part, PartsError, check_bijection, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
@@ -53,7 +53,7 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
                 f"{edit.key}, which is {edit.dtype}; the plan belongs to another file"
             )
     pieces = [_piece(specs[part.source], part, checkpoint.path) for part in edit.parts]
-    source = _range_of(pieces[0]) if len(pieces) == 1 else None
+    source = _joined(edit, pieces)
     if source is None:
         boxes = (Box(tuple(start for start, _ in part.place), extent(part.place)) for part in edit.parts)
         chunks = [(box, _InOrder(piece, checkpoint.path)) for box, piece in zip(boxes, pieces, strict=True)]
@@ -67,12 +67,17 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
     return replace(first, shape=edit.shape, strides=strides, storage=storage, offset=0, math_bits={})
 
 
-def _range_of(piece: TensorSpec) -> ByteSource | None:
-    """Return the bytes of a piece that is a range of its storage, such as a third of a fused projection: a writer then
-    copies it within the file system, which takes half the time."""
-    if piece.storage is None or not piece.is_contiguous or piece.math_bits or piece.nbytes == 0:
-        return None
-    return WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
+def _joined(edit: Assemble, pieces: Sequence[TensorSpec]) -> ByteSource | None:
+    """Return the bytes of pieces that are ranges of their storages, one after another, such as a third of a fused
+    projection, or a stack: a writer then copies them within the file system, which takes half the time."""
+    ranges = {}
+    for part, piece in zip(edit.parts, pieces, strict=True):
+        is_range = piece.storage is not None and piece.is_contiguous and not piece.math_bits and piece.nbytes > 0
+        if not is_range or part.place[1:] != full(edit.shape)[1:] or piece.storage is None:
+            return None
+        ranges[part.place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
+    first, *others = [ranges[place] for place in sorted(ranges)]
+    return JoinedBytes((first, *others)) if others else first
 
 
 def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from ckptfix.bytes.checksums import is_open, note_checksum, prove, proving
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.limits import Bounds
-from ckptfix.bytes.sources import located
+from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
@@ -100,9 +100,9 @@ def _data_start(least: int, order: list[TensorSpec]) -> int:
     start = least + -least % ALIGNMENT
     position = 0
     for spec in order:
-        place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
-        if place is not None and spec.nbytes >= LARGE:
-            shift = (place.offset + spec.extent[0] - position - start) % PAGE
+        ranges = ranges_of(spec.storage.source, *spec.extent) if spec.storage is not None and is_range(spec) else []
+        if ranges and spec.nbytes >= LARGE:
+            shift = (ranges[0].offset - position - start) % PAGE
             return start if shift % ALIGNMENT else start + shift
         position += spec.nbytes
     return start

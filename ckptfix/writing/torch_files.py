@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import proving
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
-from ckptfix.bytes.sources import located
+from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.objects import tensors_in
@@ -81,9 +81,9 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 def _place(region: Region) -> int | None:
-    """Return where a region lies in its file, where its bytes are a range of one."""
-    place = located(region.storage.source)
-    return None if place is None else place.offset + region.start
+    """Return where a region lies in its file, where its bytes begin with a range of one."""
+    ranges = ranges_of(region.storage.source, region.start, region.stop)
+    return ranges[0].offset if ranges else None
 
 
 def _task(checkpoint: Checkpoint, placement: Placement) -> Task:

@@ -15,7 +15,7 @@ import torch
 from ckptfix.bytes import copying
 from ckptfix.bytes.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import BLOCK, FileBytes, LateBytes, MemoryBytes, WindowBytes, located
+from ckptfix.bytes.sources import BLOCK, FileBytes, JoinedBytes, LateBytes, MemoryBytes, WindowBytes, located, ranges_of
 from ckptfix.core.progress import Task, watched_by
 from ckptfix.errors import UnreadableError
 from tests.reading.files import opened, saved, write
@@ -145,6 +145,7 @@ def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
         copier.copy(place, 0, SMALL)
         copier.copy(WindowBytes(place, 100, len(DATA) - 100), 7, SMALL + 8)
         copier.copy(made := MemoryBytes(DATA), 0, len(DATA))
+        copier.copy(joined := JoinedBytes((WindowBytes(place, 9, SMALL), place)), SMALL - 5, SMALL + 7)
     found = [(copied.source, copied.offset, copied.nbytes, copied.start) for copied in copier.copied]
     behind = 6 + len(DATA)
     assert found == [
@@ -152,7 +153,9 @@ def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
         (place.file, 6, SMALL, behind),
         (place.file, 6 + 107, SMALL + 1, behind + SMALL),
         (made, 0, len(DATA), behind + 2 * SMALL + 1),
+        (joined, SMALL - 5, 12, behind + 2 * SMALL + 1 + len(DATA)),
     ]
+    assert (tmp_path / "copy").read_bytes()[-12:] == DATA[9 + SMALL - 5 : 9 + SMALL] + DATA[:7]
 
 
 @pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
@@ -248,6 +251,17 @@ def test_ranges_of_ranges_are_located(place):
     assert (found.offset, found.nbytes) == (6 + 10 + 5, 20)
     assert bytes(found.read(0, 20)) == bytes(late.read(0, 20)) == DATA[15:35]
     assert located(MemoryBytes(DATA)) is None
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (3, 10), (5, 35), (20, 40), (40, 59), (7, 7)])
+def test_sources_one_after_another(start, stop, place):
+    parts = (WindowBytes(place, 10, 20), WindowBytes(place, 50, 30), WindowBytes(place, 3, 10))
+    joined = JoinedBytes(parts)
+    assert joined.nbytes == 60
+    wanted = (DATA[10:30] + DATA[50:80] + DATA[3:13])[start:stop]
+    assert bytes(joined.read(start, stop)) == wanted
+    assert b"".join(each.read(0, each.nbytes) for each in ranges_of(joined, start, stop)) == wanted
+    assert ranges_of(JoinedBytes((*parts, MemoryBytes(DATA))), 0, 70) == []
 
 
 @pytest.mark.parametrize("start", [0, 1])
