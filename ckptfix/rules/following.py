@@ -171,12 +171,17 @@ class Change:
     @property
     def model_order(self) -> list[str] | None:
         """The parameters of the file in the order of the model; None if that is not the order of the model that was
-        trained: layers of another implementation, or parts whose place was among others."""
+        trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
+        longer has were among those with other numbers."""
+        if self.model is None:
+            return None
+        rank = {key: place for place, key in enumerate(self.model.slots)}
         places: dict[str, list[int]] = {}
         left: set[str] = set()
-        kept = {parent for key in self.result() for parent in _parents(key)}
-        for place, key in enumerate(self.result() if self.model is not None else ()):
-            sources = self.origins[key].sources
+        result = [key for key in self.result() if key in rank]
+        kept = {parent for key in result for parent in _parents(key)}
+        for key in result:
+            sources, place = self.origins[key].sources, rank[key]
             if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
                 return None
             for source in sources:
@@ -185,10 +190,13 @@ class Change:
         if left & kept:
             return None  # one of several that were together has another place now
         parameters = self.parameters()
-        if not parameters.keys() <= places.keys():
+        known = [key for key in parameters if key in places]
+        order = sorted(known, key=lambda key: places[key][0])
+        if order != sorted(known, key=lambda key: places[key][-1]):
             return None
-        order = sorted(parameters, key=lambda key: places[key][0])
-        return order if order == sorted(order, key=lambda key: places[key][-1]) else None
+        if len(order) == len(parameters) or self.is_ordered:
+            return order if len(order) == len(parameters) else None
+        return _with_blocks(order, [key for key in parameters if key not in places])
 
     @property
     def touches(self) -> bool:
@@ -202,6 +210,39 @@ class Change:
         place = {key: number for number, key in enumerate(self.parameters())}
         found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str] | None:
+    """Put the parameters of blocks that are gone where those of their siblings are: ``h.11.*`` after ``h.10.*``, in the
+    order within ``h.10``. None if one is in no such block."""
+    rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
+    blocks: dict[str, dict[int, dict[str, int]]] = {}
+    for place, key in enumerate((*order, *gone)):
+        for head, number, tail in _in_blocks(key):
+            blocks.setdefault(head, {}).setdefault(number, {})[tail] = place
+    for key in gone:
+        for head, number, tail in _in_blocks(key):
+            own, others = blocks[head][number], {n: b for n, b in blocks[head].items() if min(b.values()) < len(order)}
+            twin = next((block for block in others.values() if block.keys() >= own.keys()), None)
+            if number not in others and twin is not None:
+                before = max((n for n in others if n < number), default=None)
+                anchor = (
+                    min(others[min(others)].values()) - 0.5 if before is None else max(others[before].values()) + 0.5
+                )
+                depth = head.count(".") * (1 if before is None else -1)
+                rank[key] = (anchor, depth, number, twin[tail])
+                break
+        else:
+            return None
+    return sorted(rank, key=rank.__getitem__)
+
+
+def _in_blocks(key: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the numbered modules that a key is in, the inner ones first: what is before the number and after it."""
+    parts = key.split(".")
+    for at in range(len(parts) - 2, 0, -1):
+        if parts[at].isdecimal():
+            yield ".".join(parts[:at]), int(parts[at]), ".".join(parts[at + 1 :])
 
 
 def _parents(key: str) -> set[str]:

@@ -176,7 +176,9 @@ def _out_of_step(
                 evidence={"parameters": len(optimizer.ids)},
             )
         return
-    if len(found) != 1 and not (change.touches if plan.edits else found or change.reorders):
+    is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and change.model_order is None
+    touches = change.touches or is_lost if plan.edits else bool(found) or change.reorders
+    if len(found) != 1 and not touches:
         return
 
     def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:
