@@ -5,6 +5,8 @@ rename.
 from __future__ import annotations
 
 import contextlib
+import filecmp
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.edits import Regroup
-from ckptfix.core.finding import Blocks, Finding, counted
+from ckptfix.core.finding import Blocks, Finding, Level, counted
 from ckptfix.core.objects import holds_tensors
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
@@ -22,7 +24,16 @@ from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify, verify_tree
 from ckptfix.errors import Opt, WriteError
-from ckptfix.writing.atomic import deliver_file, deliver_folder, refuse_output, temporary_beside
+from ckptfix.reading.opening import MODELS, OF_TRAINERS
+from ckptfix.rules import OF_OPTIMIZERS
+from ckptfix.writing.atomic import (
+    deliver_file,
+    deliver_folder,
+    flush_file,
+    refuse_output,
+    temporary_beside,
+    unwritten,
+)
 from ckptfix.writing.output import Write, flushing, without_state_dict, write_to, writer_for
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
@@ -90,7 +101,7 @@ def deliver(
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings)
         destination.refuse_replaced()
-        with _beside(result, report, destination, settings.force) as files:
+        with _beside(result, report, destination, settings) as files:
             _deliver_beside(files, destination)
             deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
     remarks = tuple(map(_written_beside, files.values()))
@@ -109,9 +120,13 @@ def _written_beside(goal: Path) -> str:
 
 
 @contextlib.contextmanager
-def _beside(result: Checkpoint, report: Report, destination: Destination, force: bool) -> Iterator[dict[Path, Path]]:
+def _beside(
+    result: Checkpoint, report: Report, destination: Destination, settings: Settings
+) -> Iterator[dict[Path, Path]]:
     """Write the files of a trainer beside the checkpoint that the edits have changed, and give the temporary file of
-    each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is."""
+    each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is. A
+    trainer that finds the model in another folder is to find there all that it resumes from: what no edit has changed
+    is copied, unless an optimizer no longer fits."""
     regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
     changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
     source = Path(result.path)
@@ -122,12 +137,22 @@ def _beside(result: Checkpoint, report: Report, destination: Destination, force:
     is_in_place = destination.like == destination.output
     with contextlib.ExitStack() as stack:
         files: dict[Path, Path] = {}
+        is_resumed = is_elsewhere and destination.output.name in MODELS and bool(result.beside)
+        if is_resumed and not settings.drop_optimizer and not _has_unfit_optimizer(report):
+            for old in (folder / name for name in OF_TRAINERS if name not in changed and (folder / name).is_file()):
+                goal = destination.output.with_name(old.name)
+                if goal.is_file() and filecmp.cmp(old, goal, shallow=False):
+                    continue
+                refuse_output(goal, settings.force)
+                temporary = stack.enter_context(temporary_beside(goal, old))
+                _copy(old, temporary, goal)
+                files[temporary] = goal
         for name in sorted(changed):
             root = result.beside[name]
             fixed = f"{Path(name).stem}.fixed{Path(name).suffix}"
             goal = destination.output.with_name(name if is_elsewhere or is_in_place else fixed)
             if not is_in_place:
-                refuse_output(goal, force)
+                refuse_output(goal, settings.force)
             tree = replace(without_state_dict(result, root), path=str(folder / name))
             temporary = stack.enter_context(temporary_beside(goal, folder / name))
             written = write_to(temporary, tree, writer_for(PTH, None), goal)
@@ -135,6 +160,21 @@ def _beside(result: Checkpoint, report: Report, destination: Destination, force:
                 verify_tree(temporary, plain_root(tree)[0], goal)
             files[temporary] = goal
         yield files
+
+
+def _has_unfit_optimizer(report: Report) -> bool:
+    findings = (finding for finding in report.remaining if finding.code.startswith(OF_OPTIMIZERS))
+    return any(finding.level is Level.ERROR and not report.is_accepted(finding) for finding in findings)
+
+
+def _copy(old: Path, temporary: Path, goal: Path) -> None:
+    try:
+        shutil.copyfile(old, temporary)
+        flush_file(temporary)
+    except OSError as error:
+        raise unwritten(goal, error) from error
+    if not filecmp.cmp(old, temporary, shallow=False):
+        raise WriteError(f"{goal}: differs from {old}, which it is a copy of; the disk or its memory is at fault")
 
 
 def _no_test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
@@ -217,7 +257,7 @@ def _deliver_in_shards(
         smoke, findings = test(index, flat)
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings, remarks)
-        with _beside(result, report, destination, settings.force) as files:
+        with _beside(result, report, destination, settings) as files:
             _deliver_beside(files, destination)
             deliver_shards(index, names)
     remarks = (*remarks, *map(_written_beside, files.values()))

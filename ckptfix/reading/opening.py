@@ -45,8 +45,10 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
-# What the Hugging Face Trainer and accelerate save next to a model.
-OF_TRAINERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+# What the Hugging Face Trainer and accelerate save next to a model, and its edits may change.
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
+# All that they resume from.
+OF_TRAINERS = (*OPTIMIZERS, "scaler.pt", "rng_state.pth", "random_states_0.pkl", "trainer_state.json")
 
 # The names under which they save the model itself.
 MODELS = frozenset(
@@ -62,7 +64,7 @@ def _saved_beside(path: Path) -> dict[str, Any]:
     if not (path.is_dir() or path.name in MODELS):
         return {}
     found = {}
-    for name in OF_TRAINERS:
+    for name in OPTIMIZERS:
         if (folder / name).is_file():
             with contextlib.suppress(CkptfixError):  # a check of that file itself says what is wrong with it
                 found[name] = read_document(Content.of_file(str(folder / name)), False).root

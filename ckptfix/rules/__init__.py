@@ -153,6 +153,7 @@ RULES: tuple[Listed, ...] = (
 
 FITTING = ("KEY", "BUF", "FIT")  # the families of rules that make the keys of a checkpoint those of a target
 VALUES = ("VAL",)  # the rules about values
+OF_OPTIMIZERS = "OPT"  # the family of what an optimizer needs
 
 # Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has.
 FOR_NAMES = ("KEY", "FIL102")

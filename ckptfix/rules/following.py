@@ -216,22 +216,24 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str] | None:
     """Put the parameters of blocks that are gone where those of their siblings are: ``h.11.*`` after ``h.10.*``, in the
     order within ``h.10``. None if one is in no such block."""
     rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
-    blocks: dict[str, dict[int, dict[str, int]]] = {}
+    kept: dict[str, dict[int, dict[str, int]]] = {}
+    lost: dict[str, dict[int, dict[str, int]]] = {}
     for place, key in enumerate((*order, *gone)):
         for head, number, tail in _in_blocks(key):
-            blocks.setdefault(head, {}).setdefault(number, {})[tail] = place
+            (kept if key in rank else lost).setdefault(head, {}).setdefault(number, {})[tail] = place
     for key in gone:
         for head, number, tail in _in_blocks(key):
-            own, others = blocks[head][number], {n: b for n, b in blocks[head].items() if min(b.values()) < len(order)}
-            twin = next((block for block in others.values() if block.keys() >= own.keys()), None)
-            if number not in others and twin is not None:
-                before = max((n for n in others if n < number), default=None)
-                anchor = (
-                    min(others[min(others)].values()) - 0.5 if before is None else max(others[before].values()) + 0.5
-                )
-                depth = head.count(".") * (1 if before is None else -1)
-                rank[key] = (anchor, depth, number, twin[tail])
-                break
+            siblings = kept.get(head, {})
+            twin = next((block for block in siblings.values() if block.keys() >= lost[head][number].keys()), None)
+            if number in siblings or twin is None:
+                continue
+            before = max((n for n in siblings if n < number), default=None)
+            depth = head.count(".")  # what is in an inner block comes before the blocks after the outer one
+            if before is None:
+                rank[key] = (min(siblings[min(siblings)].values()) - 0.5, depth, number, twin[tail])
+            else:
+                rank[key] = (max(siblings[before].values()) + 0.5, -depth, number, twin[tail])
+            break
         else:
             return None
     return sorted(rank, key=rank.__getitem__)

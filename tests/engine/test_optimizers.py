@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.errors import UsageError
 from tests.checks import bytes_of
 
 
@@ -198,3 +199,70 @@ def test_a_live_optimizer_loads_from_the_folder(tmp_path):
     before = dict(model.named_parameters())
     for name, parameter in new.named_parameters():
         assert torch.equal(own.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
+
+
+def run_in(folder: Path, weights: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Path:
+    """Save what the Hugging Face Trainer saves."""
+    folder.mkdir()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    save_file(weights, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "copied"),
+    [
+        pytest.param("model.safetensors", {}, True, id="as-a-trainer-finds-it"),
+        pytest.param("pytorch_model.bin", {}, True, id="another-format"),
+        pytest.param("fixed.safetensors", {}, False, id="a-file-of-the-user's-own"),
+        pytest.param("model.safetensors", {"drop_optimizer": True}, False, id="without-the-optimizer"),
+    ],
+)
+def test_a_run_that_no_edit_changes_goes_along(tmp_path, name, asked, copied):
+    model = nn.Linear(3, 2)
+    weights = {f"module.{key}": value for key, value in model.state_dict().items()}
+    source = run_in(tmp_path / "run", weights, torch.optim.SGD(model.parameters()))
+    (tmp_path / "out").mkdir()
+    for _ in range(2):  # what is there already is equal
+        report = ckptfix.repair(source, output=tmp_path / "out" / name, force=True, **asked).report
+    files = {"optimizer.pt", "trainer_state.json"} if copied else set()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, *files}
+    assert all((tmp_path / "out" / file).read_bytes() == source.with_name(file).read_bytes() for file in files)
+    assert report.exit_code == 0
+    (tmp_path / "out" / "optimizer.pt").write_text("another run")
+    if copied:
+        with pytest.raises(UsageError, match="already exists"):
+            ckptfix.repair(source, output=(tmp_path / "out" / "pytorch_model.pt"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param([12], [10], id="the-last"),
+        pytest.param([3, 12], [3, 2], id="of-the-second-stage"),
+        pytest.param([3, 12, 2], [3, 2], id="and-a-whole-stage"),
+    ],
+)
+def test_blocks_that_are_gone_were_among_their_siblings(tmp_path, old, new):
+    """safetensors sorts ``10`` before ``2``, and all blocks have equal shapes."""
+
+    def built(stages: list[int]) -> nn.Module:
+        block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        parts = [nn.ModuleList(copy.deepcopy(block) for _ in range(count)) for count in stages]
+        return nn.ModuleDict({"stages": nn.ModuleList(parts), "head": nn.Linear(4, 4)})
+
+    model, target = built(old), built(new)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    source = run_in(tmp_path / "run", model.state_dict(), optimizer)
+    (tmp_path / "out").mkdir()
+    report = ckptfix.repair(source, target, output=tmp_path / "out" / "model.safetensors", unsafe_fixes=True).report
+    assert not any(finding.code.startswith("OPT") for finding in report.remaining)
+    made = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+    wanted = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    found = {
+        name: int(made[number]["momentum_buffer"].max()) for number, (name, _) in enumerate(target.named_parameters())
+    }
+    assert found == {name: wanted[name] for name in found}
