@@ -194,25 +194,13 @@ def _antialiased(grid: Tensor, size: tuple[int, ...]) -> Tensor:
     return interpolate(grid.float(), size, mode="bicubic", antialias=True, align_corners=False).to(grid.dtype)
 
 
-def _plain(grid: Tensor, size: tuple[int, ...]) -> Tensor:
-    """https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py"""
-    from torch.nn.functional import interpolate
+def _interpolated(mode: str, *, align_corners: bool) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
+    def resize(grid: Tensor, size: tuple[int, ...]) -> Tensor:
+        from torch.nn.functional import interpolate
 
-    return interpolate(grid, size, mode="bicubic", align_corners=False)
+        return interpolate(grid, size, mode=mode, align_corners=align_corners)
 
-
-def _between_corners(grid: Tensor, size: tuple[int, ...]) -> Tensor:
-    """https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py"""
-    from torch.nn.functional import interpolate
-
-    return interpolate(grid, size, mode="bicubic", align_corners=True)
-
-
-def _linear(line: Tensor, size: tuple[int, ...]) -> Tensor:
-    """https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)"""
-    from torch.nn.functional import interpolate
-
-    return interpolate(line, size, mode="linear", align_corners=False)
+    return resize
 
 
 def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -353,11 +341,14 @@ Formula = Callable[["Tensor", Adapt], "Tensor"]
 # What each recipe computes of the file's tensor.
 FORMULAS: Mapping[str, Formula] = {
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
-    "pos_embed=plain": _resized(_plain, tokens_first=True),
-    "pos_embed=torchvision": _resized(_between_corners, tokens_first=True),
-    "pos_embed=linear": _resized(_linear, tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py
+    "pos_embed=plain": _resized(_interpolated("bicubic", align_corners=False), tokens_first=True),
+    # https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py
+    "pos_embed=torchvision": _resized(_interpolated("bicubic", align_corners=True), tokens_first=True),
+    # https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)
+    "pos_embed=linear": _resized(_interpolated("linear", align_corners=False), tokens_first=True),
     # https://github.com/microsoft/Swin-Transformer/blob/main/utils.py
-    "window_bias=swin": _resized(_plain, tokens_first=False),
+    "window_bias=swin": _resized(_interpolated("bicubic", align_corners=False), tokens_first=False),
     "window_bias=beit": _resized(_geometric, tokens_first=False),
     "window_bias=levit": _heads_first,
     "patch_embed=timm": _patch_embed,
