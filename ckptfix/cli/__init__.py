@@ -6,19 +6,17 @@ import sys
 
 __all__ = ["main"]
 
+# Objects after which Python looks for garbage among them, 700 by default. A start and a parsed file make many, and none
+# of them is garbage.
 _NEW_OBJECTS = 50_000
-"""Objects after which Python looks for garbage among them, 700 by default. A start and a parsed file make many, and
-none of them is garbage."""
 
 
-_ADDRESSES = 120_000_000
-"""Bytes of address space without which not even the imports work."""
+_ADDRESSES = 120_000_000  # bytes of address space without which not even the imports work
 
 
 def _refuse_little_memory() -> None:
     """End with exit code 2 if `ulimit -v` leaves too little: numpy's OpenBLAS would end the process with 1, the code
-    for findings, and Python itself calls a file that it has no memory to parse a syntax error.
-    """
+    for findings, and Python itself calls a file that it has no memory to parse a syntax error."""
     if sys.platform == "win32":
         return
     import resource

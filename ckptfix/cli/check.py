@@ -26,8 +26,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
     """Report what is wrong with checkpoints, and change nothing.
 
     Without --model or --like, only defects of the file itself are found. A folder that is not a checkpoint itself is
-    searched for checkpoints.
-    """
+    searched for checkpoints."""
     console, choices = run.console, run.choices
     with console.guarding():
         arguments = library_settings(choices, CHECK)

@@ -1,7 +1,6 @@
 """The two streams, and what becomes of an exception.
 
-The report goes to stdout, everything else to stderr. An error is one line there, and the exit code is 2.
-"""
+The report goes to stdout, everything else to stderr. An error is one line there, and the exit code is 2."""
 
 from __future__ import annotations
 
@@ -23,14 +22,11 @@ from ckptfix.core.progress import SMALL, Task, watched_by
 from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
 from ckptfix.report.style import Line, Paper, Span
 
-QUIET = 2.0
-"""Seconds of work before anything is shown: most of it is done by then."""
+QUIET = 2.0  # seconds of work before anything is shown: most of it is done by then
 
+# Seconds from one text to the next: on a terminal, where it takes the place of the last one, and in a file.
 LIVE, SELDOM = 0.2, 10.0
-"""Seconds from one text to the next: on a terminal, where it takes the place of the last one, and in a file."""
-
-_SETTLED = 1.0
-"""Seconds of a task after which its rate says how long the rest takes."""
+_SETTLED = 1.0  # seconds of a task after which its rate says how long the rest takes
 
 
 @dataclass
@@ -89,9 +85,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.0f} h"
 
 
-FAILED = 2
-"""The exit code of what could not be done at all: unreadable, hostile, usage, our bug."""
-
+FAILED = 2  # the exit code of what could not be done at all: unreadable, hostile, usage, our bug
 _BY_SIGNAL, _PIPE_CLOSED = 128, 141  # 128 + the number of the signal is what a shell makes of it; SIGPIPE is 13
 
 
@@ -105,8 +99,7 @@ class Stopped(KeyboardInterrupt):
 
 def open_streams() -> None:
     """Let what is written to a stream that the caller closed go nowhere. A file that is opened later would take its
-    number, and get what others write there.
-    """
+    number, and get what others write there."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
         name = ("stdin", "stdout", "stderr")[descriptor]
         if getattr(sys, name) is None:
@@ -142,8 +135,7 @@ class Console:
     """Where a command writes.
 
     ``failures`` holds the message of every error that was told. ``is_hopeless`` once something failed that all files
-    need.
-    """
+    need."""
 
     quiet: bool = False
     verbose: bool = False
@@ -268,8 +260,7 @@ class Console:
 
 def write_output(text: str) -> None:
     """Write to stdout now, so that a closed pipe shows here and not when Python ends. Raises ``WriteError`` if it
-    goes to a disk that is full.
-    """
+    goes to a disk that is full."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -315,8 +306,8 @@ def _begins_with(names: Iterable[str], message: str) -> bool:
     return any(message.startswith((f"{name}: ", f"{name}{os.sep}")) for name in names if name)
 
 
+# What torch, CUDA and the system say when there is too little memory: torch has no class of its own for it.
 _OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory")
-"""What torch, CUDA and the system say when there is too little memory: torch has no class of its own for it."""
 
 
 def _too_little(error: Exception) -> str:
@@ -333,8 +324,7 @@ def _too_little(error: Exception) -> str:
     return ""
 
 
-_PARTS = ("torch", "numpy", "safetensors", "jinja2", "fsspec", "ray")
-"""Packages that only some commands need."""
+_PARTS = ("torch", "numpy", "safetensors", "jinja2", "fsspec", "ray")  # packages that only some commands need
 
 
 def _bug(error: Exception) -> str:

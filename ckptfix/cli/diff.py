@@ -16,8 +16,7 @@ def diff(run: Run, a: str, b: str) -> int:
     It compares keys, keys with the same bytes under another name, shapes, dtypes, values, ties, _metadata, and what the
     files hold beside the weights.
 
-    Exit codes: 0 no difference; 1 differences; 2 a file cannot be read.
-    """
+    Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
     console, choices = run.console, run.choices
     with console.guarding():  # an error names which of the two files it is about
         # Here and not above: --help and --version need nothing of the library.

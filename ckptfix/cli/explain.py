@@ -17,11 +17,8 @@ from ckptfix.errors import Opt, UsageError
 if TYPE_CHECKING:
     from ckptfix.core.report import Report
 
-UNKNOWN = 1
-"""The exit code for a text that is not known."""
-
-_MOST = 16_000_000
-"""Bytes of stdin that are kept: the end of a log is where the error stands."""
+UNKNOWN = 1  # the exit code for a text that is not known
+_MOST = 16_000_000  # bytes of stdin that are kept: the end of a log is where the error stands
 
 ARGUMENTS = (
     Argument(
@@ -40,8 +37,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
     It knows the messages of torch 0.3 to 2.13, safetensors, CUDA and others that meet people around loading and running
     a checkpoint. Give the whole traceback, or a log with it. With --file the checkpoint is looked at too.
 
-    Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read.
-    """
+    Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read."""
     console, choices, file = run.console, run.choices, run.choices.get("file")
     with console.guarding(file or ""):
         return _explain(_given(text, console), file, choices, console, choices.get("output_format", "full"))

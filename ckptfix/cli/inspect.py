@@ -15,8 +15,7 @@ def inspect(run: Run, path: str) -> int:
     """Show what is in a checkpoint.
 
     It shows where the weights are, their names, shapes, dtypes, devices and ties, and what else the file holds. No
-    tensor is read.
-    """
+    tensor is read."""
     console, choices = run.console, run.choices
     with console.guarding(path):
         # Here and not above: --help and --version need nothing of the library.

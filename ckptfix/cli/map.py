@@ -19,8 +19,7 @@ def map(run: Run, a: str, b: str) -> int:
     --prove, A and B have to be models, and are run.
 
     Exit codes: 0 each key of B has a source; 1 some have none or several, or nothing is proved; 2 a file cannot be
-    read.
-    """
+    read."""
     console, choices = run.console, run.choices
     with console.guarding():
         # Here and not above: --help and --version need nothing of the library.

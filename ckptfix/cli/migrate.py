@@ -34,8 +34,7 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
     """Repair a whole zoo of checkpoints into a new one, and say what became of each file.
 
     The same command again goes on where it was stopped, however that was. Exit code: 0 all are fine or repaired, 1
-    some need a decision, 2 some could not be read or failed.
-    """
+    some need a decision, 2 some could not be read or failed."""
     console, choices = run.console, run.choices
     with console.guarding():
         if choices.get("init"):

@@ -21,9 +21,9 @@ from ckptfix.zoo.migrating import Summary
 if TYPE_CHECKING:
     from ckptfix.zoo.migrating import Migration
 
-_EVERY = 10.0
-"""Seconds between two lines if there is no terminal."""
+_EVERY = 10.0  # seconds between two lines if there is no terminal
 
+# The short name and the role of each outcome.
 _SHOWN: Mapping[Outcome, tuple[str, str]] = {
     Outcome.REPAIRED: ("repaired", "good"),
     Outcome.FINE: ("fine", "good"),
@@ -33,12 +33,9 @@ _SHOWN: Mapping[Outcome, tuple[str, str]] = {
     Outcome.FAILED: ("failed", "error"),
     Outcome.OTHER: ("other", "faint"),
 }
-"""The short name and the role of each outcome."""
 
 _TO_BE_READ = (Outcome.DECISION, Outcome.UNREADABLE, Outcome.FAILED)
-
-_NAMED = 3
-"""Files of a group that are named."""
+_NAMED = 3  # files of a group that are named
 
 
 @dataclass

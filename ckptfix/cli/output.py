@@ -32,8 +32,7 @@ class _Document(Protocol):
 class ReportWriter:
     """Writes reports one after another; documents come at the end, and a page too, where one is asked for.
 
-    ``exit_code`` is the worst so far.
-    """
+    ``exit_code`` is the worst so far."""
 
     console: Console
     form: str = "full"

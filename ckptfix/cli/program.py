@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ckptfix.core.adaptations import RECIPES
     from ckptfix.core.options import Option
 
+# The commands in the order of `--help`. Each is the function of its name in the module of its name.
 COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "map", "rule", "explain")
-"""The commands in the order of ``--help``. Each is the function of its name in the module of its name."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -34,8 +34,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 class Run:
     """What a command is run with: the options by name, from the command line or the configuration file.
 
-    ``given`` holds the options that stand on the command line.
-    """
+    ``given`` holds the options that stand on the command line."""
 
     console: Console
     choices: Mapping[str, Any]
@@ -202,8 +201,7 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
     """Return the options of a command by name: those given, else those of the configuration file.
 
     Raises ``UsageError`` for given options that exclude each other, or that
-    have no meaning without a model.
-    """
+    have no meaning without a model."""
     from ckptfix.core.options import MAP, options_of, without_model
 
     configured = {}

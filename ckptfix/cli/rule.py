@@ -33,8 +33,7 @@ ARGUMENTS = (_Code("code", "CODE", "A rule's code or name, such as KEY101.", req
 def rule(run: Run, code: str | None) -> int:
     """Print the manual of a rule.
 
-    It says what the rule finds, why that matters, when the fix is safe, with an example and sources.
-    """
+    It says what the rule finds, why that matters, when the fix is safe, with an example and sources."""
     console, all = run.console, run.choices.get("all", False)
     with console.guarding():
         from ckptfix.rules import RULES

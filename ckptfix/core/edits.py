@@ -159,8 +159,7 @@ class Assemble(Edit):
         return {**super().to_json(), "parts": [part.to_json() for part in self.parts]}
 
 
-PAD_TARGET = "vocab=pad:target"
-"""The recipe that adds rows of the model's own initial values."""
+PAD_TARGET = "vocab=pad:target"  # the recipe that adds rows of the model's own initial values
 
 
 @dataclass(frozen=True)
@@ -252,8 +251,7 @@ class Plain(Edit):
 @dataclass(frozen=True)
 class Retag(Edit):
     """Write the tensors without the device that they were saved from (``cuda:3``), so that they load where it does not
-    exist.
-    """
+    exist."""
 
     kind: ClassVar[str] = "retag"
     keeps_values: ClassVar[bool] = True
@@ -323,6 +321,7 @@ class Omit(Edit):
     where: str
 
 
+# Every edit by its name in JSON.
 EDITS: Mapping[str, type[Edit]] = {
     edit.kind: edit
     for edit in (
@@ -347,7 +346,6 @@ EDITS: Mapping[str, type[Edit]] = {
         Omit,
     )
 }
-"""Every edit by its name in JSON."""
 
 
 def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:

@@ -36,6 +36,7 @@ from ckptfix.errors import PlanError
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.writing.plain import plain_root
 
+# What was noticed while reading and is cured by writing plain data.
 CONVERTED_REMARKS = frozenset(
     {
         Kind.PROTOCOL,
@@ -54,7 +55,6 @@ CONVERTED_REMARKS = frozenset(
         Kind.UNINITIALIZED,
     }
 )
-"""What was noticed while reading and is cured by writing plain data."""
 
 
 def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:

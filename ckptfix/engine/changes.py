@@ -17,8 +17,8 @@ from ckptfix.reading.opening import open_file
 if TYPE_CHECKING:
     import torch
 
+# Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
-"""Measures the running statistics of these keys of a checkpoint on the data of a file."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Supplies:
     donor: Checkpoint | None = None
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    adapters: dict[str, Checkpoint] = field(default_factory=dict)
-    """The adapters that edits have named so far, by path."""
+    adapters: dict[str, Checkpoint] = field(default_factory=dict)  # the adapters that edits have named so far, by path
 
     def adapter(self, path: str) -> Checkpoint:
         """Open an adapter. Raises ``UnreadableError`` if it is not there any more."""
@@ -137,6 +136,7 @@ def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies:
     return cast_spec(found, edit.dtype, checkpoint.path)
 
 
+# What makes another tensor of one of the file, by kind of edit.
 CHANGES: Mapping[type[Edit], Callable[[Checkpoint, TensorSpec, Any, Supplies], TensorSpec]] = {
     Adapt: adapted,
     Cast: _cast,
@@ -145,7 +145,6 @@ CHANGES: Mapping[type[Edit], Callable[[Checkpoint, TensorSpec, Any, Supplies], T
     Replace: _replaced,
     Zero: _zeroed,
 }
-"""What makes another tensor of one of the file, by kind of edit."""
 
 
 def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec:

@@ -17,9 +17,7 @@ from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_ou
 from ckptfix.writing.output import FIRST_ZIP, output_format
 from ckptfix.writing.shards import ShardNames
 
-Inputs = Mapping[Words, str | os.PathLike[str] | None]
-"""The files that are read, by what names each."""
-
+Inputs = Mapping[Words, str | os.PathLike[str] | None]  # the files that are read, by what names each
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ckptfix.rules.rule import Twin
     from ckptfix.values.statistics import Statistics
 
+# Edits after which every tensor is there as it was.
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
-"""Edits after which every tensor is there as it was."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Diagnosis:
     fixed: tuple[Finding, ...]
     plan: Plan
     result: Checkpoint
+    # What the value rules read, by key of the result.
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
-    """What the value rules read, by key of the result."""
 
     @property
     def filled(self) -> Mapping[str, Fill | Replace]:

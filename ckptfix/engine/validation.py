@@ -17,8 +17,7 @@ from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
 
-LONGEST_TIMEOUT = 10**6
-"""Seconds, eleven days: what every clock of the system can wait for."""
+LONGEST_TIMEOUT = 10**6  # seconds, eleven days: what every clock of the system can wait for
 
 
 def checked_settings(

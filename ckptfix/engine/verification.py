@@ -31,14 +31,12 @@ from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras
 
+# Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer.
 BATCH = 32 << 20
-"""Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer."""
+WINDOW = 512 << 10  # bytes that are compared at once: they are in the processor's cache still
 
-WINDOW = 512 << 10
-"""Bytes that are compared at once: they are in the processor's cache still."""
-
+# Bytes of a block that are copied at once where they have to be: so few that no fresh memory is asked for them.
 PIECE = 64 << 10
-"""Bytes of a block that are copied at once where they have to be: so few that no fresh memory is asked for them."""
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
@@ -47,8 +45,7 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
 
     What was read back and found equal while the files of ``written`` were is not read again where it lies as it was to.
     Raises ``WriteError`` on any difference, and ``UnreadableError`` where a source has changed meanwhile: then the file
-    is not delivered.
-    """
+    is not delivered."""
     from ckptfix.reading.opening import open_file
 
     try:

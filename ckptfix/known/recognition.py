@@ -27,30 +27,18 @@ from ckptfix.known.table import (
 )
 from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, strip_segments, without_segments
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names and shapes of a state_dict."""
+Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
+MOST = 20_000  # tensors of a state_dict that is looked at; no known structure has as many
+_DEPTH = 6  # segments of a prefix that are tried
 
-MOST = 20_000
-"""Tensors of a state_dict that is looked at; no known structure has as many."""
-
-_DEPTH = 6
-"""Segments of a prefix that are tried."""
-
+# Structures that are compared in full. As many may differ in their tables of positions and their patches alone.
 _CANDIDATES = 96
-"""Structures that are compared in full. As many may differ in their tables of positions and their patches alone."""
+_VOTES = 3  # hashes that a structure has in common with a state_dict at least, or it is not compared
+_FEWEST = 8  # tensors that have to be as they are known before a model is named
+_SMALL = 0.25  # the largest share of what is known that a new head may have, by the number of tensors
+_NEAR = 0.6  # the share of the tensors of either side that a structure and a state_dict which is like it have in common
 
-_VOTES = 3
-"""Hashes that a structure has in common with a state_dict at least, or it is not compared."""
-
-_FEWEST = 8
-"""Tensors that have to be as they are known before a model is named."""
-
-_SMALL = 0.25
-"""The largest share of what is known that a new head may have, by the number of tensors."""
-
-_NEAR = 0.6
-"""The share of the tensors of either side that a structure and a state_dict which is like it have in common."""
-
+# Whose name a structure gets first that several libraries build.
 _LIBRARIES = (
     "torchvision",
     "timm",
@@ -62,7 +50,6 @@ _LIBRARIES = (
     "segment_anything",
     "dinov2",
 )
-"""Whose name a structure gets first that several libraries build."""
 
 _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
 

@@ -33,24 +33,18 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Target
 
 PATH = Path(__file__).with_name("structures.bin")
+SKETCH = 8  # hashes of a structure
+WIDE = 3 * SKETCH  # hashes of a file that are looked up: it may have other small ones, of its head, in between
 
-SKETCH = 8
-"""Hashes of a structure."""
-
-WIDE = 3 * SKETCH
-"""Hashes of a file that are looked up: it may have other small ones, of its head, in between."""
-
+# What the sizes are called where the user writes them.
 NAMES = {"c": "num_classes", "i": "in_chans", "v": "vocab_size", "s": "img_size"}
-"""What the sizes are called where the user writes them."""
 
+# Scalars beside the weights in the files that OpenAI gave out.
 _OF_CLIP = {"input_resolution", "context_length", "vocab_size"}
-"""Scalars beside the weights in the files that OpenAI gave out."""
 
 _SIZE = re.compile(r"(\d*)([civ])(\+1)?|(\d+)s(\d+)")
 _ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
-
-Sizes = Mapping[str, int]
-"""Chosen sizes by their letter."""
+Sizes = Mapping[str, int]  # chosen sizes by their letter
 
 
 @dataclass(frozen=True)
@@ -217,8 +211,8 @@ class Table:
             self._owners.frombytes(file.read(2 * sketches))
             self._start = file.tell()
         first, second, self._rows = text.split("\n", 2)
+        # The libraries, and the versions that were looked at.
         self.versions: Mapping[str, str] = dict(each.split("=") for each in first.split())
-        """The libraries, and the versions that were looked at."""
         self._ends = [int(end) for end in second.split()]
         self._lines = self._rows.split("\n")
         self._blocks: dict[int, list[str]] = {}

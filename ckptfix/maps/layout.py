@@ -5,8 +5,7 @@
     (h d 2) … -> …    the axes in another order, in the notation of einops: `(h d 2) ... -> (h 2 d) ... with d=64`
     unstack, split    the inverse of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
 
-What a step does is computed on boxes of the tensors, never on values.
-"""
+What a step does is computed on boxes of the tensors, never on values."""
 
 from __future__ import annotations
 
@@ -20,9 +19,7 @@ from ckptfix.core.parts import Bounds, Part, Shape, extent, full, merged
 
 _CUT = re.compile(r"(concat|split)(?: ([1-9]\d{0,4}(?::[1-9]\d{0,9})*))?(?: dim (\d))?")
 _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
-
-Grid = list[list[tuple[str, Shape]]]
-"""Tensors by their number in a stack, and then by their place among several."""
+Grid = list[list[tuple[str, Shape]]]  # tensors by their number in a stack, and then by their place among several
 
 
 @dataclass(frozen=True)
@@ -173,8 +170,7 @@ class Steps:
         """Return the tensors that the steps make of a grid of tensors: their shapes and parts.
 
         ``names`` is how many parts a split has to give, ``wanted`` the shape after ``rearrange`` as far as it is known.
-        Raises ``ValueError`` if the shapes do not allow it.
-        """
+        Raises ``ValueError`` if the shapes do not allow it."""
         boxes, shape = self._joined(grid)
         if self.rearrange:
             rearrange = self.rearrange.expanded(len(shape))
@@ -247,8 +243,7 @@ def _moved(
     key: str, box: Bounds, own: Bounds, into: Bounds, out: Bounds, axes: Rearrange, sizes: dict[str, int]
 ) -> Iterator[Part]:
     """Yield the parts of a source that come into a target: ``box`` and ``into`` are their boxes in what lies between,
-    ``own`` and ``out`` those in their own tensors.
-    """
+    ``own`` and ``out`` those in their own tensors."""
     before = [[name for name in group if name != "1"] for group in axes.before]
     after = [[name for name in group if name != "1"] for group in axes.after]
     names = [name for group in before for name in group]

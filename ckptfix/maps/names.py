@@ -2,8 +2,7 @@
 
 Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table
 ``CONCEPTS`` is data: a line for each concept, with the words that libraries use for it. A word that is not in the table
-is its own concept.
-"""
+is its own concept."""
 
 from __future__ import annotations
 
@@ -137,9 +136,9 @@ PHRASES = {
     "logit_scale": ("temperature",),
 }
 
-ROLES = frozenset({"query", "key", "value", "gate", "up"})
-"""Concepts that are stored apart or fused into one tensor."""
+ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts that are stored apart or fused into one tensor
 
+# Words that name several concepts.
 FUSED = {
     "qkv": ("query", "key", "value"),
     "wqkv": ("query", "key", "value"),
@@ -148,11 +147,11 @@ FUSED = {
     "qk": ("query", "key"),
     "gqkv": ("gate", "query", "key", "value"),
 }
-"""Words that name several concepts."""
 
+# The places of the layers in attention and in an MLP.
 PLACES = (frozenset({"query", "key", "value", "out"}), frozenset({"gate", "up", "down"}))
-"""The places of the layers in attention and in an MLP."""
 
+# Concepts of which a layer has one: `q_proj` is never `out_proj`.
 EXCLUSIVE = (
     *PLACES,
     frozenset({"image", "text"}),
@@ -160,7 +159,6 @@ EXCLUSIVE = (
     frozenset({"encoder", "decoder"}),
     frozenset({"mean", "variance"}),
 )
-"""Concepts of which a layer has one: ``q_proj`` is never ``out_proj``."""
 
 STATISTICS = {"running_mean": "mean", "running_var": "variance"}
 

@@ -1,8 +1,7 @@
 """Patterns of keys: ``blocks.{n}.attn.{query,key}.weight``.
 
 ``{n}`` is a number, ``{n+1}``, ``{2n+1}`` and ``{3-n}`` are numbers computed from it, ``{a,b}`` is one of these texts,
-and ``*`` is any text, dots included.
-"""
+and ``*`` is any text, dots included."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from itertools import count
 _PIECE = re.compile(r"\{[^{}]*\}|\*|[^{}*]+|.", re.DOTALL)
 _NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?|(\d+)-([a-z])")
 
+# The values of variables by name: numbers, the place among several texts, or any text.
 Binding = Mapping[str, int | str]
-"""The values of variables by name: numbers, the place among several texts, or any text."""
 
 
 @dataclass(frozen=True, slots=True)

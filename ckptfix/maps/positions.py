@@ -2,8 +2,7 @@
 
 ``torch.optim`` numbers parameters. Their names are in the file itself (``param_names``, or names in the place of
 numbers), or follow from the order of ``named_parameters()`` and the way in which a trainer puts parameters into groups:
-a recipe. A recipe fits if each group has as many parameters as it says, and each moment the shape of its parameter.
-"""
+a recipe. A recipe fits if each group has as many parameters as it says, and each moment the shape of its parameter."""
 
 from __future__ import annotations
 
@@ -19,19 +18,13 @@ from ckptfix.core.objects import Opaque, is_flat_optimizer
 from ckptfix.core.spec import TensorSpec
 
 Shape = tuple[int, ...]
-
-DEPTH = 4
-"""Containers within each other in which an optimizer is looked for."""
-
-MANY = 1000
-"""Members of a container from which on it is a log and not a place for an optimizer."""
-
-NAMED, KEYED = "param_names", "names in the place of numbers"
-"""What makes names certain."""
+DEPTH = 4  # containers within each other in which an optimizer is looked for
+MANY = 1000  # members of a container from which on it is a log and not a place for an optimizer
+NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes names certain
 
 
+# The hyperparameter of Adagrad with which the sums of its squared gradients begin.
 INITIAL = "initial_accumulator_value"
-"""The hyperparameter of Adagrad with which the sums of its squared gradients begin."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,7 @@ class Optimizer:
     path: tuple[PathPart, ...]
     state: Mapping[Any, Any]
     groups: tuple[Mapping[str, Any], ...]
-    is_flat: bool = False
-    """Whether the file has it in flat keys: ``state.fc.weight.exp_avg``."""
+    is_flat: bool = False  # whether the file has it in flat keys: `state.fc.weight.exp_avg`
 
     @property
     def name(self) -> str:
@@ -374,8 +366,8 @@ def logical_shape(value: object) -> Shape:
     return ()
 
 
+# What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks.
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
-"""What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks."""
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:

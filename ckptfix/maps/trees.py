@@ -1,8 +1,7 @@
 """Match two trees of modules: the largest subtrees with the same shapes first, and what they contain afterwards.
 
 A stack of equal blocks is matched once: the blocks of a pool are put on top of each other, so that a leaf of the pool
-has the shapes of all its instances, and a decision is supported by the evidence of all of them.
-"""
+has the shapes of all its instances, and a decision is supported by the evidence of all of them."""
 
 from __future__ import annotations
 
@@ -17,26 +16,17 @@ from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import STATISTICS, bag, conflicts, kind, module, numbers, similarity, template, weights
 
-FORBIDDEN = 99.0
-"""What a pair that must not be chosen is worse by."""
+FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
+NARROW = 0.05  # a choice that is better by less than this is none
 
-NARROW = 0.05
-"""A choice that is better by less than this is none."""
-
+# What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
 VOTE_WEIGHT = 1.5
-"""What most blocks chose outweighs the order in one template: some list their shortcut first, others last."""
-
-LARGE = 8
-"""A subtree of this many leaves is hardly equal to another one by chance."""
+LARGE = 8  # a subtree of this many leaves is hardly equal to another one by chance
 
 
 Places = Mapping[Path, tuple[int, int]]
-
-Key = tuple[tuple[Path, ...], ...]
-"""A template: the paths of its leaves on both sides."""
-
-Choice = tuple[Key, Path, Path]
-"""A pair of subtrees of a template that belong together."""
+Key = tuple[tuple[Path, ...], ...]  # a template: the paths of its leaves on both sides
+Choice = tuple[Key, Path, Path]  # a pair of subtrees of a template that belong together
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +58,10 @@ class Node:
 class Label(IntEnum):
     """How far a match can be trusted."""
 
-    AMBIGUOUS = 0
-    """Other maps fit as well."""
-    LIKELY = 1
-    """Names and order say so; shapes would allow another map."""
-    CERTAIN = 2
-    """Shapes and structure leave one map."""
-    VERIFIED = 3
-    """Both models, run on the same input, give equal outputs."""
+    AMBIGUOUS = 0  # other maps fit as well
+    LIKELY = 1  # names and order say so; shapes would allow another map
+    CERTAIN = 2  # shapes and structure leave one map
+    VERIFIED = 3  # both models, run on the same input, give equal outputs
 
 
 @dataclass(frozen=True)

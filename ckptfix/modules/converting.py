@@ -2,8 +2,7 @@
 
 ``Traced`` tensors have a shape and say which elements of which key of the file they are made of. transformers loads
 them into a model on the meta device as it would load the file: names, stacks of experts, fused layers and permutations
-for rotary embeddings are moved by its own code, whatever its release, and no weight is read.
-"""
+for rotary embeddings are moved by its own code, whatever its release, and no weight is read."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from ckptfix.maps.layout import normal
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
 
+# An axis as the axes of the source that it consists of: size and stride of each, the outermost first.
 Axis = tuple[tuple[int, int], ...]
-"""An axis as the axes of the source that it consists of: size and stride of each, the outermost first."""
 
 
 class _UntraceableError(NotImplementedError):

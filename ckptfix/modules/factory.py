@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Arguments = Mapping[str, Any] | Sequence[Any]
-"""What ``--model-args`` gives: keyword arguments, or positional ones."""
+Arguments = Mapping[str, Any] | Sequence[Any]  # what `--model-args` gives: keyword arguments, or positional ones
 
 
 def target_of(
@@ -60,8 +59,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
     tensors is run again without it, and a remark says so. ``initial`` builds the real model on first use, from
     ``seed``. The random state of torch is left as it was.
 
-    Raises ``TargetError``: one line that says what to do, and the user's traceback where the user's own code raised.
-    """
+    Raises ``TargetError``: one line that says what to do, and the user's traceback where the user's own code raised."""
     import torch
 
     made = resolve(spec, seed)
@@ -112,8 +110,7 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
 
 def resolve(spec: str, seed: int) -> Any:
     """Return what builds the model that ``spec`` names: the object ``pkg.mod:name``, or the model of a library
-    (``timm:resnet50``). Raises ``TargetError`` if there is none.
-    """
+    (``timm:resnet50``). Raises ``TargetError`` if there is none."""
     try:
         with user_code(spec, seed):
             if spec.startswith(PREFIX) and (name := Name.of(spec)) is not None and ":" in name.name:
@@ -195,8 +192,7 @@ def user_code(spec: str, seed: int) -> Iterator[None]:
     """Run code of the user.
 
     The working directory can be imported from, random numbers come from ``seed``, and what is printed goes to stderr,
-    as stdout belongs to the report. Errors become a ``TargetError`` that carries the user's part of the traceback.
-    """
+    as stdout belongs to the report. Errors become a ``TargetError`` that carries the user's part of the traceback."""
     import torch
 
     folder = str(Path.cwd())

@@ -1,6 +1,5 @@
 """``lightning:PKG.MOD:CLASS``: a LightningModule, built as ``load_from_checkpoint`` builds it, from the arguments that
-Lightning saved in the checkpoint. Those are read inertly: only plain data reaches the class.
-"""
+Lightning saved in the checkpoint. Those are read inertly: only plain data reaches the class."""
 
 from __future__ import annotations
 
@@ -16,18 +15,17 @@ from ckptfix.errors import Opt, TargetError, UsageError
 from ckptfix.writing.plain import known_form, plain_root
 
 PREFIX = "lightning:"
+# The key of the saved arguments among those of the builder. No argument of a class can have this name.
 _SAVED = "of the checkpoint"
-"""The key of the saved arguments among those of the builder. No argument of a class can have this name."""
 
+# Where the releases of Lightning put them, the newest last.
 _PLACES = ("hparams", "module_arguments", "hyper_parameters")
-"""Where the releases of Lightning put them, the newest last."""
 
 
 def with_saved_arguments(arguments: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the arguments of ``--model-args`` together with those that Lightning saved, for ``build_class``.
 
-    Objects of classes that are not plain data are left out. So are tensors.
-    """
+    Objects of classes that are not plain data are left out. So are tensors."""
     if arguments and not isinstance(arguments, Mapping):
         raise UsageError(Opt("model_args"), ": a Lightning module takes its arguments by name; give an object")
     raw: Mapping[Any, Any] = checkpoint.root if isinstance(checkpoint.root, Mapping) else {}
@@ -90,8 +88,7 @@ def _is_data(value: Any) -> bool:
 
 def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
     """Build a LightningModule. Of the saved arguments the class gets those that it takes, or all of them as one
-    argument; those that the user gives replace them.
-    """
+    argument; those that the user gives replace them."""
     saved = more.pop(_SAVED, {"values": {}, "left out": {}, "name": None})
     accepted = inspect.signature(made).parameters
     values = {saved["name"]: saved["values"]} if saved["name"] in accepted else saved["values"]

@@ -3,8 +3,7 @@
 A name is ``SCHEME:NAME``, with keyword arguments in brackets if there are any; they are plain data, and nothing is
 evaluated. A scheme is a function: it takes the name and returns what builds the model from keyword arguments, without
 pretrained weights. It raises ``LookupError`` with a sentence if it does not know the name. Other packages add schemes
-as entry points of the group ``ckptfix.models``.
-"""
+as entry points of the group ``ckptfix.models``."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from typing import Any
 
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
-Builder = Callable[..., Any]
-"""What builds a model from keyword arguments."""
+Builder = Callable[..., Any]  # what builds a model from keyword arguments
 
 
 def timm(name: str) -> Builder:
@@ -51,8 +49,7 @@ def torchvision(name: str) -> Builder:
 
 def transformers(name: str) -> Builder:
     """``transformers:FOLDER`` with a config.json, which names the class; or ``transformers:CLASS``, with the fields of
-    its configuration, ``config=FOLDER``, or both.
-    """
+    its configuration, ``config=FOLDER``, or both."""
     library = importlib.import_module("transformers")
     if (place := _config_in(name)) is not None:
         (named, *_) = json.loads(place.read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
@@ -84,8 +81,7 @@ def _of_transformers(made: Any, config: str | None = None, **fields: Any) -> Any
 
 def diffusers(name: str) -> Builder:
     """``diffusers:FOLDER`` with the config.json of one model, such as the unet of a pipeline; or ``diffusers:CLASS``,
-    with its arguments, ``config=FOLDER``, or both.
-    """
+    with its arguments, ``config=FOLDER``, or both."""
     library = importlib.import_module("diffusers")
     if Path(name, "model_index.json").is_file():
         parts = sorted(place.parent.name for place in Path(name).glob("*/config.json"))
@@ -162,8 +158,7 @@ def ultralytics(name: str) -> Builder:
 
 def detectron2(name: str) -> Builder:
     """``detectron2:CONFIG``: a YAML file, or one of detectron2's model zoo. Arguments are options of the
-    configuration.
-    """
+    configuration."""
     import torch
 
     settings = importlib.import_module("detectron2.config")
@@ -186,6 +181,7 @@ def detectron2(name: str) -> Builder:
     return build
 
 
+# The schemes of this package, each with what `pip install` calls its library.
 SCHEMES: Mapping[str, tuple[Callable[[str], Builder], str]] = {
     "timm": (timm, "timm"),
     "torchvision": (torchvision, "torchvision"),
@@ -197,7 +193,6 @@ SCHEMES: Mapping[str, tuple[Callable[[str], Builder], str]] = {
     "ultralytics": (ultralytics, "ultralytics"),
     "detectron2": (detectron2, "git+https://github.com/facebookresearch/detectron2"),
 }
-"""The schemes of this package, each with what ``pip install`` calls its library."""
 
 _GROUP = "ckptfix.models"
 _MODULES = {"smp": "segmentation_models_pytorch"}
@@ -258,8 +253,7 @@ def named_builder(spec: str) -> Builder | None:
     """Return what builds the model of this name; None if the text does not begin with a scheme.
 
     Raises ``TargetError``, which says in one line what to do, if the library is not installed, and for a name or
-    arguments that mean nothing. So does the builder if the library does not build the model.
-    """
+    arguments that mean nothing. So does the builder if the library does not build the model."""
     name = Name.of(spec)
     found = None if name is None else _scheme(name.scheme)
     if name is None or found is None:

@@ -3,8 +3,7 @@
 A layer that is measured uses the statistics of each batch, so that what comes after it sees what it would have seen in
 training; its running statistics are the averages over all batches, each weighted by its size. Everything else runs in
 eval mode: no dropout, no other statistics, no gradients. Source: torch.optim.swa_utils.update_bn, which measures all
-layers, weighs a short last batch like a full one, and runs dropout.
-"""
+layers, weighs a short last batch like a full one, and runs dropout."""
 
 from __future__ import annotations
 

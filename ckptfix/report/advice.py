@@ -17,11 +17,9 @@ from ckptfix.report.figures import percent
 from ckptfix.report.style import Line, Span
 from ckptfix.report.telling import Mode, Telling
 
+# Options that act on every finding, and so may drop or fill what another finding says is in the file.
 _DESTRUCTIVE = {"unsafe_fixes", "drop_mismatched"}
-"""Options that act on every finding, and so may drop or fill what another finding says is in the file."""
-
-_NAMED = 3
-"""Modules that a price names."""
+_NAMED = 3  # modules that a price names
 
 
 def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
@@ -76,8 +74,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
 
 def recommended(report: Report) -> list[Remedy]:
     """Return the remedies that one command can carry out together: the first one of each finding, if it needs nothing
-    more from the user. None of them makes a weight untrained that the file has in another form.
-    """
+    more from the user. None of them makes a weight untrained that the file has in another form."""
     remaining = _remaining(report)
     is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining)
     return [
@@ -179,8 +176,7 @@ def command_for(source: str, choices: Mapping[str, Any], remedies: Iterable[Reme
 
 def with_remedies(choices: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
     """Return the choices together with the options of the remedies. What the user chose stays, except for the format:
-    a remedy that names one says that the other cannot hold the weights.
-    """
+    a remedy that names one says that the other cannot hold the weights."""
     merged = dict(choices)
     for name, value in (option for remedy in remedies for option in remedy.options):
         if isinstance(value, tuple):

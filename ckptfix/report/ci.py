@@ -6,8 +6,7 @@ https://docs.github.com/code-security/code-scanning/integrating-with-code-scanni
 JUnit XML, a suite for each file and a failed test for each defect: https://github.com/testmoapp/junitxml
 Workflow commands, which GitHub Actions shows beside the file:
 https://docs.github.com/actions/reference/workflow-commands-for-github-actions. Escapes: ``escapeData`` and
-``escapeProperty`` in https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts.
-"""
+``escapeProperty`` in https://github.com/actions/toolkit/blob/main/packages/core/src/command.ts."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from ckptfix.rules import RULES
 
 _MANUALS = {rule.code: rule for rule in RULES}
 
+# Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number.
 _MOST_KEYS = 100
-"""Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number."""
 
 
 @dataclass

@@ -129,8 +129,7 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
     """Return a rename without the segments that it leaves alone.
 
     Each stretch of kept segments is ``{…}``. ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``,
-    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``.
-    """
+    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``."""
     old, new = key.split("."), to.split(".")
     if (kept := _subsequence(new, old)) is not None:
         return _pattern(old, kept), _pattern(new, [True] * len(new), breaks=_breaks(kept))
@@ -294,6 +293,7 @@ def _dequantise_lines(edits: Sequence[Dequantise], limit: int | None) -> Iterato
         yield from _listed(head, (edit.key for edit in codes), limit)
 
 
+# What the edits of each kind are called, in the order of the report; those of optimizers come after them.
 LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]] = {
     Rename: _rename_lines,
     RenameModule: _module_lines,
@@ -312,4 +312,3 @@ LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]]
     Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],
     Rewrite: lambda edits, limit: [f"write it anew: the file {edit.cause}" for edit in edits],
 }
-"""What the edits of each kind are called, in the order of the report; those of optimizers come after them."""

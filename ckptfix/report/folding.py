@@ -2,8 +2,7 @@
 
 Keys are split into segments. Two patterns that differ in one segment only become one pattern with both alternatives
 there, so each pattern is a full product and stands for exactly the keys that were put in: nothing is implied that is
-not there.
-"""
+not there."""
 
 from __future__ import annotations
 
@@ -13,15 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-MAX_NAMES = 6
-"""More alternatives than this are no longer read at a glance, unless they are numbers."""
-
+MAX_NAMES = 6  # more alternatives than this are no longer read at a glance, unless they are numbers
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
 _INTEGER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
 _NUMBERED = re.compile(r"(.*?[^0-9])(0|[1-9][0-9]{0,17})", re.DOTALL)
-
-Slot = tuple[str, ...]
-"""The alternatives of one segment, in a fixed order."""
+Slot = tuple[str, ...]  # the alternatives of one segment, in a fixed order
 Pattern = tuple[Slot, ...]
 
 
@@ -48,8 +43,7 @@ class Fold:
 def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> list[Fold]:
     """Fold keys into patterns, in the order of their first keys.
 
-    With ``spec`` only keys for which it gives the same text come together. A key that occurs twice counts once.
-    """
+    With ``spec`` only keys for which it gives the same text come together. A key that occurs twice counts once."""
     ranks: dict[str, int] = {}
     # Patterns of different length or spec never merge. The number is that of the first key, for the order.
     groups: dict[tuple[str, int], dict[Pattern, int]] = {}

@@ -24,8 +24,8 @@ from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.writing.plain import NATIVE, known_form
 
+# From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
 BLOAT = 1.25
-"""From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word."""
 
 _SHOWN = 12
 _NAMES = (Kind.PAYLOAD, Kind.UNTRUSTED)
@@ -227,8 +227,7 @@ def _is_known(value: Opaque) -> bool:
     return known_form(value) is not None or name in NATIVE or name.startswith(_PACKAGES) or is_torch
 
 
-_PACKAGES = ("pathlib.", "omegaconf.")
-"""Packages of which every class has a plain form."""
+_PACKAGES = ("pathlib.", "omegaconf.")  # packages of which every class has a plain form
 
 
 def _counts(numbers: Mapping[str, int]) -> list[str]:

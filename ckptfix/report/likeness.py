@@ -13,11 +13,8 @@ from ckptfix.core.options import command_words
 from ckptfix.core.wording import typed
 from ckptfix.report.style import Line, Span
 
-_FEW = 2
-"""Other models of the same structure that are named; of more there is the number."""
-
-_MODULES = 3
-"""Modules that a difference names."""
+_FEW = 2  # other models of the same structure that are named; of more there is the number
+_MODULES = 3  # modules that a difference names
 
 _SIZES: Mapping[str, Callable[[int], str]] = {
     "num_classes": lambda size: f"{size} class{'es' if size != 1 else ''}",

@@ -1,8 +1,7 @@
 """Text on its way to a stream: colours, the symbols that its encoding has, and nothing that could steer a terminal.
 
 A renderer yields lines made of plain strings and ``Span`` objects. Only ``Paper.write`` turns them into text, so a
-key, a message or a file name with an escape sequence in it cannot reach the terminal as one.
-"""
+key, a message or a file name with an escape sequence in it cannot reach the terminal as one."""
 
 from __future__ import annotations
 
@@ -31,15 +30,13 @@ _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—":
 class Span:
     """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong``, ``faint`` or ``command``.
 
-    A line with a command in it is never broken: it has to work when it is pasted.
-    """
+    A line with a command in it is never broken: it has to work when it is pasted."""
 
     text: str
     role: str
 
 
-Line = str | tuple[str | Span, ...]
-"""One line: text, or pieces of it."""
+Line = str | tuple[str | Span, ...]  # one line: text, or pieces of it
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from ckptfix.core.finding import Finding, counted
 from ckptfix.core.report import Report
 
+# The rules that find the values of a tensor broken, and not its name or its shape.
 ABOUT_VALUES = ("VAL", "FIL2", "RUN")
-"""The rules that find the values of a tensor broken, and not its name or its shape."""
 
 
 class Mode(Enum):
@@ -26,8 +26,7 @@ class Telling:
     """How to tell a report.
 
     ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
-    names; the commands of the advice repeat them.
-    """
+    names; the commands of the advice repeat them."""
 
     mode: Mode = Mode.CHECK
     verbose: bool = False

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.smoke_result import SmokeResult
 
-_FEW = 2
-"""Defects of which the headline has the messages; of more it has the names, by kind."""
-
+_FEW = 2  # defects of which the headline has the messages; of more it has the names, by kind
 _NAMES = 3
 _LENGTH = 100
 _KEY_WIDTH = 60

@@ -24,11 +24,11 @@ FOLDER = Path(__file__).parent
 
 _ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
 _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
+# Where a whole file of Stable Diffusion has the source of a map, and what keeps its name there.
 WITHIN: dict[str, tuple[str, tuple[MapRule, ...]]] = {
     "ldm-unet_diffusers": ("model.diffusion_model.", ()),
     "ldm-vae_diffusers": ("first_stage_model.", (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))),
 }
-"""Where a whole file of Stable Diffusion has the source of a map, and what keeps its name there."""
 
 
 def names() -> list[str]:

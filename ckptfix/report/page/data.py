@@ -113,16 +113,14 @@ def short(number: float) -> float | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e6 else rounded
 
 
-WEIGHTS_VERSION = 1
-"""Grows when a field changes its meaning or goes away; new fields do not count."""
+WEIGHTS_VERSION = 1  # grows when a field changes its meaning or goes away; new fields do not count
 
 
 def weights_to_json(report: Report) -> dict[str, Any]:
     """Return the statistics of the tensors that the rules read, in the file's order.
 
     A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
-    the flag says that there was something.
-    """
+    the flag says that there was something."""
     flags = _flags(report)
     layers = []
     for key, figures in report.figures.items():

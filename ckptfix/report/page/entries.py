@@ -22,12 +22,9 @@ from ckptfix.report.likeness import likeness_commands, likeness_text
 from ckptfix.report.page.data import Budget, digest, script_json
 from ckptfix.report.telling import Mode, Telling
 
+# What a row of the table holds, in this order.
 COLUMNS = "name outcome codes format tensors numel size share smoke seconds output error".split()
-"""What a row of the table holds, in this order."""
-
-LISTS_LIMIT = 2_500_000
-"""Characters for complete lists of renamed keys; files beyond it only have them folded."""
-
+LISTS_LIMIT = 2_500_000  # characters for complete lists of renamed keys; files beyond it only have them folded
 LEVELS = ("note", "warning", "error")
 MOST_COMMANDS = 1000
 _LINES = 24
@@ -47,10 +44,9 @@ class Entries:
         self._lists = Budget(lists_limit)
         self._seen: dict[tuple[str, bytes], int] = {}
         self._dry_run = dry_run
-        self.levels: dict[str, str] = {}
-        """The worst level of each code in the files so far."""
+        self.levels: dict[str, str] = {}  # the worst level of each code in the files so far
+        # The first command of each file that needs a decision, up to `MOST_COMMANDS`.
         self.commands: dict[str, str] = {}
-        """The first command of each file that needs a decision, up to ``MOST_COMMANDS``."""
 
     def row(self, record: Mapping[str, Any]) -> list[Any]:
         """Return the row of the table: the values of ``COLUMNS``."""
@@ -83,8 +79,7 @@ class Entries:
     def account(self, number: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the page of the file of this number shows; what is empty is left out.
 
-        What is equal to that of an earlier file is not written again: ``same`` gives the number of that file.
-        """
+        What is equal to that of an earlier file is not written again: ``same`` gives the number of that file."""
         edits = list(record.get("edits") or ())
         account = {name: record[name] for name in _SHOWN if record.get(name)} | {
             "findings": [_finding(finding) for finding in record.get("findings") or ()],

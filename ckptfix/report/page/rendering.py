@@ -25,13 +25,10 @@ from ckptfix.rules import RULES
 T = TypeVar("T")
 
 PAGE_VERSION = 1
+# Characters that a page has for files and their weights. Files are never left out, weights are: those that come last,
+# and those of healthy files first.
 PAGE_LIMIT, LEAST_FOR_WEIGHTS = 12_000_000, 2_000_000
-"""Characters that a page has for files and their weights. Files are never left out, weights are: those that come last,
-and those of healthy files first."""
-
-MARK = '<meta name="generator" content="ckptfix'
-"""What a page of ours has among its first characters."""
-
+MARK = '<meta name="generator" content="ckptfix'  # what a page of ours has among its first characters
 _ROWS_IN_ONE = 500
 _STYLES = ("vendor/tabulator.min.css", "vendor/uplot.min.css", "page.css")
 _SCRIPTS = ("vendor/tabulator.min.js", "vendor/uplot.min.js")
@@ -63,8 +60,7 @@ def write_page(
     ``records`` are lines of a manifest (``Record.to_json``), ``weights`` lines of ``weights.jsonl`` in any order, one
     for a file; those of files that no record names are ignored. Records and weights are read once and not kept, so that
     a page of many files takes little memory. ``facts`` say what the run was: versions, date, settings, as words and
-    values. ``renames`` maps old names of files to new ones. ``dry_run`` says that nothing was written.
-    """
+    values. ``renames`` maps old names of files to new ones. ``dry_run`` says that nothing was written."""
     run = {
         "title": printable(title),
         "facts": _words(facts),

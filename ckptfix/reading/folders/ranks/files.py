@@ -18,11 +18,10 @@ from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
-MOST_RANKS = 1 << 20
-"""Ranks that a file may claim: more than any training ever had."""
+MOST_RANKS = 1 << 20  # ranks that a file may claim: more than any training ever had
 
+# What reading the fields of inert data raises if they are not as a framework writes them.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What reading the fields of inert data raises if they are not as a framework writes them."""
 
 _LISTED = 4
 _TAG_LIMIT = 1 << 10
@@ -30,11 +29,11 @@ _FACTS = 4096
 
 _Rank = TypeVar("_Rank")
 
+# Reads the content of one file; the second argument says whether damaged files are to be salvaged.
 ReadContent = Callable[[Content, bool], Document]
-"""Reads the content of one file; the second argument says whether damaged files are to be salvaged."""
 
+# Returns the merged document of a folder, None if the folder is of another kind.
 Reader = Callable[[Path, bool, ReadContent], Document | None]
-"""Returns the merged document of a folder, None if the folder is of another kind."""
 
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:

@@ -24,6 +24,7 @@ class Framework:
     of_file: Callable[[Path], tuple[Path, Reader] | None]
 
 
+# Every framework, in the order in which a folder is asked.
 FRAMEWORKS = (
     Framework(pipeline.find, pipeline.read_folder, pipeline.of_file),
     Framework(universal.find, universal.read_folder, universal.of_file),
@@ -32,7 +33,6 @@ FRAMEWORKS = (
     Framework(llama.find, llama.read_folder, llama.of_file),
     Framework(fsdp.find, fsdp.read_folder, fsdp.of_file),
 )
-"""Every framework, in the order in which a folder is asked."""
 
 
 def read_ranks(folder: Path, salvage: bool, read: ReadContent) -> Document | None:

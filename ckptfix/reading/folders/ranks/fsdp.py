@@ -44,8 +44,8 @@ from ckptfix.reading.weights.document import Document
 NAME = "fsdp"
 
 _DEPTH = 32
+# Keys of numbers that are the same in all ranks of one save.
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
-"""Keys of numbers that are the same in all ranks of one save."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class _Collected:
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
     plain: TensorSpec | None = None
     differs: bool = False
+    # Views of the ranks' flat parameters, in the order of the ranks (`LOCAL_STATE_DICT` with the names).
     stretches: list[TensorSpec] = field(default_factory=list)
-    """Views of the ranks' flat parameters, in the order of the ranks (``LOCAL_STATE_DICT`` with the names)."""
 
 
 _Path = tuple[PathPart, ...]
@@ -332,8 +332,8 @@ def _replaced(
     return made[id(value)]
 
 
+# The shape of the whole, the number of ranks that have parts of it, and the parts in this file.
 _Parts = tuple[tuple[int, ...], int, list[tuple[Box, TensorSpec]]]
-"""The shape of the whole, the number of ranks that have parts of it, and the parts in this file."""
 
 
 def _sharded_parts(tensor: Opaque) -> _Parts:

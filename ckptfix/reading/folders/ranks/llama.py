@@ -27,6 +27,7 @@ NAME = "llama"
 
 _PARAMS_LIMIT = 1 << 20
 
+# Along which dimension a tensor is divided, by its name.
 RULES = rules(
     "0 wq.weight wk.weight wv.weight output.weight lm_head.weight",
     "0 w1.weight w3.weight mlp.c_fc.weight mlp.c_fc.bias conv1._linear.weight vision_projection.weight",
@@ -37,7 +38,6 @@ RULES = rules(
     "0 tok_embeddings.weight",
     "- norm.weight attention_norm.weight ffn_norm.weight rope.freqs router_DE",
 )
-"""Along which dimension a tensor is divided, by its name."""
 
 
 def find(folder: Path) -> Path | None:

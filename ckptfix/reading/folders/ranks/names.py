@@ -14,10 +14,10 @@ PIPELINE_LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\
 MEGATRON_RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
 LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 LLAMA_PARAMS = "params.json"
+# Files that are numbered by rank are those of FSDP, and many others.
 NUMBERED = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
-"""Files that are numbered by rank are those of FSDP, and many others."""
 
 _WORD = re.compile(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)")
 
@@ -30,12 +30,9 @@ class RankNames:
     """
 
     files: re.Pattern[str]
-    depth: int = 1
-    """How many names the path has."""
-    beside: re.Pattern[str] | None = None
-    """Other files below the folder that belong to them."""
-    marks: tuple[bytes, ...] = ()
-    """What the first bytes of such a file hold, if its name does not say enough."""
+    depth: int = 1  # how many names the path has
+    beside: re.Pattern[str] | None = None  # other files below the folder that belong to them
+    marks: tuple[bytes, ...] = ()  # what the first bytes of such a file hold, if its name does not say enough
 
 
 RANK_NAMES = (

@@ -34,8 +34,7 @@ class Rule:
 
     pattern: re.Pattern[str]
     axis: int | None
-    is_gated: bool = False
-    """Whether two matrices may be stacked in it, as in gated linear units."""
+    is_gated: bool = False  # whether two matrices may be stacked in it, as in gated linear units
 
 
 def rules(*lines: str) -> tuple[Rule, ...]:
@@ -54,8 +53,8 @@ def find_rule(table: Sequence[Rule], name: str) -> Rule | None:
     return next((rule for rule in table if rule.pattern.fullmatch(name)), None)
 
 
+# Says how a tensor is divided into these parts; None if nothing is known of its name.
 Splits = Callable[[str, Sequence[TensorSpec]], "Split | None"]
-"""Says how a tensor is divided into these parts; None if nothing is known of its name."""
 
 
 def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:

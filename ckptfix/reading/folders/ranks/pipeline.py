@@ -38,15 +38,15 @@ NAME = "pipeline"
 
 _TIED = "tied_modules."
 
+# Along which dimension a tensor is divided, by its name.
 RULES = (
     *rules("0 final_linear.weight word_embeddings.weight", "- attention.rotary_emb.inv_freq attention.masked_bias"),
     *megatron.RULES,
 )
-"""Along which dimension a tensor is divided, by its name."""
 
 _NEOX = re.compile(r"(?:^|\.)attention\.query_key_value\.")
+# What a layer of GPT-NeoX has, and its biases of which every rank has a part of the sum.
 _SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
-"""What a layer of GPT-NeoX has, and its biases of which every rank has a part of the sum."""
 
 
 def find(folder: Path) -> Path | None:

@@ -27,8 +27,8 @@ NAME = "universal"
 LATEST = "latest_universal"
 PARAMETERS = "zero"
 MASTER = "fp32"
+# The folder of the parameters, the file of a master in each, and that of the optimizer's groups beside them.
 GROUPS = "optimizer_state.pt"
-"""The folder of the parameters, the file of a master in each, and that of the optimizer's groups beside them."""
 
 
 def find(folder: Path) -> Path | None:

@@ -55,20 +55,19 @@ NAME = "zero"
 LATEST = "latest"
 
 _FRAGMENTS = "frozen_param_fragments"
+# Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each.
 _PADDING = 16
-"""Numbers for each rank that the padding of a flat group stays below; DeepSpeed pads to a multiple of two for each."""
 
 _EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 _PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
-_QUANTIFIERS = 3
-"""Patterns of names that are run: in time that no name can make long."""
+_QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
+# What the model states say only for those who merge the ranks.
 PARTITION = frozenset(
     "mp_world_size universal_checkpoint_info num_experts"
     " buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions".split()
 )
-"""What the model states say only for those who merge the ranks."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -199,11 +198,10 @@ class _States:
 
     masters: list[TensorSpec]
     stage: int
-    counts: list[int]
-    """Over how many ranks each group is cut; fewer than there are for a group of experts."""
+    counts: list[int]  # over how many ranks each group is cut; fewer than there are for a group of experts
     paddings: Any
+    # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
     optimizer: Mapping[str, Any]
-    """The state_dict of the inner optimizer: ``state`` by number of the flat group, and ``param_groups``."""
     version: str = ""
 
     @property
@@ -522,8 +520,7 @@ def whole_module(
     return weights
 
 
-_Take = Callable[[_States, int], Any]
-"""What takes the slice of a flat group out of the states of a rank."""
+_Take = Callable[[_States, int], Any]  # what takes the slice of a flat group out of the states of a rank
 
 
 def _moment(numbers: Sequence[int], field: str, states: _States, index: int) -> Any:
