@@ -1,34 +1,42 @@
-"""Ranks that the torch at hand writes, beside its own full state_dict: every kind of FSDP, on two and on four ranks."""
+"""Ranks that the frameworks at hand write, beside what their own tools make of them.
+
+FSDP is that of the installed torch. DeepSpeed is that of the Python named in ``CKPTFIX_DEEPSPEED``, or the installed
+one."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptfix
+from ckptfix.reading.tensors import row_major_bytes
 from tests.checks import bytes_of
 
-GENERATOR = Path(__file__).parent / "generators" / "fsdp.py"
+GENERATORS = Path(__file__).parent / "generators"
+DEEPSPEED = os.environ.get("CKPTFIX_DEEPSPEED", "")
+FROZEN = {"frozen.weight", "frozen.bias"}
 
 
-def free_port() -> int:
+def generate(python: str, script: str, folder: Path, world: int, *cases: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
-        return port
+    command = [python, str(GENERATORS / script), str(folder), str(world), str(port), *cases]
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_kind_of_fsdp(tmp_path: Path, world: int) -> None:
-    command = [sys.executable, str(GENERATOR), str(tmp_path), str(world), str(free_port())]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    generate(sys.executable, "fsdp.py", tmp_path, world)
     kinds = sorted(path.stem for path in tmp_path.glob("*.pt"))
     assert len(kinds) == (4 if world == 2 else 6)
     for kind in kinds:
@@ -41,3 +49,30 @@ def test_every_kind_of_fsdp(tmp_path: Path, world: int) -> None:
         for key, value in truth.items():
             assert bytes_of(got[key]) == bytes_of(value), (kind, key)
             assert kind == "names" or got[key].shape == value.shape, (kind, key)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not DEEPSPEED and find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: name a Python that has it in CKPTFIX_DEEPSPEED",
+)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_kind_of_zero(tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages 1 to 3, three dtypes, one, two and many groups; ties, frozen parameters and small sub-groups in each."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    generate(DEEPSPEED or sys.executable, "zero.py", tmp_path, world)
+    cases = sorted(path.stem for path in tmp_path.glob("*.pt"))
+    assert len(cases) == 27
+    for case in cases:
+        truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
+        checkpoint = ckptfix.open_checkpoint(tmp_path / case)
+        got, optimizer = checkpoint.state_dict(), checkpoint.root["optimizer"]
+        # What ZeRO 1 does not write for frozen parameters is in the model states, and zero_to_fp32 loses it.
+        assert got.keys() - truth["weights"].keys() == (FROZEN if case.startswith("1") else set()), case
+        for key, value in truth["weights"].items():
+            assert (got[key].shape, bytes_of(got[key].to(value.dtype))) == (value.shape, bytes_of(value)), (case, key)
+        for place, value in truth.get("moments", {}).items():
+            name, _, field = place.rpartition("/")
+            if name in optimizer["state"]:  # that tool invents moments of buffers and frozen parameters
+                moment = row_major_bytes(optimizer["state"][name][field], case)
+                assert bytes(moment) == bytes_of(value), (case, place)
