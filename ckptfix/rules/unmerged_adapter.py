@@ -195,13 +195,23 @@ def _in_words(sizes: Mapping[str, float]) -> str:
 
 
 def _kind(adapter: Adapter) -> str:
-    """Return what an adapter is, in words: its type, and its ranks."""
+    """Return what an adapter is, in words: its type, its ranks, and how many rows those of several experts take."""
     roles = {role for layer in adapter.layers for role in layer.keys}
     if "scale" in roles:
         return "an IA3 adapter"
-    ranks = Counter(one.shape[0] for layer in adapter.layers if (one := adapter.spec(layer, "A")) is not None)
+    ranks: Counter[int] = Counter()
+    stacked: set[int] = set()
+    for layer in adapter.layers:
+        if (one := adapter.spec(layer, "A")) is not None and one.shape:
+            try:
+                rank = adapter.rank(layer)
+            except AdapterError:  # the configuration is wrong, which the merge says
+                rank = one.shape[0]
+            ranks[rank] += 1
+            stacked |= {one.shape[0]} - {rank}
     common = ", ".join(str(rank) for rank, _ in ranks.most_common(3))
-    return f"a {'DoRA' if 'magnitude' in roles else 'LoRA'} adapter of rank {common}"
+    rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
+    return f"a {'DoRA' if 'magnitude' in roles else 'LoRA'} adapter of rank {common}" + (rows if stacked else "")
 
 
 def _config_of(path: str) -> object:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.errors import TargetError
-from tests.checks import check_noop, check_repaired
+from tests.checks import bytes_of, check_noop, check_repaired
 
 OUT, IN = 200, 260
 
@@ -58,6 +60,25 @@ def test_8_bit_floats_in_squares():
     before = {**model.state_dict(), "0.weight": codes, "0.weight_scale_inv": scales}
     weight = (codes.float() * squares).to(torch.bfloat16)
     check_repaired(before, floats_of(model, weight), "FIT107", model, unsafe_fixes=True)
+
+
+def test_8_bit_floats_as_torch_reads_them(tmp_path):
+    """``QuantizedHuggingFaceStorageReader`` of torch 2.9 and later, beside the file that is written."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage", reason="torch 2.9 or later")
+    from torch.distributed.checkpoint import load
+
+    model = net()
+    codes, scales = torch.randn(OUT, IN).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    source = tmp_path / "saved" / "model-00001-of-00001.safetensors"
+    source.parent.mkdir()
+    saved = {**model.state_dict(), "0.weight": codes, "0.weight_scale_inv": scales}
+    save_file(saved, source)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(saved, source.name)}
+    (source.parent / "model.safetensors.index.json").write_text(json.dumps(index))
+    wanted = {"0.weight": torch.zeros(OUT, IN)}
+    load(wanted, storage_reader=dcp.QuantizedHuggingFaceStorageReader(str(source.parent)))
+    ckptfix.repair(source.parent, model, output=tmp_path / "whole.safetensors", unsafe_fixes=True)
+    assert bytes_of(load_file(tmp_path / "whole.safetensors")["0.weight"]) == bytes_of(wanted["0.weight"])
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (OUT,), (OUT, 1)], ids=str)

@@ -235,6 +235,9 @@ def test_stacked_experts(inputs_first, dtype, tmp_path, monkeypatch):
     adapter = trained(config, tmp_path / "adapter", dtype, make)
     repaired, _ = ckptfix.repair_state_dict(make(dtype).state_dict(), adapter=adapter, select="FIL108")
     assert_same(repaired, merged_by_peft([adapter], dtype, make))
+    (found,) = ckptfix.check(adapter).findings
+    rows = 3 * make().experts.gate_up_proj.shape[0]
+    assert found.message.startswith(f"a LoRA adapter of rank 3 ({rows} rows: one rank after another for each expert)")
 
 
 def test_an_adapter_alone(tmp_path):

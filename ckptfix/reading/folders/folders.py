@@ -12,6 +12,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import read_ranks
+from ckptfix.reading.folders.ranks.megatron import unstacked
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.known import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
@@ -36,7 +37,8 @@ FOLDER_FORMATS = (
 )
 
 # What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
-COMMON = ("meta.pt", "common.pt")
+TORCH_DIST = "common.pt"
+COMMON = ("meta.pt", TORCH_DIST)
 
 # How names of checkpoints end; looked at only to say which file of a folder may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
@@ -126,9 +128,10 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
     if not isinstance(common.root, dict):
         return document
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
+    root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     return replace(
         document,
-        root=type(document.root)({**document.root, **{k: v for k, v in common.root.items() if k not in document.root}}),
+        root=unstacked(root) if file.name == TORCH_DIST else root,
         names=document.names | common.names,
         remarks=list(dict.fromkeys((*document.remarks, *common.remarks))),
         damage=[*document.damage, *damage],

@@ -48,6 +48,7 @@ _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
+_STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _TEXT_LIMIT = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
@@ -303,6 +304,30 @@ def whole_arguments(args: Any) -> Any:
         changed = {key: known.get(key, value) for key, value in args.state.items()}
         return Opaque(args.cls, args.args, args.kwargs, changed)
     return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
+
+
+def unstacked(root: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of ``torch_dist``, in which with a tensor for each layer in place of stacks.
+
+    Stacked are those whose names have no number after ``layers``, if all of them are of as many layers: those that the
+    arguments say, if they are there. Otherwise nothing is changed."""
+    found = {key: match for key in root if isinstance(key, str) and (match := _STACKED.fullmatch(key))}
+    stacks = {key: spec for key in found if isinstance(spec := root[key], TensorSpec) and spec.shape}
+    layers = {spec.shape[0] for spec in stacks.values()}
+    if len(layers) != 1 or _arguments(root).get("num_layers", *layers) not in layers:
+        return dict(root)
+    made: dict[Any, Any] = {}
+    for key, value in root.items():
+        if key not in stacks:
+            made[key] = value
+            continue
+        for number in range(value.shape[0]):
+            name = f"{found[key][1]}{number}.{found[key][2]}"
+            if name in root:
+                raise UnreadableError(f"{name} is there beside {key}, which holds it too; the folder is of two saves")
+            offset = value.offset + number * value.strides[0]
+            made[name] = replace(value, shape=value.shape[1:], strides=value.strides[1:], offset=offset)
+    return made
 
 
 def _chunk_number(key: str) -> int:

@@ -12,7 +12,9 @@ import torch
 
 import ckptfix
 from ckptfix.core.facts import Kind
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks.megatron import unstacked
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
 
@@ -37,6 +39,35 @@ def test_what_is_written_is_of_one_rank(tmp_path: Path) -> None:
     whole = torch.load(tmp_path / "whole.pth")
     args = whole["args"]
     assert (args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"], whole["iteration"]) == (1, 1, 1)
+
+
+def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
+    """Under their names on disk, where a norm is a part of the layer that follows it."""
+    folder, truth = unpacked("megatron_dist_tp2pp2", tmp_path)
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert checkpoint.specs.keys() >= truth.keys()
+    assert not [key for key in checkpoint.specs if "layers.self_attention" in key or "layers.mlp" in key]
+    for key, value in truth.items():
+        got = checkpoint.read(key)
+        assert (got.shape, bytes_of(got)) == (value.shape, bytes_of(value)), key
+
+
+@pytest.mark.parametrize("change", ["other-depth", "numbered", "other-arguments"])
+def test_what_is_not_stacked_stays(change: str) -> None:
+    spec = TensorSpec("float32", (4, 3), (3, 1))
+    root: dict[Any, Any] = {
+        "decoder.layers.mlp.weight": spec,
+        "args": {"num_layers": 4},
+        "other.layers.mlp.weight": spec,
+    }
+    assert len(unstacked(root)) == 9
+    if change == "other-depth":
+        root["other.layers.mlp.weight"] = TensorSpec("float32", (2, 3), (3, 1))
+    elif change == "numbered":
+        root = {"decoder.layers.0.mlp.weight": spec, "args": {"num_layers": 4}}
+    else:
+        root["args"] = {"num_layers": 3}
+    assert unstacked(root) == root
 
 
 def layer(gated: bool) -> dict[str, torch.Tensor]:
