@@ -65,7 +65,7 @@ def test_8_bit_floats_in_squares():
 def test_8_bit_floats_as_torch_reads_them(tmp_path):
     """``QuantizedHuggingFaceStorageReader`` of torch 2.9 and later, beside the file that is written."""
     dcp = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage", reason="torch 2.9 or later")
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     model = net()
     codes, scales = torch.randn(OUT, IN).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5

@@ -12,7 +12,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import read_ranks
-from ckptfix.reading.folders.ranks.megatron import unstacked
+from ckptfix.reading.folders.ranks.megatron import of_torch_dist
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.known import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
@@ -131,7 +131,7 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     return replace(
         document,
-        root=unstacked(root) if file.name == TORCH_DIST else root,
+        root=of_torch_dist(root, common.root) if file.name == TORCH_DIST else root,
         names=document.names | common.names,
         remarks=list(dict.fromkeys((*document.remarks, *common.remarks))),
         damage=[*document.damage, *damage],

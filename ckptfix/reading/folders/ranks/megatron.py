@@ -49,6 +49,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+_BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 _TEXT_LIMIT = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
@@ -306,15 +307,27 @@ def whole_arguments(args: Any) -> Any:
     return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
 
 
-def unstacked(root: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of ``torch_dist``, in which with a tensor for each layer in place of stacks.
+def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the container of ``torch_dist`` as that of ``torch``: the weights as ``model``, with one tensor for each
+    layer, in front of the rest of the chunks and of what ``common.pt`` has."""
+    held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
+    weights = {key: value for key, value in held.items() if not str(key).startswith(_BESIDE)}
+    if "model" in root or not weights:
+        return dict(root)
+    rest = {
+        key: whole_arguments(value) if key == "args" else value for key, value in root.items() if key not in weights
+    }
+    return {"model": OrderedDict(unstacked(weights, _arguments(common).get("num_layers"))), **rest}
 
-    Stacked are those whose names have no number after ``layers``, if all of them are of as many layers: those that the
-    arguments say, if they are there. Otherwise nothing is changed."""
+
+def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
+    """Return weights with one tensor for each layer in place of stacks.
+
+    Stacked are those whose names have no number after ``layers``, if all of them are of as many layers: ``layers``, if
+    that is known. Otherwise nothing is changed."""
     found = {key: match for key in root if isinstance(key, str) and (match := _STACKED.fullmatch(key))}
     stacks = {key: spec for key in found if isinstance(spec := root[key], TensorSpec) and spec.shape}
-    layers = {spec.shape[0] for spec in stacks.values()}
-    if len(layers) != 1 or _arguments(root).get("num_layers", *layers) not in layers:
+    if len(counts := {spec.shape[0] for spec in stacks.values()}) != 1 or layers not in (None, *counts):
         return dict(root)
     made: dict[Any, Any] = {}
     for key, value in root.items():

@@ -1,7 +1,7 @@
 """Ranks that the frameworks at hand write, beside what their own tools make of them.
 
-FSDP is that of the installed torch. DeepSpeed is that of the Python named in ``CKPTFIX_DEEPSPEED``, or the installed
-one."""
+FSDP is that of the installed torch. DeepSpeed and Megatron are the installed ones, or those of the Python that
+``CKPTFIX_DEEPSPEED`` and ``CKPTFIX_MEGATRON`` name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from ckptfix.reading.tensors import row_major_bytes
 from tests.checks import bytes_of
 
 GENERATORS = Path(__file__).parent / "generators"
-DEEPSPEED = os.environ.get("CKPTFIX_DEEPSPEED", "")
+DEEPSPEED, MEGATRON = os.environ.get("CKPTFIX_DEEPSPEED", ""), os.environ.get("CKPTFIX_MEGATRON", "")
 FROZEN = {"frozen.weight", "frozen.bias"}
 
 
@@ -53,6 +54,29 @@ def test_every_kind_of_fsdp(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
+    not MEGATRON and find_spec("megatron") is None,
+    reason="megatron-core is not installed: name a Python that has it in CKPTFIX_MEGATRON",
+)
+def test_every_kind_of_megatron(tmp_path: Path) -> None:
+    """Six grids of ranks and chunks, GELU and SwiGLU, MHA and GQA, tied and untied: as ranks, and as torch_dist."""
+    generate(MEGATRON or sys.executable, "mcore.py", tmp_path, 4)
+    cases = sorted(path.stem for path in tmp_path.glob("*.pt"))
+    assert len(cases) == 48
+    for case in cases:
+        truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
+        for kind in ("", "-dist"):
+            got = ckptfix.open_checkpoint(tmp_path / f"{case}{kind}").state_dict()
+            for key, value in truth.items():
+                if kind:  # on disk, a norm is a part of the layer that follows it
+                    key = key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+                    key = key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+                assert (got[key].shape, bytes_of(got[key])) == (value.shape, bytes_of(value)), (case + kind, key)
+                del got[key]
+            assert not [key for key in got if not key.endswith("_extra_state")], case + kind
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
     not DEEPSPEED and find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: name a Python that has it in CKPTFIX_DEEPSPEED",
 )
@@ -66,7 +90,8 @@ def test_every_kind_of_zero(tmp_path: Path, world: int, monkeypatch: pytest.Monk
     for case in cases:
         truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
         checkpoint = ckptfix.open_checkpoint(tmp_path / case)
-        got, optimizer = checkpoint.state_dict(), checkpoint.root["optimizer"]
+        root: Any = checkpoint.root
+        got, optimizer = checkpoint.state_dict(), root["optimizer"]
         # What ZeRO 1 does not write for frozen parameters is in the model states, and zero_to_fp32 loses it.
         assert got.keys() - truth["weights"].keys() == (FROZEN if case.startswith("1") else set()), case
         for key, value in truth["weights"].items():
