@@ -181,7 +181,9 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
     place = located(source)
-    if place is None and not isinstance(source, PiecedBytes):
+    # Asked last: of a protocol, that takes as long as to read a small tensor.
+    pieced = source if place is None and isinstance(source, PiecedBytes) else None
+    if place is None and pieced is None:
         yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
         return
     try:
@@ -189,8 +191,8 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     except IndexError:
         buffer = memoryview(bytearray(BLOCK))
     try:
-        if isinstance(source, PiecedBytes):
-            yield from _regrouped(source.pieces(start, stop), stop - start, buffer)
+        if pieced is not None:
+            yield from _regrouped(pieced.pieces(start, stop), stop - start, buffer)
             return
         assert place is not None, "other sources were read above"
         for position in range(start, stop, BLOCK):
