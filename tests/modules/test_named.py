@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-import ckptfix
 from ckptfix.core.options import OPTIONS
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import TargetError
@@ -25,7 +24,7 @@ from ckptfix.modules import named
 from ckptfix.modules.factory import build_module, resolve, target_from_factory
 from ckptfix.modules.named import Name
 from ckptfix.smoke.exam import Job, examine
-from tests.cli.programs import run
+from tests.cli.programs import run, run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -270,8 +269,9 @@ def test_a_line_of_the_table_repairs_its_file_and_the_model_runs(row, folders, t
     model = build_module(row, arguments)
     source, goal = tmp_path / "model.pth", tmp_path / "repaired.pth"
     torch.save(nn.DataParallel(model).state_dict(), source)
-    repaired = ckptfix.repair(source, row, output=goal, model_args=arguments, smoke=False)
-    assert repaired.report.exit_code == 0
+    given = ("--model-args", json.dumps(arguments)) if arguments else ()
+    done = run_here("repair", source, "--model", row, *given, "--no-smoke", "-o", goal, cwd=folders)
+    assert done.returncode == 0, done.stdout + done.stderr
     written = torch.load(goal, weights_only=True)
     assert {key: value.numpy().tobytes() for key, value in written.items()} == {
         key: value.numpy().tobytes() for key, value in model.state_dict().items()
