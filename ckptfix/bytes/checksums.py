@@ -1,25 +1,27 @@
-"""Whether a storage has the checksum that its file gives for it, worked out once for each storage.
+"""What the bytes of a whole storage say about damage: whether they have the checksum that the file gives for them,
+once for each storage, and how long a hole of zeros is in them.
 
 A zip archive has one CRC-32 for a whole storage, so that a part of it cannot be proved by itself. The first tensor that
 is read from a storage therefore costs one pass over all of it; the result is remembered as long as the storage is, and
-every other view of it is read without a second look. A storage that is read from end to end is proved while it passes.
-"""
+every other view of it is read without a second look. One that is read from end to end is proved while it passes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from ckptfix.bytes.sources import stream
+from ckptfix.bytes.sources import SECTOR, stream
 from ckptfix.bytes.threads import background, batched, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.objects import tensors_in
-from ckptfix.core.spec import Storage
+from ckptfix.core.progress import Task
+from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import DamageWarning, Opt, UnreadableError, WriteError, one_line
 
 try:  # 20 to 60 GB/s, where the zlib of most Pythons reaches 1 to 4: a full repair takes twice as long without it
@@ -159,3 +161,77 @@ def sha256_of_file(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+WORD = 8  # bytes that are looked at together when a hole is searched
+
+# A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row.
+_STEP = SECTOR // WORD // 2
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The longest run of zero words of a storage, in bytes. Runs below ``SECTOR`` bytes need not be found."""
+
+    start: int
+    stop: int
+
+
+# What is known: an edited view of a checkpoint shares most storages.
+_HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
+
+
+def soundness(storages: Sequence[Storage]) -> list[bool]:
+    """Return whether each storage has the checksum of its file, two at a time: a checksum takes longer than reading."""
+    unproved = list(filter(is_unproved, storages))
+    task = Task("proving checksums", sum(storage.nbytes for storage in unproved))
+    for storage, _ in zip(unproved, side_by_side(is_sound, unproved), strict=True):
+        task.advance(storage.nbytes)
+    return list(map(is_sound, storages))
+
+
+def longest_holes(storages: Sequence[Storage]) -> list[Hole]:
+    """Return the longest run of zeros in each storage. Raises ``UnreadableError`` if bytes are not in the file."""
+    unknown = [storage for storage in storages if storage not in _HOLES]
+    for storage, hole in zip(unknown, side_by_side(_longest_hole, unknown), strict=True):
+        _HOLES[storage] = hole
+    return [_HOLES[storage] for storage in storages]
+
+
+def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
+    """Yield every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
+    found: dict[int, tuple[Storage, list[str]]] = {}
+    for key, entry in checkpoint.entries.items():
+        for part in entry.strided_parts() if isinstance(entry, TensorSpec) else tensors_in(entry):
+            storage = part.storage
+            if storage is not None:
+                keys = found.setdefault(id(storage), (storage, []))[1]
+                if not keys or keys[-1] != key:
+                    keys.append(key)
+    yield from found.values()
+
+
+def _longest_hole(storage: Storage) -> Hole:
+    import numpy as np
+
+    longest, last = (0, 0), -1  # `last` is the last word that is not zero
+    words = storage.nbytes // WORD
+    position = 0
+    for block in stream(storage.source, 0, words * WORD):
+        units = np.frombuffer(block, dtype=np.uint64)
+        if units[::_STEP].all():
+            # No hole begins and ends in here, none reaches over the first word, and the last word ends one at most.
+            longest = max(longest, (position - 1 - last, last + 1))
+            last = position + len(units) - len(units[-_STEP:]) + int(np.flatnonzero(units[-_STEP:])[-1])
+            position += len(units)
+            continue
+        filled = np.flatnonzero(units)
+        if len(filled):
+            edges = np.concatenate(([last], filled + position))
+            lengths = np.diff(edges) - 1
+            at = int(lengths.argmax())
+            longest = max(longest, (int(lengths[at]), int(edges[at]) + 1))
+            last = int(edges[-1])
+        position += len(units)
+    length, start = max(longest, (words - 1 - last, last + 1))
+    return Hole(start * WORD, (start + length) * WORD)

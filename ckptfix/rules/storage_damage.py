@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.bytes.checksums import soundness, storages_of
 from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.integrity import soundness, storages_of
 
 REMEDIES = (
     Remedy(text="fetch the file again"),

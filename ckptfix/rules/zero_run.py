@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.bytes.checksums import WORD, Hole, longest_holes, storages_of
 from ckptfix.bytes.sources import SECTOR, located
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.dtypes import DTYPES
@@ -30,7 +31,6 @@ from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import WITHOUT_ZERO
-from ckptfix.values.integrity import WORD, Hole, longest_holes, storages_of
 
 LEAST = SECTOR - WORD  # bytes of whole words in a sector that lies across them, as in a storage that no writer aligned
 DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
