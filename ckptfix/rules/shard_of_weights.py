@@ -39,8 +39,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.reading.folders.rank_shards import FLAT, rank_shard
-from ckptfix.reading.folders.ranks import fsdp
+from ckptfix.reading.folders.rank_shards import FLAT, FSDP, rank_shard
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -49,7 +48,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say which part of what the file is."""
     checkpoint = context.checkpoint
     shard = rank_shard(checkpoint.root, checkpoint.entries)
-    if checkpoint.format == fsdp.NAME:
+    if checkpoint.format == FSDP:
         yield from _flattened(rule, context)
     elif shard is not None:
         yield rule.finding(

@@ -19,6 +19,9 @@ from ckptfix.core.spec import TensorSpec
 # Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
+FSDP = "fsdp"
+"""The format of merged ranks of FSDP."""
+
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")

@@ -26,7 +26,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
-from ckptfix.reading.folders.rank_shards import FLAT, is_sharded
+from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -41,7 +41,7 @@ from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
-NAME = "fsdp"
+NAME = FSDP
 
 _DEPTH = 32
 # Keys of numbers that are the same in all ranks of one save.
