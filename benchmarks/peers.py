@@ -102,6 +102,39 @@ def timm_loop(source: str, out: Path) -> None:
         timm_clean(str(path), goal)
 
 
+def zero_to_fp32(source: str, out: Path) -> None:
+    """DeepSpeed's own consolidation, into a torch file, as ``zero_to_fp32.py`` calls it."""
+    os.environ.update(DS_ACCELERATOR="cpu")
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    folder = Path(source).parent
+    convert_zero_checkpoint_to_fp32_state_dict(str(folder.parent), str(out), max_shard_size=None, tag=folder.name)
+    for file in out.iterdir():
+        _flush(file)
+
+
+def all_ranks(source: str, out: Path) -> None:
+    """Every rank into memory, join, save: what verl's merger and most scripts of users do."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(source).parent
+    files = sorted(folder.glob("*optim_states.pt"), key=lambda file: int(file.name.split("_")[3]))
+    held = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    names = torch.load(next(folder.glob("*model_states.pt")), weights_only=False)["param_shapes"][0]
+    made, start = {}, 0
+    stage = held[0]["zero_stage"]
+    runs = [rank["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"][0] for rank in held]
+    flat = torch.cat(runs) if stage == 2 else None
+    for name, shape in names.items():
+        share = shape.numel() if flat is not None else -(-shape.numel() // len(runs))
+        pieces = [flat] if flat is not None else runs
+        whole = torch.cat([piece[start : start + share] for piece in pieces])
+        made[name], start = whole[: shape.numel()].view(shape), start + share
+    save_file(made, out / "model.safetensors")
+    _flush(out / "model.safetensors")
+
+
 def _flush(path: Path) -> None:
     """Onto the disk, as ``ckptfix`` and the ``cp`` of the table do."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -114,6 +147,8 @@ PEERS: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "hf": ("HF convert with comparison", hf_convert),
     "torch": ("torch.load + torch.save", torch_save),
     "peft": ("peft's merge_and_unload", peft_merge),
+    "zero": ("DeepSpeed's zero_to_fp32", zero_to_fp32),
+    "ranks": ("all ranks into memory, torch.cat, save_file", all_ranks),
     "mmap": ("torch.load(mmap) + safetensors save_file", mmap_save_file),
 }
 

@@ -15,11 +15,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.measure import CKPTFIX, Runs, Way, ask, measure, time_answer
 from benchmarks.peers import PEERS
-from benchmarks.speed_files import check_room, make_file, make_model_and_adapter, make_shards, many_keys, shapes
+from benchmarks.speed_files import (
+    check_room,
+    make_file,
+    make_model_and_adapter,
+    make_ranks,
+    make_shards,
+    many_keys,
+    shapes,
+)
 from benchmarks.speed_report import Section, duration, machine, memory, rate, size_name, write_readme
 from benchmarks.speed_zoo import zoo_of_large_files, zoo_of_small_files
 
@@ -134,6 +144,36 @@ def adapters(folder: Path, size: int) -> Iterator[Section]:
         _peer("peft", source, out),
     ]
     yield _compare("A LoRA adapter of rank 16 and its base", source, ways)
+
+
+def ranks(folder: Path, size: int) -> Iterator[Section]:
+    """ZeRO's ranks to one file, and what many ranks of many tensors cost before a byte is copied."""
+    out = folder / "out"
+    source = make_file(folder / "whole.safetensors", shapes(size // 4))
+    for stage in (2, 3):
+        rank = make_ranks(folder / f"zero{stage}", shapes(size // 4), stage, 4)
+        repair = _repair("ranks → safetensors", rank.parent, out, ".safetensors", "--no-values")
+        ways = [_cp(source, out), replace(repair, source=source), _peer("ranks", rank, out)]
+        if find_spec("deepspeed") is not None:
+            ways.append(_peer("zero", rank, out))
+        yield _compare(f"ZeRO {stage}, 4 ranks to one file", source, ways)
+        shutil.rmtree(rank.parent)
+    rows = []
+    for stage, count in ((2, 300), (3, 300), (2, 10_000), (3, 10_000)):
+        rank = make_ranks(folder / "many", many_keys(count, 64_000_000), stage, 64)
+        check = Way("", [*CKPTFIX, "check", "--no-values", str(rank.parent)])
+        merge = _repair("", rank.parent, out, ".safetensors", "--no-values")
+        done = [next(iter(measure([replace(way, source=None)], 3).values())) for way in (check, merge)]
+        rows.append(
+            [
+                f"ZeRO {stage}",
+                f"{count:,}",
+                *(text for one in done for text in (duration(one.median), memory(one.peak))),
+            ]
+        )
+        shutil.rmtree(rank.parent)
+    heads = ["64 ranks, 64 MB", "tensors", "check --no-values", "memory", "to one file", "memory"]
+    yield Section("Many ranks", heads, rows)
 
 
 def legacy_files(folder: Path, size: int) -> Iterator[Section]:
@@ -272,6 +312,7 @@ SECTIONS: dict[str, Callable[[Path, int], Iterator[Section]]] = {
     "pth": torch_files,
     "safetensors": safetensors_files,
     "adapters": adapters,
+    "ranks": ranks,
     "legacy": legacy_files,
     "shards": sharded_files,
     "scan": value_scan,

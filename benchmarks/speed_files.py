@@ -114,6 +114,48 @@ def make_zoo(folder: Path, count: int, nbytes: int) -> Path:
     return folder
 
 
+def make_ranks(folder: Path, names: Iterator[tuple[str, tuple[int, ...]]], stage: int, world: int) -> Path:
+    """What ZeRO 2 or 3 leaves of a training in bfloat16, without moments: the fp32 masters, cut over ``world`` ranks.
+
+    Returns the file of the first rank."""
+    import torch
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    made = make_state_dict(names, prefix="").items()
+    masters = OrderedDict((name, tensor) for name, tensor in made if isinstance(tensor, torch.Tensor))
+    sizes = OrderedDict((name, tensor.shape) for name, tensor in masters.items())
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    flats = [tensor.view(-1) for tensor in masters.values()]
+    for flat in flats if stage == 3 else [torch.cat(flats)]:
+        share = -(-len(flat) // world)
+        padded = torch.nn.functional.pad(flat, (0, share * world - len(flat)))
+        for rank, piece in enumerate(padded.split(share)):
+            pieces[rank].append(piece)
+    module = OrderedDict(
+        (name, tensor.bfloat16() if stage == 2 else torch.empty(0)) for name, tensor in masters.items()
+    )
+    states = {
+        "module": module,
+        "buffer_names": [],
+        "param_shapes": [sizes],
+        "shared_params": {},
+        "ds_version": "0.19.8",
+    }
+    states |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    for rank in range(world):
+        slices = [torch.cat(pieces[rank])]
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        held = {key: slices, "partition_count": world if stage == 3 else [world], "zero_stage": stage}
+        root = {"optimizer_state_dict": held, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(root, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if stage == 3 or not rank:
+            start = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+            torch.save(states, folder / f"{start}mp_rank_00_model_states.pt")
+    (folder / "latest").write_text(".")
+    return folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
 def warm(path: Path) -> None:
     """Read a file or the files of a folder once, so that all ways find it in the page cache."""
     files = path.parent.iterdir() if path.name.endswith(".index.json") else path.rglob("*") if path.is_dir() else [path]

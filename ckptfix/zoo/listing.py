@@ -148,6 +148,7 @@ def _tar(content: Content, depth: int) -> Looks:
 ROOT = "."  # the name of a folder that is the whole zoo
 _CHUNK = re.compile(r".*\.distcp", re.DOTALL)
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
+_COMMON = re.compile(r"meta\.pt|common\.pt|metadata\.json")  # what Lightning and Megatron save beside the chunks
 _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
@@ -250,7 +251,7 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
     chunks, described = files.named(folder, _CHUNK), files.named(folder, _METADATA)
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
         return []
-    return chunks + described
+    return chunks + described + files.named(folder, _COMMON)
 
 
 def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:

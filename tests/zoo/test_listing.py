@@ -372,6 +372,9 @@ def test_many_sharded_checkpoints_in_one_folder_take_no_more_time_each():
         ("fsdp1_sharded_w4", "saved", 4),
         ("fsdp2tp_w4", "saved", 4),
         ("megatron_tp2pp2", "saved/iter_0000001", 4),
+        ("megatron_dist_tp2pp2", "saved", 11),
+        ("pipeline_pp2", "saved/global_step1", 9),
+        ("universal_zero2", "saved/global_step2_universal", 43),
     ],
 )
 def test_ranks_are_one_item(tmp_path: Path, sample: str, folder: str, count: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,34 @@ def test_tensor_parallel_ranks_of_a_layer_are_joined(tmp_path: Path) -> None:
     assert list(got) == ["0.word_embeddings.weight", *(f"3.{key}" for key in whole)]
     assert torch.equal(got["0.word_embeddings.weight"], embedding)
     assert all(torch.equal(got[f"3.{key}"], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("given", [".", "layer_03-model_01-model_states.pt", "mp_rank_02_model_states.pt"])
+def test_the_masters_of_tensor_parallel_stages(tmp_path: Path, given: str) -> None:
+    """Two stages of one layer on two tensor-parallel ranks each: ``mp_rank`` counts ranks within stages."""
+    wanted, moments = {}, {}
+    for stage, layer in enumerate((0, 3)):
+        ranks, whole = divided("self_attention")
+        save_layer(tmp_path, layer, [{key: part.bfloat16() for key, part in state.items()} for state in ranks])
+        for model, state in enumerate(ranks, 2 * stage):
+            named = {f"{layer}.{key}": part for key, part in state.items()}
+            shapes = OrderedDict((key, part.shape) for key, part in named.items())
+            states = {"module": None, "buffer_names": [], "param_shapes": [shapes], "mp_world_size": 2}
+            torch.save(states, tmp_path / f"mp_rank_{model:02d}_model_states.pt")
+            flat = torch.cat([part.flatten() for part in named.values()])
+            inner = {"state": {0: {"step": 1, "exp_avg": flat + 1}}, "param_groups": [{"lr": 1.0, "params": [0]}]}
+            held = {"single_partition_of_fp32_groups": [flat], "base_optimizer_state": inner}
+            root = {"optimizer_state_dict": {**held, "partition_count": [1], "zero_stage": 1}}
+            torch.save(root, tmp_path / f"zero_pp_rank_0_mp_rank_{model:02d}_optim_states.pt")
+        wanted |= {f"{layer}.{key}": value for key, value in whole.items()}
+        moments |= {f"{layer}.{key}": value + 1 for key, value in whole.items()}
+    checkpoint = ckptfix.open_checkpoint(tmp_path / given)
+    got = checkpoint.state_dict()
+    assert list(got) == list(wanted)
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+    ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
+    state = torch.load(tmp_path / "whole.pth")["optimizer"]["state"]
+    assert all(torch.equal(state[key]["exp_avg"], value) for key, value in moments.items())
 
 
 def test_sums_of_gpt_neox_are_refused_and_one_rank_of_it_is_not(tmp_path: Path) -> None:
