@@ -104,7 +104,8 @@ def test_tensor_parallel_ranks_of_a_layer_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [".", "layer_03-model_01-model_states.pt", "mp_rank_02_model_states.pt"])
 def test_the_masters_of_tensor_parallel_stages(tmp_path: Path, given: str) -> None:
     """Two stages of one layer on two tensor-parallel ranks each: ``mp_rank`` counts ranks within stages."""
-    wanted, moments = {}, {}
+    wanted: dict[str, torch.Tensor] = {}
+    moments: dict[str, torch.Tensor] = {}
     for stage, layer in enumerate((0, 3)):
         ranks, whole = divided("self_attention")
         save_layer(tmp_path, layer, [{key: part.bfloat16() for key, part in state.items()} for state in ranks])
