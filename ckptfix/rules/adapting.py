@@ -41,6 +41,7 @@ POSITIONS = re.compile(
 )
 
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
+_DISTANCES = re.compile(r"(?:^|[._])rel_pos_[hwt]$")  # in one direction, from one end to the other, as in SAM and MViT
 _HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
 _PATCHES = re.compile(
     r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$", re.IGNORECASE
@@ -124,7 +125,8 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
     if len(old) != len(new):
         return ""
     if named == WINDOW_BIAS or _BIAS_TABLES.search(key):
-        return WINDOW_BIAS if len(old) == 2 and differing == [0] else ""
+        is_grid = len(old) == 3 and differing[:1] != [0]  # [heads, rows, columns], as in MaxViT
+        return WINDOW_BIAS if is_grid or (len(old) == 2 and differing == [0]) else ""
     if _HEADS_FIRST.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
     if named == POS_EMBED or POSITIONS.search(key):
@@ -281,11 +283,12 @@ def _recipes(
     if name == WINDOW_BIAS and _HEADS_FIRST.search(key):
         return ("levit",), ""
     if name == WINDOW_BIAS:
-        has_tokens = not _is_square(pair[0][0])
+        has_tokens = len(pair[0]) == 2 and not _is_square(pair[0][0])
         own = "beit" if library == "timm" or has_tokens else "swin"
         return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
     if not is_image:
-        return ("cut", "linear") if pair[1] < pair[0] else ("linear",), ""
+        is_shorter = pair[1] < pair[0] and not _DISTANCES.search(key)
+        return ("cut", "linear") if is_shorter else ("linear",), ""
     own = _BY_LIBRARY.get(library, "")
     first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(key)), "timm")
     return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
@@ -344,6 +347,8 @@ def _grids(
     if len(pair[0]) == 4:
         first = 1 if pair[0][3] == pair[1][3] else 2  # the channels are last, or before the grid
         return pair[0][first : first + 2], pair[1][first : first + 2]
+    if name == WINDOW_BIAS and len(pair[0]) == 3:
+        return pair[0][1:], pair[1][1:]
     is_last = bool(_HEADS_FIRST.search(key))
     rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in pair)
     if not is_image:

@@ -258,6 +258,8 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
         old, new = edit.grids[:axes], edit.grids[axes:]
         if table.dim() == 4 and table.shape[1] == edit.shape[1]:  # [1, channels, rows, columns]
             return resize(table, new)
+        if table.dim() == 3 and not tokens_first:  # [heads, rows, columns]
+            return resize(table.unsqueeze(0), new).reshape(edit.shape)
         channels, points = table.shape[-1], math.prod(old)
         rows = table.reshape(-1, channels)
         tokens = len(rows) - points

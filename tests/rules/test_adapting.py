@@ -517,6 +517,17 @@ def test_load_takes_recipes(tmp_path):
     assert torch.equal(model.pos_embed, resample_abs_pos_embed(before, [24, 24]))
 
 
+def test_tables_of_distances_are_never_cut():
+    """The middle of a table is the distance 0. MaxViT has those of both directions in one, as in timm."""
+    file = {"blocks.0.attn.rel_pos_h": torch.ones(27, 8), "rel_pos.relative_position_bias_table": torch.ones(2, 13, 13)}
+    model = {"blocks.0.attn.rel_pos_h": torch.ones(13, 8), "rel_pos.relative_position_bias_table": torch.ones(2, 7, 9)}
+    found = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(model)))
+    options = [[each.options for each in one.remedies if "adapt" in dict(each.options)] for one in found]
+    assert options[0] == [(("adapt", ("pos_embed=linear",)),)]
+    assert options[1] == [(("adapt", (f"window_bias={name}",)),) for name in ("swin", "beit")]
+    assert "windows of 7x7 in the file and of 4x5 in the model" in found[1].message
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
 @pytest.mark.parametrize("is_known", [True, False], ids=["both", "the file only"])
 def test_grids_of_the_configurations_beside_the_files(is_known, tokens, tmp_path):

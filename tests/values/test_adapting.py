@@ -151,6 +151,21 @@ def test_window_biases_as_timm(dtype, tokens, old, new):
     if old[0] == old[1]:  # timm's simple function takes no others
         expected = resize_rel_pos_bias_table_simple(table, new, shape)
         assert_same(adapted(table, "window_bias=swin", shape, sides), expected)
+    if tokens == 0:  # MaxViT has the heads first
+        grid, made = table.T.reshape(3, *sides[:2]).contiguous(), (3, *sides[2:])
+        assert_same(adapted(grid, "window_bias=beit", made, sides), resize_rel_pos_bias_table(grid, new, made))
+        expected = resize_rel_pos_bias_table_simple(grid, new, made)
+        assert_same(adapted(grid, "window_bias=swin", made, sides), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("side", [24, 7])
+def test_distances_in_one_direction_as_sam(dtype, side):
+    from timm.models.vision_transformer_sam import get_rel_pos
+
+    table = torch.randn(27, 8).to(dtype)
+    found = adapted(table, "pos_embed=linear", (2 * side - 1, 8), (27, 2 * side - 1))
+    assert_same(get_rel_pos(side, side, found), get_rel_pos(side, side, table))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
