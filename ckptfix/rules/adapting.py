@@ -210,7 +210,9 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
             words = f"a vocabulary of {old[0]} in the file and of {new[0]} in the model"
             recipes: tuple[str, ...] = ("cut",) if new < old else ("pad:mean", "pad:zeros", "pad:target")
         elif name == HEAD:
-            words, recipes = f"{old[0]} classes in the file and {new[0]} in the model", ()
+            is_plain = not _is_of_boxes(next(iter(group))) and len(old) < 3
+            words = f"{old[0]} {'classes' if is_plain else 'outputs'} in the file and {new[0]} in the model"
+            recipes = ()
         elif name == IN_CHANS:
             words, recipes = (
                 f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model",
@@ -480,34 +482,87 @@ def without_use(given: Sequence[Adaptation], known: Sequence[Case]) -> Iterator[
 
 
 def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ...]:
-    """Return for each class of the model its row in the file; one past the last is the mean of all.
+    """Return for each row of the model its row in the file; one past the last is the mean of all.
 
-    The map has a row of the file, or ``mean``, on each line; or the lists have the names of both sides. Raises
-    ``UsageError`` if they do not fit the layers."""
+    The map has a class of the file, by its number, or ``mean``, on each line; or the lists have the names of both
+    sides. Raises ``UsageError`` if they do not fit the layers."""
     option = Opt("adapt", asked.text)
     lists = [_lines(name) for name in asked.files()]
     if len(lists) > 2:
         raise UsageError(option, ": give one map, or the names of the file's classes and those of the model's")
-    names = lists[0] if len(lists) == 2 else [str(row) for row in range(old)]
-    if len(names) != old or len(set(names)) != old:
+    groups, others = _groups(key, old, new, len(lists[-1]))
+    if groups > 1 and len(lists) == 1:
         raise UsageError(
-            option, f": {asked.files()[0]} has {len(set(names))} different names, and {key} {old} classes in the file"
+            option,
+            f": {key} seems to have {groups} rows for each class; give the names of the file's classes and of the "
+            "model's, which say how many there are: ",
+            Opt("adapt", asked.with_recipe("OLD.txt,NEW.txt")),
         )
-    place = {MEAN: old, **{name: row for row, name in enumerate(names)}}
-    if len(lists[-1]) != new:
+    classes, wanted = old // groups - others, new // groups - others
+    names = lists[0] if len(lists) == 2 else [str(row) for row in range(classes)]
+    if len(names) != classes or len(set(names)) != classes:
         raise UsageError(
-            option, f": {asked.files()[-1]} has {len(lists[-1])} lines, and {key} {new} classes in the model"
+            option,
+            f": {asked.files()[0]} has {len(set(names))} different names, and {key} {classes} classes in the file"
+            f"{_ONE_MORE * (classes == len(names) + 1)}",
+        )
+    place = {MEAN: classes, **{name: row for row, name in enumerate(names)}}
+    if len(lists[-1]) != wanted:
+        raise UsageError(
+            option,
+            f": {asked.files()[-1]} has {len(lists[-1])} lines, and {key} {wanted} classes in the model"
+            f"{_ONE_MORE * (wanted == len(lists[-1]) + 1)}",
         )
     for number, name in enumerate(lists[-1], 1):
         if name not in place:
             close = get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]!r}? " if close and len(lists) == 2 else ""
-            rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {old - 1}"
+            rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {classes - 1}"
             raise UsageError(
                 option,
                 f": line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one",
             )
-    return tuple(place[name] for name in lists[-1])
+    found = tuple(place[name] for name in lists[-1])
+    if groups == 1:
+        return found
+    if classes in found:
+        raise UsageError(
+            option,
+            f": {key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
+            "fresh head with ",
+            Opt("drop-mismatched"),
+            " ",
+            Opt("fill", "target"),
+        )
+    if _is_of_boxes(key):  # the coordinates of each class are together, else the classes of each anchor
+        return tuple(row * groups + part for row in found for part in range(groups))
+    kept = (*range(others), *(others + row for row in found))
+    return tuple(group * (others + classes) + row for group in range(groups) for row in kept)
+
+
+_ONE_MORE = ", one more: that of the background or of no object needs a name, too"
+_OUTPUTS = re.compile(
+    r"(?:^|[._])(?:(bbox|box|boxes|reg)|(?:cls|class|classes|classification|conf|logits|scores?))(?=[._]|$)",
+    re.IGNORECASE,
+)
+_YOLO = re.compile(r"(?:^|\.)m\.\d+\.(?:weight|bias)$")  # the outputs of YOLOv5 and YOLOv7
+_BOX_AND_OBJECT = 5  # its rows before those of the classes
+
+
+def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
+    """Return in how many groups the rows of an output layer are, and how many of each are not those of classes.
+
+    Detectors have a box for each class, or scores of all classes for each anchor."""
+    others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
+    groups = new // (classes + others)
+    is_whole = groups > 0 and new == groups * (classes + others) and old % groups == 0 and old > groups * others
+    return (groups, others) if is_whole and (others or _is_of_boxes(key) is not None) else (1, 0)
+
+
+def _is_of_boxes(key: str) -> bool | None:
+    """Return whether an output layer is for boxes, and not for classes; None if its name says neither."""
+    found = [match[1] is not None for match in _OUTPUTS.finditer(key)]
+    return found[-1] if found else None
 
 
 MEAN = "mean"  # what a map of classes has for one that the file does not have

@@ -437,6 +437,48 @@ def test_classes_by_a_map(old, new, rows, tmp_path):
         assert torch.equal(repaired_state[key], torch.stack([row.to(before[key].dtype) for row in expected]))
 
 
+def test_classes_of_detectors(tmp_path):
+    """Each class has a box in Faster R-CNN, each anchor all classes in RetinaNet, and its box, too, in YOLOv5."""
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+    from torchvision.models.detection.retinanet import RetinaNetClassificationHead
+
+    (tmp_path / "old.txt").write_text("\n".join(("background", *CLASSES)))
+    (tmp_path / "new.txt").write_text("background\nfox\ncat")
+    (tmp_path / "map.txt").write_text("0\n5\n1")
+    lists, rows = f"{tmp_path}/old.txt,{tmp_path}/new.txt", [0, 5, 1]
+
+    def both(make: Callable[[int], nn.Module], lists: str) -> tuple[nn.Module, nn.Module]:
+        old, new = nn.ModuleDict({"head": make(6)}), nn.ModuleDict({"head": make(3)})
+        state, report = ckptfix.repair_state_dict(old.state_dict(), new, adapt=f"head={lists}")
+        assert report.exit_code == 0
+        new.load_state_dict(state)
+        return old["head"], new["head"]
+
+    old, new = both(lambda classes: FastRCNNPredictor(8, classes), lists)
+    (scores, boxes), (new_scores, new_boxes) = (head(torch.arange(8.0)[None]) for head in (old, new))
+    torch.testing.assert_close(new_scores, scores[:, rows])
+    torch.testing.assert_close(new_boxes.view(1, 3, 4), boxes.view(1, 6, 4)[:, rows])
+    old, new = both(lambda classes: RetinaNetClassificationHead(4, 9, classes), lists)
+    image = torch.randn(1, 4, 5, 5)
+    torch.testing.assert_close(new([image]), old([image])[..., rows])
+
+    def yolo(classes: int) -> nn.Module:
+        return nn.ModuleDict({"m": nn.ModuleList([nn.Conv2d(4, 3 * (5 + classes), 1)])})
+
+    old, new = both(yolo, lists)
+    outputs = [detect["m"][0](image) for detect in (old, new)]  # type: ignore[index]  # of a ModuleDict
+    wanted, found = (output.view(1, 3, -1, 5, 5) for output in outputs)
+    torch.testing.assert_close(found, wanted[:, :, [0, 1, 2, 3, 4, *(5 + row for row in rows)]])
+    with pytest.raises(UsageError, match="seems to have 9 rows for each class; give the names"):
+        both(lambda classes: RetinaNetClassificationHead(4, 9, classes), f"{tmp_path}/map.txt")
+    (tmp_path / "new.txt").write_text("background\nmean\ncat")
+    with pytest.raises(UsageError, match="4 rows for each class, and no mean for a new one"):
+        both(lambda classes: FastRCNNPredictor(8, classes), lists)
+    (tmp_path / "old.txt").write_text("\n".join(CLASSES))
+    with pytest.raises(UsageError, match=r"5 different names, .* 6 classes in the file, one more: that of the backgr"):
+        both(lambda classes: nn.Linear(8, classes), lists)
+
+
 @pytest.mark.parametrize(
     ("lists", "said"),
     [
