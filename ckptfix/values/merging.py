@@ -135,19 +135,20 @@ class MergedBytes:
 @lru_cache(maxsize=2)
 def _layers(source: MergedBytes) -> list[_Layer]:
     return [
-        _Layer(source, delta, [_factor(factor, source, delta) for factor in factors])
+        _Layer(source, delta, [_factor(factor, source.path, source.spec.dtype, delta.is_narrow) for factor in factors])
         for delta, factors in zip(source.deltas, source.factors, strict=True)
     ]
 
 
-def _factor(spec: TensorSpec, source: MergedBytes, delta: Delta) -> torch.Tensor:
+@lru_cache(maxsize=4)  # the matrices of stacked experts are those of many tensors, one after another
+def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Tensor:
     """Return a factor in the precision in which peft computes: that of an adapter that it has loaded."""
     import torch
 
     from ckptfix.reading.tensors import torch_dtype
 
-    values, dtype = _numbers(spec, source.path, 0, spec.nbytes).view(spec.shape), torch_dtype(source.spec.dtype)
-    if delta.is_narrow:
+    values, dtype = _numbers(spec, path, 0, spec.nbytes).view(spec.shape), torch_dtype(base)
+    if is_narrow:
         values = values.to(dtype)
     return values.to(torch.float64 if dtype == torch.float64 else torch.float32)
 

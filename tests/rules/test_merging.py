@@ -14,6 +14,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.errors import AdapterError
+from ckptfix.values.merging import _factor
 from tests.checks import assert_same
 from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
 
@@ -197,6 +198,16 @@ def test_experts_of_transformers_4_and_5(make, dtype, tmp_path, monkeypatch):
         repaired, _ = ckptfix.repair_state_dict(stored, adapter=adapter, select="FIL108")
         if adapter == new or dtype == torch.float32:  # an old adapter on its own base is rounded once less
             assert_same(repaired, load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_matrices_of_all_experts_are_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.bytes.threads._processors", lambda: 1)
+    mixtral().save_pretrained(tmp_path / "base")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = trained(LORA(r=4, target_modules=[], target_parameters=names), tmp_path / "new", make=mixtral)
+    _factor.cache_clear()
+    ckptfix.repair(tmp_path / "base", adapter=adapter, output=tmp_path / "out.safetensors", values=False)
+    assert _factor.cache_info().misses == 4
 
 
 def test_experts_that_are_not_all_there_are_refused(tmp_path):
