@@ -7,6 +7,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,23 +170,33 @@ def warm(path: Path) -> None:
 
 
 def make_model_and_adapter(folder: Path, nbytes: int, rank: int = 16) -> Path:
-    """Save a Llama in bfloat16, and a LoRA adapter of all its linear layers, whose second matrices are not zero."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama in bfloat16, and a LoRA adapter of all its linear layers, as transformers and peft save them."""
+    from transformers import LlamaConfig
 
-    torch.set_default_dtype(torch.bfloat16)
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 4096}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=max(nbytes // 405_000_000, 1)))
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder / "base", max_shard_size="1TB")
-    names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=names))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.02)
-    adapted.save_pretrained(folder / "adapter")
-    return folder / "base" / "model.safetensors"
+    hidden, inner, words, layers = 4096, 11008, 4096, max(nbytes // 405_000_000, 1)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 32, "vocab_size": words}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder / "base")
+    linear = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    linear |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    stack = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in linear.items()}
+    norms = [
+        f"model.layers.{layer}.{name}_layernorm" for layer in range(layers) for name in ("input", "post_attention")
+    ]
+    weights = {"model.embed_tokens": (words, hidden), "lm_head": (words, hidden), **stack}
+    weights |= dict.fromkeys([*norms, "model.norm"], (hidden,))
+    named = ((f"{name}.weight", shape) for name, shape in weights.items())
+    source = make_file(folder / "base" / "model.safetensors", named, "bfloat16", prefix="")
+    (folder / "adapter").mkdir()
+    sides = (
+        ((f"{name}.lora_A.weight", (rank, of[1])), (f"{name}.lora_B.weight", (of[0], rank)))
+        for name, of in stack.items()
+    )
+    make_file(folder / "adapter" / "adapter_model.safetensors", chain.from_iterable(sides), prefix="base_model.model.")
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8, "target_modules": names}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
+    return source
 
 
 def check_room(folder: Path, nbytes: int) -> None:
