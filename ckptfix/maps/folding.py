@@ -17,6 +17,9 @@ from ckptfix.maps.names import segments
 from ckptfix.maps.resolving import Line, Shapes
 
 _DIGITS = re.compile(r"\d+")
+MANY = 4
+"""Rather than more rules than this for the layers of one kind, one rule lists their numbers."""
+
 LETTERS = "nmklijpqrstuvwxyz"
 
 
@@ -302,11 +305,21 @@ def _fitted(instances: list[_Instance]) -> Iterator[tuple[MapRule, list[_Instanc
                         texts[0][at] = found[0]
                     break
             else:
-                for some in _divided(instances, ours, theirs):
-                    yield from _fitted(some)
+                narrow = [each for some in _divided(instances, ours, theirs) for each in _fitted(some)]
+                rule = _in_lists(instances) if len(narrow) > MANY else None
+                yield from [(rule, instances)] if rule else narrow
                 return
     one = instances[0]
     yield MapRule(_put(one.source, texts[0]), _put(one.target, texts[1]), one.steps), instances
+
+
+def _in_lists(instances: Sequence[_Instance]) -> MapRule | None:
+    """Return the rule with a list on each side, ``layer.{0,1,2,3}`` and ``blocks.{0.0,0.1,1.0,1.1}``, for
+    instances whose numbers follow from nothing; None if a list would say something else."""
+    one = instances[0]
+    source, target = (_listed(side) for side in zip(*((each.source, each.target) for each in instances), strict=True))
+    is_flat = source.count("{") == target.count("{") == 1
+    return MapRule(source, target, one.steps) if is_flat else None
 
 
 def _columns(instances: Sequence[_Instance]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

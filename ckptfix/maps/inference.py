@@ -91,6 +91,8 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     kept = {key: match for key, match in matches.items() if key in whole}
     inference = Inference(kept, sources, targets, choices=matcher.choices)
     _match_leftovers(inference)
+    for key in [key for key in kept if _is_torn(key, inference)]:
+        del kept[key]
     _match_counters(inference)
     _doubt_orientation(inference)
     return inference
@@ -210,6 +212,18 @@ def _doubt_orientation(inference: Inference) -> None:
         match = inference.matches[key]
         if rows == columns and any(part.source != key for part in match.parts):
             inference.matches[key] = replace(match, label=min(match.label, Label.LIKELY))
+
+
+def _is_torn(key: str, inference: Inference) -> bool:
+    """Tell whether a vector comes from a layer whose matrix goes elsewhere, while its own layer has a matrix too."""
+    parts = inference.matches[key].parts
+    if len(parts) > 1 or len(inference.target[key]) != 1:
+        return False
+    front, end = (name.rpartition(".")[0] for name in (parts[0].source, key))
+    ours, theirs = f"{front}.weight", f"{end}.weight"
+    if theirs == key or ours not in inference.source or theirs not in inference.target:
+        return False
+    return theirs not in inference.matches or all(part.source != ours for part in inference.matches[theirs].parts)
 
 
 def _match_leftovers(inference: Inference) -> None:
