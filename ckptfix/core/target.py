@@ -52,7 +52,8 @@ class Target:
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
     ``frozen`` names the parameters that ask for no gradient. ``converts`` gives the parts of a file with these shapes
-    that the loader of the model's own library gives the model; None if it only loads what fits."""
+    that the loader of the model's own library gives the model; None if it only loads what fits. ``stored`` gives the
+    values of a reference file, mapped; None for a model."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -68,6 +69,7 @@ class Target:
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
     converts: Converter | None = None
+    stored: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -244,6 +246,7 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
         ties=_groups({key: spec.view for key, spec in specs.items() if spec.storage is not None and spec.numel}),
         library="transformers" if "transformers_version" in config else "",
         grids={} if (grid := grid_of_config(config)) is None else {"": grid},
+        stored=lambda: checkpoint.state_dict(mmap=True),
     )
 
 

@@ -50,14 +50,15 @@ class Match:
 class Inference:
     """The map: a match for each key of the target that has one, and the shapes of both sides.
 
-    ``maps`` are the shipped maps that it comes from, ``converter`` the library whose own loader says so. ``choices``
-    are the pairs of subtrees that it rests on, with how much better they are than others."""
+    ``maps`` are the shipped maps that it comes from, ``origin`` the library whose own loader says so, or ``values`` if
+    those of both sides do. ``choices`` are the pairs of subtrees that it rests on, with how much better they are than
+    others."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
     target: dict[str, Shape]
     maps: tuple[RenameMap, ...] = ()
-    converter: str = ""
+    origin: str = ""
     choices: Mapping[Choice, float] = field(default_factory=dict)
 
     @property
@@ -113,7 +114,7 @@ def converted(source: Specs, target: Specs, converters: Converters) -> Inference
             whole = used_in_full(parts, sources)
             if len(whole) > len(kept) and len(whole) >= CONVERTED * len(targets):
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
-                return Inference(matches, sources, targets, converter="transformers")
+                return Inference(matches, sources, targets, origin="transformers")
     return None
 
 

@@ -14,7 +14,9 @@ for rotary embeddings and how rows are interleaved.
 If the target is a model of transformers, its own loader is asked first: it is run on tensors without values that keep
 track of their elements, so that a file of an older release goes where `from_pretrained` would put it (stacked experts,
 fused layers, permutations for rotary embeddings). These keys are `certain`. `ckptfix map MODEL FILE` gives the way
-back.
+back. If the target is a file (`--like`) with the values of the same training, as of the original that was renamed and
+perhaps fine-tuned, tensors that correlate with one tensor of the file only are `certain`, whatever their names and
+order; those whose values contradict the map are `ambiguous`. `--no-values` leaves that out.
 
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
@@ -49,6 +51,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
@@ -66,6 +69,10 @@ from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.rules.transient_buffer import is_superfluous
 from ckptfix.rules.wrapper_segment import two_sets
+from ckptfix.values.alike import by_values
+
+if TYPE_CHECKING:
+    import torch
 
 COVERED = 0.75
 """The share of the target's tensors that a map has to fill: less may be a coincidence of shapes."""
@@ -88,6 +95,8 @@ PROOF = (
 
 Specs = Mapping[str, Shape]
 Moves = dict[str, Match]
+Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None
+"""Of the file and of the reference."""
 
 
 @rule("KEY106", "renamed-layers")
@@ -100,7 +109,12 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if twin is not None:  # its order says more than that of a file, which may be sorted
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
     converters = twin.converts if twin is not None else None, target.converts
-    inference = converted(*_everything(checkpoint, target), converters) or _inference(source, wanted, target.tie_of)
+    values: Values = None
+    if target.stored is not None and context.statistics is not None and _is_left_over(source, wanted):
+        values = checkpoint.state_dict(mmap=True), target.stored()
+    inference = converted(*_everything(checkpoint, target), converters) or _explained(
+        source, wanted, target.tie_of, values
+    )
     if inference is None:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
         if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
@@ -120,12 +134,13 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
-    if applied and (inference.converter or _is_stable(applied, source, wanted, target.tie_of)):
+    is_own = inference.origin not in ("", "values")
+    if applied and (is_own or _is_stable(applied, source, wanted, target.tie_of, values)):
         missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         rules = (inference.maps[0] if inference.maps else fold(inference)).rules
-        is_known = bool(inference.converter) or (proof is not None and proof.is_proved)
+        is_known = bool(inference.origin) or (proof is not None and proof.is_proved)
         is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or is_known)
         fix = Fix(
             tuple(_edits(applied, checkpoint)),
@@ -140,7 +155,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=tuple(applied),
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
-                **({"converter": inference.converter} if inference.converter else {}),
+                **({"origin": inference.origin} if inference.origin else {}),
                 "rules": [str(each) for each in rules],
                 "labels": dict(labels),
                 "missing": len(missing),
@@ -251,8 +266,8 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     """Return the map, or None if names alone explain the file, or if there is no map that explains it."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
-    if not any(len(target[key]) > 1 for key in unplaced):
-        return None  # vectors of one length are many
+    if not _is_moved(source, target):
+        return None
     if known := look_up(source, target, tied):
         return known
     inference = _inferred(tuple(source.items()), tuple(target.items()))
@@ -261,6 +276,19 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     # A few layers have other names: those that are left over have to be those that are missing.
     stay = all(_keeps_name(key, inference.matches[key]) for key in inference.matches.keys() & (wanted - unplaced))
     return inference if stay and not inference.missing and not inference.unused else None
+
+
+def _is_moved(source: Specs, target: Specs) -> bool:
+    """Return whether a matrix of the target has no source of its name; vectors of one length are many."""
+    return any(len(shape) > 1 and source.get(key) != shape for key, shape in target.items())
+
+
+def _is_left_over(source: Specs, target: Specs) -> bool:
+    """Return whether a tensor without a place has the shape of one without a source, or a matrix has none."""
+    left = {shape for key, shape in source.items() if target.get(key) != shape}
+    return _is_moved(source, target) or any(
+        shape in left and source.get(key) != shape for key, shape in target.items() if shape
+    )
 
 
 @lru_cache(maxsize=4)
@@ -297,11 +325,19 @@ def _stays(key: str, match: Match, inference: Inference) -> bool:
     return match.parts == (Part(key, shape, shape),)
 
 
-def _is_stable(moves: Moves, source: Specs, target: Specs, tied: Collection[str]) -> bool:
+def _explained(source: Specs, target: Specs, tied: Collection[str], values: Values) -> Inference | None:
+    """Return the map that names and shapes say, and the values of both sides, if they are of one training."""
+    inference = _inference(source, target, tied)
+    return inference if values is None else by_values(inference, source, target, *values)
+
+
+def _is_stable(moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values) -> bool:
     """Tell whether the map, applied, leaves nothing that another look would move: else it contradicts itself."""
     used = {part.source for move in moves.values() for part in move.parts}
     after = {key: shape for key, shape in source.items() if key not in used} | {key: target[key] for key in moves}
-    again = _inference(after, target, tied)
+    if values is not None:  # what was moved has the values of its place, as far as they are compared
+        values = {**values[0], **{key: values[1][key] for key in moves}}, values[1]
+    again = _explained(after, target, tied, values)
     return again is None or not any(
         match.label > Label.AMBIGUOUS and not _stays(key, match, again) for key, match in again.matches.items()
     )

@@ -1,0 +1,156 @@
+"""The strongest evidence for a map of names: values of the same training on both sides.
+
+A file that was renamed, and perhaps fine-tuned since, has the values of its reference nearly everywhere. Some hundred
+elements of each tensor are compared: tensors of other layers, or of another training, do not correlate.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptfix.core.parts import Part, Shape, full, used_in_full
+from ckptfix.maps.inference import Inference, Match
+from ckptfix.maps.trees import Label
+
+if TYPE_CHECKING:
+    import torch
+
+    Values = Mapping[str, torch.Tensor]
+
+SAMPLES, FEWEST = 1024, 64
+"""How many elements of a tensor are compared, and how many it needs: fewer correlate by chance."""
+
+ALIKE, APART = 0.8, 0.25
+"""The correlation of tensors that are one, and how much less any other one has to correlate with either."""
+
+SAME_TRAINING = 0.5
+"""The share of the target's elements from which on the two files are of one training."""
+
+
+def by_values(
+    inference: Inference | None, source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values
+) -> Inference | None:
+    """Return the map that the values of both sides say, with the inferred one for what they leave open; the inferred
+    one if they are not of one training."""
+    found = _pairs(source, target, ours, theirs)
+    for key in [key for key in target if key not in found]:  # a bias, or a counter, goes with the matrix of its layer
+        front, _, end = key.rpartition(".")
+        other = f"{found.get(f'{front}.weight', '').rpartition('.')[0]}.{end}"
+        if source.get(other) == target[key] and other not in found.values():
+            found[key] = other
+    found |= _equal_ones(found, source, target, ours, theirs)
+    taken = set(found.values())
+    matches = {
+        key: Match((Part(other, full(target[key]), full(target[key])),), Label.CERTAIN) for key, other in found.items()
+    }
+    for key, match in inference.matches.items() if inference is not None else ():
+        if key not in found and not any(part.source in taken for part in match.parts):
+            matches[key] = _confirmed(key, match, ours, theirs)
+    shown = sum(theirs[key].numel() for key, match in matches.items() if match.label is Label.CERTAIN)
+    if shown < SAME_TRAINING * sum(theirs[key].numel() for key in target):
+        return inference
+    whole = used_in_full({key: match.parts for key, match in matches.items()}, source)
+    kept = {key: matches[key] for key in target if key in whole}
+    if inference is None:
+        return Inference(kept, dict(source), dict(target), origin="values")
+    return replace(inference, matches=kept, origin="values", maps=())
+
+
+def _pairs(source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values) -> dict[str, str]:
+    """Return the keys of the target with the key of the source whose values they have, if there is only one."""
+    groups: dict[Shape, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, shapes in enumerate((source, target)):
+        for key, shape in shapes.items():
+            groups[shape][side].append(key)
+    found = {}
+    for here, there in groups.values():
+        if here and there and theirs[there[0]].numel() >= FEWEST:
+            table = _sampled(ours, here) @ _sampled(theirs, there).T
+            for column, key in enumerate(there):
+                row = int(table[:, column].argmax())
+                best = float(table[row, column])
+                rivals = [
+                    *table[:row, column],
+                    *table[row + 1 :, column],
+                    *table[row, :column],
+                    *table[row, column + 1 :],
+                ]
+                if best >= ALIKE and all(best - float(other) >= APART for other in rivals):
+                    found[key] = here[row]
+    return found
+
+
+def _equal_ones(
+    found: Mapping[str, str], source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values
+) -> dict[str, str]:
+    """Return the keys of tensors that are in both files several times, each in the block of its neighbours."""
+    taken, blocks = set(found.values()), {_block(key): _block(other) for key, other in found.items()}
+    equal = {}
+    for key in target.keys() - found.keys():
+        place = full(target[key])
+        fitting = [
+            other
+            for other, shape in source.items()
+            if shape == target[key] and other not in taken and _block(other) == blocks.get(_block(key))
+            if _agree((Part(other, place, place),), theirs[key], ours)
+        ]
+        if len(fitting) == 1:
+            equal[key] = fitting[0]
+    return equal if len(set(equal.values())) == len(equal) else {}
+
+
+def _block(key: str) -> str:
+    return ".".join(key.split(".")[:-2])
+
+
+def _confirmed(key: str, match: Match, ours: Values, theirs: Values) -> Match:
+    """Return the inferred match as certain if the values agree; as ambiguous if a large tensor's do not."""
+    wanted = theirs[key]
+    if wanted.numel() < FEWEST:
+        return match
+    square = len(match.parts) == 1 and wanted.ndim == 2 and wanted.shape[0] == wanted.shape[1]
+    turned = (replace(match.parts[0], axes=() if match.parts[0].axes else (1, 0), view=()),) if square else ()
+    for parts in (match.parts, turned):
+        if parts and _agree(parts, wanted, ours):
+            return replace(match, parts=parts, label=Label.CERTAIN)
+    is_flat = float(_normal(wanted.reshape(1, -1)[:, :SAMPLES]).abs().sum()) == 0
+    return match if is_flat or wanted.ndim < 2 else replace(match, label=Label.AMBIGUOUS)
+
+
+def _agree(parts: tuple[Part, ...], wanted: torch.Tensor, ours: Values) -> bool:
+    """Return whether each part of a tensor correlates with what it would be made of."""
+    for part in parts:
+        box, place = (tuple(slice(*bounds) for bounds in each) for each in (part.box, part.place))
+        mine, other = ours[part.source][box], wanted[place]
+        if part.axes:
+            mine = mine.reshape(part.view or mine.shape).permute(part.axes)
+        if mine.numel() < FEWEST or float((_row(mine) * _row(other)).sum()) < ALIKE:
+            return False
+    return True
+
+
+def _sampled(values: Values, keys: list[str]) -> torch.Tensor:
+    import torch
+
+    return torch.cat([_row(values[key]) for key in keys])
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements of a tensor, with mean 0 and length 1; zeros if all are equal."""
+    import torch
+
+    at = torch.arange(tensor.numel())
+    if tensor.numel() > SAMPLES:  # in 16 places, as each costs a page of the file
+        at = (torch.arange(16)[:, None] * (tensor.numel() // 16) + torch.arange(SAMPLES // 16)).flatten()
+    index = torch.unravel_index(at, tensor.shape)
+    return _normal(tensor[index].reshape(1, -1))
+
+
+def _normal(rows: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    centred = rows.double() - rows.double().mean(1, keepdim=True)
+    return torch.nan_to_num(centred / centred.norm(dim=1, keepdim=True), 0.0, 0.0, 0.0)
