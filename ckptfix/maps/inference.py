@@ -110,7 +110,11 @@ def converted(source: Specs, target: Specs, converters: Converters) -> Inference
         return None
     for parts in (wanted and wanted(sources), given and inverse(given(targets))):
         if parts:
-            parts = {key: own for key, own in parts.items() if key in targets and shape_of(own) == targets[key]}
+            parts = {
+                key: own
+                for key, own in parts.items()
+                if key in targets and shape_of(own) == targets[key] and all(part.source in sources for part in own)
+            }
             whole = used_in_full(parts, sources)
             if len(whole) > len(kept) and len(whole) >= CONVERTED * len(targets):
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}

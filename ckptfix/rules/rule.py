@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Twin:
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
-    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts`` is
-    that of ``Target``."""
+    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts``
+    and ``ties`` are those of ``Target``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     prove: Callable[[Checkpoint, Sequence[Plan]], Equivalence]
     converts: Converter | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

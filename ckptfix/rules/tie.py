@@ -32,7 +32,7 @@ is the right one, nothing in the file says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Tie
@@ -48,7 +48,9 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
     """Supplies a tied key from its twin, and reports twins that differ."""
     if context.target is None:
         return
-    if ties := list(_ties(context.checkpoint, context.target)):
+    # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
+    groups = (*context.target.ties, *(context.twin.ties if context.twin is not None else ()))
+    if ties := list({edit.key: edit for edit in _ties(context.checkpoint, context.target, groups)}.values()):
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(ties), 'key')} missing whose tied twin is in the file",
@@ -71,12 +73,13 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _ties(checkpoint: Checkpoint, target: Target) -> Iterator[Tie]:
+def _ties(checkpoint: Checkpoint, target: Target, groups: Iterable[tuple[str, ...]]) -> Iterator[Tie]:
     """Yield a tie for every missing key of a group that the file has a fitting member of."""
-    for group in target.ties:
+    for group in groups:
         stored = [key for key in group if key in checkpoint.specs and target.accepts(key, checkpoint.specs[key].shape)]
         if stored:
-            yield from (Tie(key, stored[0]) for key in group if key not in checkpoint.entries)
+            wanted = (key for key in group if key not in checkpoint.entries and key in target.slots)
+            yield from (Tie(key, stored[0]) for key in wanted)
 
 
 def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]]:

@@ -96,7 +96,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
         return Equivalence.from_json(ending.said)
 
     shapes = {key: slot.shape for key, slot in twin.slots.items() if slot.shape is not None}
-    return Twin(shapes, prove, twin.converts)
+    return Twin(shapes, prove, twin.converts, twin.ties)
 
 
 def _in_float64(edit: Edit) -> Edit:

@@ -216,3 +216,18 @@ def test_the_map_is_a_bijection_and_so_is_its_inverse():
     parts = convert(shapes)
     check_bijection(parts, shapes, target)
     check_bijection(inverse(parts), target, shapes)
+
+
+def test_a_tied_file_for_an_untied_model_and_a_key_that_nobody_has():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 60, "n_positions": 16}
+    tied, untied = GPT2LMHeadModel(GPT2Config(**sizes)), GPT2LMHeadModel(GPT2Config(tie_word_embeddings=False, **sizes))
+    state = {key: value for key, value in tied.state_dict().items() if key != "lm_head.weight"}
+    assert ckptfix.repair_state_dict(state, untied)[1].exit_code == 1
+    ours, report = ckptfix.repair_state_dict(state, untied, source_model=tied)
+    assert report.exit_code == 0
+    assert torch.equal(ours["lm_head.weight"], state["transformer.wte.weight"])
+    del state["transformer.h.0.ln_1.weight"]
+    missing = ckptfix.repair_state_dict(state, tied, source_model=tied)[1]
+    assert [finding.code for finding in missing.findings if finding.code.startswith("FIT")] == ["FIT105", "FIT101"]
