@@ -388,7 +388,6 @@ def test_the_longest_name_that_the_file_system_takes_is_written(source, tmp_path
         pytest.param("a.pth", {"output": "null"}, "null: is a device", id="a link to a device"),
         pytest.param("a.pth", {"output": "a.pth.txt"}, "already exists", id="another file"),
         pytest.param("a.pth", {"beside": True}, r"a\.fixed\.pth: already exists", id="an older result"),
-        pytest.param("a.pth", {"in_place": True, "backup": True}, "a backup is there already", id="an older backup"),
     ],
 )
 def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str, Any], said, tmp_path, monkeypatch):
@@ -401,6 +400,14 @@ def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str
     with pytest.raises(CkptfixError, match=said):
         ckptfix.repair(name, **how)
     assert not Path(os.devnull).is_file()
+
+
+def test_an_older_backup_is_kept(source):
+    before, backup = source.read_bytes(), source.with_name("model.pth.bak")
+    backup.write_text("other")
+    with pytest.raises(CkptfixError, match="a backup is there already"):
+        ckptfix.repair(source, in_place=True, backup=True)
+    assert (source.read_bytes(), backup.read_text()) == (before, "other")
 
 
 def test_nothing_is_in_the_way_of_a_dry_run(source):
