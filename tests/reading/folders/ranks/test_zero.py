@@ -83,6 +83,29 @@ def test_moments_are_cut_as_the_masters_are(tmp_path: Path, world: int, stage: i
     assert whole["optimizer"]["param_groups"] == [{"lr": 0.1, "params": list(TENSORS)}]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_of_a_half_type_are_read_as_such(tmp_path: Path, stage: int) -> None:
+    """As ``bf16_master_weights_and_grads`` keeps them."""
+    halves = {key: value.bfloat16() for key, value in TENSORS.items()}
+    (write_zero if stage == 2 else write_zero3)(tmp_path, halves, 3)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in halves.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_of_several_dtypes_are_refused(tmp_path: Path, stage: int) -> None:
+    (write_zero if stage == 2 else write_zero3)(tmp_path, TENSORS, 3)
+    name = "single_partition_of_fp32_groups" if stage == 2 else "fp32_flat_groups"
+
+    def halve(states: Any) -> None:
+        held = states["optimizer_state_dict"]
+        held[name] = [part.bfloat16() for part in held[name]]
+
+    _change(tmp_path / _optim(1), halve)
+    with pytest.raises(UnreadableError, match="one run of bfloat16 and float32"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_the_folder_of_a_tag_is_the_same(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     one, other = ckptfix.open_checkpoint(folder), ckptfix.open_checkpoint(folder / TAG)
