@@ -9,9 +9,10 @@ import pytest
 from ckptfix.core.parts import Part
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import infer
-from ckptfix.maps.layout import normal
+from ckptfix.maps.inference import Inference, Match, infer
+from ckptfix.maps.layout import Steps, normal
 from ckptfix.maps.resolving import inverse, resolve
+from ckptfix.maps.trees import Label
 from tests.maps.test_inference import VIT_HF, VIT_TIMM, Specs, hf_block, linear, norm, stack, timm_block
 
 CONV = {"conv.weight": (8, 3, 1, 1), **norm("bn"), "bn.running_mean": (8,), "bn.running_var": (8,)}
@@ -122,3 +123,36 @@ def test_labels_and_alternatives_are_those_of_the_template():
     others = {**stack("c", [norm("x")] * 2), **stack("d", [norm("x")] * 2)}
     rules = fold(infer(dict(sorted(towers.items(), reverse=True)), others)).rules
     assert {rule.label for rule in rules} <= {"likely", "ambiguous"}
+
+
+def test_numbers_that_follow_from_nothing_are_listed():
+    """MobileNetV2: the layers of one side are counted through, those of the other by stage."""
+    stages = (1, 2, 3, 4, 2)
+    places = [(stage, at) for stage, size in enumerate(stages) for at in range(size)]
+    source = {f"layer.{n}.conv.weight": (n + 2, n + 1) for n in range(len(places))}
+    target = {f"blocks.{stage}.{at}.pw.weight": (n + 2, n + 1) for n, (stage, at) in enumerate(places)}
+    found = fold(infer(source, target))
+    assert [(rule.source[:17], rule.target[:15]) for rule in found.rules] == [("layer.{0,1,2,3,4,", "blocks.{0.0,1.0")]
+    assert {key: move.parts[0].source for key, move in resolve(found, source, target).items()} == dict(
+        zip(target, source, strict=True)
+    )
+    assert set(resolve(inverse(found), target, source)) == set(source)
+
+
+PERMUTED = {
+    "rotary embeddings": ("(h d t) a -> (h t d) a with d=4 t=2", (24, 16)),
+    "interleaved experts": ("e (f t) h -> e (t f) h with t=2", (3, 10, 6)),
+    "a bias": ("(h d t) -> (h t d) with d=4 t=2", (24,)),
+    "transposed experts": ("a b c -> a c b", (3, 4, 5)),
+    "both axes": ("(t f) (g k) -> (f t) (k g) with t=2 g=3", (8, 6)),
+}
+
+
+@pytest.mark.parametrize(("step", "shape"), PERMUTED.values(), ids=PERMUTED)
+def test_a_permutation_that_is_known_becomes_a_step(step, shape):
+    (((wanted, parts),),) = Steps.parse([step]).apply([[("w", shape)]], 1)
+    known = Inference({"v": Match(parts, Label.CERTAIN)}, {"w": shape}, {"v": wanted})
+    found = fold(known)
+    assert not found.missing
+    moved = resolve(found, {"w": shape}, {"v": wanted})["v"].parts
+    assert sorted(map(normal, moved), key=repr) == sorted(map(normal, parts), key=repr)

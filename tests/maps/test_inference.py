@@ -275,3 +275,12 @@ def test_square_matrices_are_certain_only_beside_one_that_shows_how_they_lie():
     assert infer({**ours, "out.weight": (3, 6)}, {**theirs, "out.weight": (3, 6)}).matches["m0.weight"].label is (
         Label.CERTAIN
     )
+
+
+def test_a_bias_does_not_go_where_its_matrix_does_not():
+    """The stages of PVT and SegFormer are alike, but for the width of some of their layers."""
+    source = stack("a", [{**linear("fc1", 16, 8), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])
+    target = stack("b", [{**linear("fc1", 16, 4), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])
+    matches = infer(source, target).matches
+    assert "b.0.fc1.bias" not in matches
+    assert matches["b.1.fc1.bias"].parts[0].source == "a.1.fc1.bias"
