@@ -250,11 +250,16 @@ def _tables(
     for key, pair in shapes.items():
         is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
         recipes, library = _recipes(name, key, pair, is_image, target)
-        known = _grids(name, key, pair, is_image, target, tensors, chosen(name, key, recipes, given), stored)
+        asked = chosen(name, key, recipes, given)
+        known = _grids(name, key, pair, is_image, target, tensors, asked, stored)
         found.setdefault((recipes, library, known), {})[key] = pair
     for (recipes, library, known), group in found.items():
         if isinstance(known, str):
-            yield Case(name, group, recipes, known, library, unclear=known)
+            key, pair = next(iter(group.items()))
+            is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
+            right = _grids(name, key, pair, is_image, target, tensors, None, stored)  # if the user's are not
+            grids = None if isinstance(right, str) else right
+            yield Case(name, group, recipes, known, library, grids, unclear=known)
         else:
             words = _table_words(name, *known, next(iter(group.values()))[0])
             yield Case(name, group, recipes, words, library, grids=known)
@@ -462,7 +467,8 @@ def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, Ten
             right = Opt("adapt", asked.with_recipe(case.recipes[0]))
             raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
         if case.unclear:
-            right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{_BY_HAND}"))
+            by_hand = ":".join(size(_shown(case.name, grid)) for grid in case.grids) if case.grids else _BY_HAND
+            right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
             raise UsageError(
                 f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
             )
@@ -477,7 +483,7 @@ def without_use(given: Sequence[Adaptation], known: Sequence[Case]) -> Iterator[
     for asked in given:
         if asked.name != DEPTH and asked not in used:
             keys = [key for case in known if case.name == asked.name for key in case.shapes]
-            others = f"those are {first_names(keys)}" if keys else "none has another shape than the target's"
+            others = f"those are {first_names(keys)}" if keys else "none has another shape that it is for"
             yield f"{asked.text} fits no key of this kind: {others}"
 
 

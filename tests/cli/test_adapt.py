@@ -101,6 +101,7 @@ def test_json(folder):
         ),
         ("pos_embed=linear", "give --adapt pos_embed=timm"),
         ("pos_embed=timm:3x3", "the file's 37 positions are not those of a grid of 3x3 and 1 token, but of one of 6x6"),
+        ("pos_embed=timm:3x3", "give the grids of the file and the model: --adapt pos_embed=timm:6x6:12x12"),
         ("head=classes.txt", "--adapt head=classes.txt: there is no file classes.txt; check the path"),
     ],
 )
@@ -122,7 +123,7 @@ def test_a_recipe_that_nothing_needs_changes_nothing(folder):
     words = ("check", "old.pth", "--model", "nets:Transformer", "--model-args", '{"side": 6}')
     done = run_here(*words, "--adapt", "pos_embed=timm", "--adapt", "depth=0", cwd=folder)
     assert done.returncode == 0
-    assert "  pos_embed=timm fits no key of this kind: none has another shape than the target's" in done.stdout
+    assert "  pos_embed=timm fits no key of this kind: none has another shape that it is for" in done.stdout
     assert "  depth=0 fits no layers" in done.stdout
     done = run_here("check", "old.pth", *FACTORY[:2], "--adapt", "pos_embed@visual.*=timm", cwd=folder)
     assert done.returncode == 1
