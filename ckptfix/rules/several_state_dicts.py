@@ -40,10 +40,13 @@ from ckptfix.rules.rule import Context, Rule, rule
 MOST = 6  # sets that are named
 
 
-def choice(names: Sequence[str]) -> tuple[Remedy, ...]:
-    """Return a remedy for each set, which takes only that set; those that follow another one last."""
+_KEEPING = "repairs this set, and keeps the others as they are"
+
+
+def choice(names: Sequence[str], effect: str = "takes only this set") -> tuple[Remedy, ...]:
+    """Return a remedy for each set, and say what it does; those that follow another one last."""
     ordered = sorted(names, key=is_follower)
-    named = tuple(Remedy((("weights", name),), "takes only this set") for name in ordered[:MOST])
+    named = tuple(Remedy((("weights", name),), effect) for name in ordered[:MOST])
     rest = (Remedy((("weights", NAME),), "takes another one"),) if len(names) > MOST else ()
     return (*named, *rest)
 
@@ -94,7 +97,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
             candidate.name: {"tensors": candidate.tensors, "numel": candidate.numel}
             for candidate in checkpoint.candidates
         },
-        remedies=choice([taken, *(name for name in names if name != taken)]),
+        remedies=choice([taken, *(name for name in names if name != taken)], _KEEPING),
     )
 
 
@@ -118,7 +121,9 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 Level.WARNING,
                 clause(fact),
-                remedies=choice(names) if names else advise("save the weights as one state_dict, each under its name"),
+                remedies=choice(names, _KEEPING)
+                if names
+                else advise("save the weights as one state_dict, each under its name"),
             )
 
 

@@ -197,9 +197,15 @@ def _holds_more(value: Any) -> bool:
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 
 
+_FIGURES = frozenset({"mean", "var", "std", "count", "min", "max", "running_mean", "running_var"})
+"""Names of what is normalised with. A norm of torch has ``num_batches_tracked`` too."""
+
+
 def _is_set(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping holds more than single numbers (``{"*": tensor(265)}`` of a textual inversion) and the
-    states of random generators."""
+    states of random generators, or the figures of its inputs (``{"mean": …, "var": …}`` of an agent)."""
+    if _FIGURES.issuperset(mapping):
+        return False
     specs = [value for value in mapping.values() if isinstance(value, TensorSpec)]
     return not specs or any(
         not is_random_state(spec) and (spec.numel > 1 or spec.dtype.startswith("float")) for spec in specs
@@ -223,8 +229,8 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
     tensors. States of random generators are no weights, even if nothing else is there."""
     sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
     if not sets:
-        is_random = all(is_random_state(spec) for mapping in found.values() for spec in tensors_in([*mapping.values()]))
-        return {} if is_random else dict(found)
+        specs = list(tensors_in([*found.values()]))
+        return {} if specs and all(map(is_random_state, specs)) else dict(found)
     found = sets
     for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
         chosen = {path: mapping for path, mapping in found.items() if test(mapping)}

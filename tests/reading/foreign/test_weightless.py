@@ -118,3 +118,10 @@ def test_a_table_of_numbers_is_no_set_of_weights(tmp_path):
     value = {"string_to_token": {"*": torch.tensor(265)}, "string_to_param": {"*": torch.ones(2, 4)}, "step": 500}
     checkpoint = opened(saved(value, tmp_path))
     assert [candidate.name for candidate in checkpoint.candidates] == ["string_to_param"]
+
+
+def test_figures_of_the_inputs_are_no_set_of_weights(tmp_path):
+    net = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
+    value = {"actor": net, "obs_rms": {"mean": torch.zeros(3), "var": torch.ones(3), "count": 9.0}}
+    assert [candidate.name for candidate in opened(saved(value, tmp_path)).candidates] == ["actor"]
+    assert opened(saved({"mean": torch.zeros(3), "std": torch.ones(3)}, tmp_path)).keys() == ["mean", "std"]
