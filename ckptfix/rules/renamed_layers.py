@@ -47,7 +47,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import islice
@@ -62,6 +63,7 @@ from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
+from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
 from ckptfix.maps.library import each_of, look_up
@@ -111,7 +113,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     converters = twin.converts if twin is not None else None, target.converts
     values: Values = None
     if target.stored is not None and context.statistics is not None and _is_left_over(source, wanted):
-        values = checkpoint.state_dict(mmap=True), target.stored()
+        values = _values(checkpoint, target.stored, source, wanted)
     inference = converted(*_everything(checkpoint, target), converters) or _explained(
         source, wanted, target.tie_of, values
     )
@@ -323,6 +325,22 @@ def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
 def _stays(key: str, match: Match, inference: Inference) -> bool:
     shape = full(inference.target[key])
     return match.parts == (Part(key, shape, shape),)
+
+
+def _values(
+    checkpoint: Checkpoint, stored: Callable[[], Mapping[str, torch.Tensor]], source: Specs, target: Specs
+) -> Values:
+    """Return the values of both sides, mapped; None if one of them cannot be read as it is."""
+    with suppress(CkptfixError):
+        sides = checkpoint.state_dict(mmap=True), stored()
+        plain = [
+            str(side[key].layout) == "torch.strided"
+            for side, keys in zip(sides, (source, target), strict=True)
+            for key in keys
+            if key in side
+        ]
+        return sides if len(plain) == len(source) + len(target) and all(plain) else None
+    return None
 
 
 def _explained(source: Specs, target: Specs, tied: Collection[str], values: Values) -> Inference | None:

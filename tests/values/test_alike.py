@@ -98,3 +98,21 @@ def test_a_tie_of_two_equal_tensors_is_left_to_the_names(tmp_path):
     like["1.first.weight"] = like["0.first.weight"].clone()
     found = repaired(NAMES["counted from the end"](like), like, tmp_path)
     assert all(torch.equal(found.checkpoint.read(key), value) for key, value in like.items())
+
+
+def test_values_that_cannot_be_read_are_left_out(tmp_path):
+    like = trained(0)
+    state = NAMES["siblings under each other's names"](like)
+    torch.save(like, tmp_path / "like.pth")
+    torch.save(state, tmp_path / "file.pth")
+    whole = (tmp_path / "file.pth").read_bytes()
+    for damaged in (
+        whole[: len(whole) // 2],
+        whole.replace(state["m.0.lin2.weight"].numpy().tobytes(), bytes(16384)),
+    ):
+        (tmp_path / "damaged.pth").write_bytes(damaged)
+        report = ckptfix.repair(tmp_path / "damaged.pth", like=tmp_path / "like.pth", salvage=True).report
+        assert report.exit_code == 1
+    sparse = {**state, "m.0.lin2.weight": state["m.0.lin2.weight"].to_sparse()}
+    torch.save(sparse, tmp_path / "sparse.pth")
+    assert ckptfix.repair(tmp_path / "sparse.pth", like=tmp_path / "like.pth").report.exit_code in (0, 1)
