@@ -28,7 +28,8 @@ def background(threads: int = 1) -> Iterator[Executor]:
     if _alone.get():
         yield _at_once()
         return
-    pool = ThreadPoolExecutor(threads)
+    # What a thread of it would hand to others, it does itself: their buffers would only add up.
+    pool = ThreadPoolExecutor(threads, initializer=_alone.set, initargs=(True,))
     try:
         yield pool
     finally:

@@ -40,6 +40,12 @@ def test_results_come_in_their_order(monkeypatch):
     assert list(side_by_side(slow_when_small, range(9))) == [(number, False) for number in range(9)]
 
 
+def test_threads_start_no_others(monkeypatch):
+    monkeypatch.setattr(module, "_processors", lambda: 2)
+    for inner in side_by_side(lambda _: [get_ident(), *side_by_side(lambda _: get_ident(), range(3))], range(4)):
+        assert len(set(inner)) == 1
+
+
 def test_only_a_few_results_wait(monkeypatch):
     monkeypatch.setattr(module, "_processors", lambda: 2)
     begun: list[int] = []
