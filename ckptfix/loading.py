@@ -90,6 +90,7 @@ def _with_state(
     source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings
 ) -> tuple[Repair, dict[str, Any], list[str]]:
     """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
+    from ckptfix.core.checkpoint import path_name
     from ckptfix.engine.optimizers import regrouped
     from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
@@ -109,7 +110,8 @@ def _with_state(
     if not all(all(group) for group in live):
         raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
     change = replace(Change.of(before, after, repaired.plan, target_from_module(model)), live=live)
-    own = (one for one, _ in with_owners(after, optimizers_of(after)))
+    place = path_name(after.container)
+    own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
     found = [(one, way) for one in own for way in ways(one, change)]
     found = [(one, way) for one, way in found if any(step.source is not None for group in way.groups for step in group)]
     if len(found) != 1:

@@ -86,6 +86,11 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     kept_entries = _encode_members(entries, "", lost, encoder)
     if kept_entries:
         note["entries"] = kept_entries
+    state_dict = root
+    for name in checkpoint.container:
+        state_dict = state_dict[name] if isinstance(state_dict, (dict, list)) else None
+    apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is no entry
+    lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
         note["path"] = list(checkpoint.container)
         note["root"] = _encode_around(root, checkpoint.container, (), lost, encoder)

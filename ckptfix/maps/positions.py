@@ -120,7 +120,7 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
         yield found
         return
     members: Iterable[tuple[Any, Any]] = ()
-    if isinstance(root, (Mapping, list)) and len(root) <= MANY and len(path) < DEPTH:
+    if isinstance(root, (Mapping, list)) and (len(root) <= MANY or not path) and len(path) < DEPTH:
         members = root.items() if isinstance(root, Mapping) else enumerate(root)
     for name, member in members:
         if isinstance(name, (str, int)) and isinstance(member, (Mapping, list)):

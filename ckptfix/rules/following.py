@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -157,8 +157,9 @@ class Change:
         if self.model is None or self.model.modules is None:
             return None
         found = {
-            source.rpartition(".")[0]: self.model.modules.get(key.rpartition(".")[0], "")
+            source.rpartition(".")[0]: self.model.modules[module]
             for key, origin in self.origins.items()
+            if (module := key.rpartition(".")[0]) in self.model.modules  # what is to be dropped is in none
             for source in origin.sources
             if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
         }
@@ -309,8 +310,13 @@ class Followed:
     anew: tuple[str, ...]
     added: tuple[str, ...]
     gone: tuple[str, ...]
-    order: str = ""
-    """Whose order of the parameters it follows, if that of the file and that of the model differ."""
+    which: str = ""
+    """Which parameters it has, and in whose order, if that may be different."""
+
+    @property
+    def source(self) -> str:
+        """How its parameters are named."""
+        return f"{self.naming.source} {self.which}".rstrip()
 
     @property
     def is_unchanged(self) -> bool:
@@ -368,8 +374,8 @@ class Scope:
 
     layout: Layout
     takes: Callable[[str], bool]
-    order: str = ""
-    """Whose order it is, if that of the file and that of the model differ."""
+    which: str = ""
+    """Which they are if not all, and in whose order if that of the file and that of the model differ."""
 
 
 def scopes(change: Change) -> Iterator[Scope]:
@@ -383,22 +389,22 @@ def scopes(change: Change) -> Iterator[Scope]:
     known = change.modules
     for whose, order in orders.items():
         firsts = runs_of(order)
-        chosen: list[tuple[list[str], Callable[[str], bool]]] = [(order, lambda key: True)]
+        chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
         if change.kinds:  # what the model does not have may have been a buffer of another one
-            chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True))
+            chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
         if cold:
-            chosen.append(([key for key in order if key not in cold], lambda key: key not in frozen))
+            chosen.append(([key for key in order if key not in cold], lambda key: key not in frozen, "of what learns"))
         if 1 < len(firsts) <= 16:
-            for name in firsts:
-                inside = [key for key in order if bare(key).partition(".")[0] == name]
-                outside = [key for key in order if key not in set(inside)]
-                chosen.append((inside, lambda key, name=name: bare(key).partition(".")[0] == name))  # type: ignore[misc]  # mypy cannot type a default of a lambda
-                if len(firsts) > 2:
-                    chosen.append((outside, lambda key, name=name: bare(key).partition(".")[0] != name))  # type: ignore[misc]  # as above
-        for keys, takes in chosen:
-            yield Scope(
-                Layout({key: parameters[key].shape for key in keys}, known), takes, whose if len(orders) > 1 else ""
-            )
+            for name, is_inside in product(firsts, (True, False) if len(firsts) > 2 else (True,)):
+                takes = _in_part(name, is_inside)
+                chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
+        for keys, takes, what in chosen:
+            which = " ".join(filter(None, (what, f"in {whose}" if len(orders) > 1 else "")))
+            yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes, which)
+
+
+def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
+    return lambda key: (bare(key).partition(".")[0] == name) is is_inside
 
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
@@ -512,7 +518,7 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
     gone = tuple(key for key in naming.names.values() if key not in kept)
     grouped = grouped[0], tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
     anew = [key for key in anew if any(optimizer.row(ids[source]) for source in change.origins[key].sources)]
-    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone, scope.order)
+    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone, scope.which)
 
 
 def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...]:

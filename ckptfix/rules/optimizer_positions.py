@@ -39,15 +39,16 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     change = Change.of(checkpoint, checkpoint, Plan(), context.target)
     for optimizer in optimizers_of(checkpoint):
-        found = [way.naming for way in ways(optimizer, change)]
+        found = ways(optimizer, change)
         what = f"{optimizer.label} has {counted(len(optimizer.ids), 'parameter')} in "
         what += counted(len(optimizer.groups), "group")
         if len(found) != 1:
-            recipes = ", ".join(naming.source for naming in found)
-            reason = f"several recipes fit and differ ({recipes})" if found else "nothing tells which is which"
-            yield rule.finding(Level.NOTE, f"{what}, and {reason}", evidence={"recipes": [one.source for one in found]})
+            recipes = [way.source for way in found]
+            reason = f"several ways to name them fit and differ ({', '.join(recipes)})"
+            reason = reason if found else "nothing tells which is which"
+            yield rule.finding(Level.NOTE, f"{what}, and {reason}", evidence={"recipes": recipes})
             continue
-        naming = found[0]
+        naming = found[0].naming
         yield rule.finding(
             Level.NOTE,
             f"{what}, named by {naming.source}: {_how_sure(naming)}",

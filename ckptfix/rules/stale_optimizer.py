@@ -38,9 +38,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Moments, Omit, Regroup
 from ckptfix.core.finding import (
     MODEL,
@@ -57,7 +59,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
 from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.rules.following import Change, Followed, may_learn, ways
+from ckptfix.rules.following import NEW, Change, Followed, may_learn, ways
 from ckptfix.rules.rule import Context, Rule, rule
 
 DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
@@ -82,12 +84,22 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     change = Change.of(before, context.checkpoint, plan, context.target)
     if not plan.edits and change.model is None:
         return
-    for optimizer, doubtful in with_owners(context.checkpoint, optimizers):
-        yield from _out_of_step(rule, context, optimizer, change, plan, doubtful)
+    own = path_name(context.checkpoint.container)
+    for optimizer, sets in with_owners(context.checkpoint, optimizers):
+        if not sets or own in sets:
+            found = list(_out_of_step(rule, context, optimizer, change, plan, sets))
+            yield from found or _foreseen(rule, context, optimizer, change)
+        elif change.touches:
+            yield rule.finding(
+                Level.NOTE,
+                f"{optimizer.label} belongs to {' or '.join(sets)} and stays as it is; {own}, which changes, has none",
+                evidence={"sets": sets},
+            )
 
 
 def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yield the optimizers except for those of other state_dicts in the file, each with the sets that it fits alike."""
+    """Yield the optimizers, each with the sets that it fits alike; the repaired one is not among them if it belongs to
+    another. Those of other sets are left out if the repaired one has its own."""
     sets = _other_sets(checkpoint)
     own = path_name(checkpoint.container)
     owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
@@ -96,9 +108,11 @@ def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator
         fitting = [name for name, layout in sets.items() if any(namings(optimizer, layout))]
         named = owners[optimizer.name]
         is_doubtful = bool(fitting) and named != [own]
-        if is_doubtful and (has_own or (named and own not in named)):
-            continue  # that of another set
-        yield optimizer, [own, *fitting] if is_doubtful else []
+        if is_doubtful and named and own not in named:
+            if not has_own:
+                yield optimizer, named
+        elif not (is_doubtful and has_own):
+            yield optimizer, [own, *fitting] if is_doubtful else []
 
 
 def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
@@ -200,7 +214,7 @@ def _out_of_step(
             if found
             else "its parameters cannot be named"
         )
-        sources = [f"{way.naming.source} in {way.order}" if way.order else way.naming.source for way in found]
+        sources = [way.source for way in found]
         why = "which other edits change" if plan.edits else "which the model has in another order"
         yield stays(
             f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
@@ -222,6 +236,27 @@ def _out_of_step(
         remedies=(Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
     )
+
+
+def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change) -> Iterator[Finding]:
+    """Say that an optimizer will have to follow once the keys are dropped, filled or replaced that do not fit yet."""
+    target, specs = context.target, context.checkpoint.specs
+    misfits = set(obstacles(context.checkpoint, target)) if target is not None else ()
+    if target is None or not misfits:
+        return
+    after = {
+        key: specs[key] if key in specs and key not in misfits else TensorSpec(slot.dtype, slot.shape or ())
+        for key, slot in target.slots.items()
+    }
+    origins = {key: NEW if key in misfits else change.origins.get(key, NEW) for key in after}
+    found = ways(optimizer, replace(change, after=after, origins=origins))
+    if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
+        yield rule.finding(
+            Level.NOTE,
+            f"{optimizer.label} will be out of step once {counted(len(misfits), 'key')} that do not fit are dropped or "
+            f"filled: an unsafe fix then brings it in step ({_what(found[0])})",
+            evidence=_evidence(found[0]),
+        )
 
 
 def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:

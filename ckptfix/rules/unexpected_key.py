@@ -33,6 +33,8 @@ from dataclasses import replace
 
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.reading.foreign.weightless import is_of_training
+from ckptfix.reading.weights.loose_tensors import value_at
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.missing_key import NAME_THE_MODEL, other_layout
 from ckptfix.rules.rule import Context, Rule, rule
@@ -50,6 +52,14 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.target is None:
         return
     checkpoint, target = context.checkpoint, context.target
+    members = value_at(checkpoint.root, checkpoint.container)
+    apart = [str(key) for key, value in members.items() if is_of_training(value)] if isinstance(members, dict) else []
+    if apart and context.settings.format != "safetensors":
+        yield rule.finding(
+            Level.NOTE,
+            f"{', '.join(apart)} among the keys of the weights, which stay: take them out before load_state_dict",
+            evidence={"places": apart},
+        )
     unexpected = [key for key in checkpoint.entries if key not in target.slots and key not in target.entries]
     if not unexpected:
         return

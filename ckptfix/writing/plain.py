@@ -19,6 +19,7 @@ from ckptfix.core.edits import Plain
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.arrays import NumpyArray, array_fields, dtype_label, numpy_type
 from ckptfix.reading.pickles.claims import TypedStorage
 from ckptfix.reading.pickles.inert import MODULE_ALIASES
@@ -123,6 +124,8 @@ class _Plainer:
         if isinstance(value, Opaque):
             self._note(path, str(value.cls), "state_dict")
         made = state_dict_tree(self.checkpoint)
+        if isinstance(value, dict):
+            made.update((key, entry) for key, entry in value.items() if is_of_training(entry))
         for key, entry in made.items():
             if not isinstance(entry, TensorSpec):
                 made[key] = self.convert(entry, (*path, key), depth + 1)

@@ -28,6 +28,11 @@ def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
     return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping)
 
 
+def is_of_training(value: Any) -> bool:
+    """Return whether a value is the state of an optimizer or of a scheduler, which lies beside weights."""
+    return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER)
+
+
 def why_weightless(document: Document) -> str:
     """Return the one line about a document without weights."""
     root = document.root

@@ -14,7 +14,7 @@ from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
-from ckptfix.reading.foreign.weightless import is_optimizer, is_random_state, why_weightless
+from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.pickles.payload import refusing_payload
@@ -296,6 +296,8 @@ def _entries(
     arrays_only = not any(isinstance(entry, TensorSpec) for entry in value.values())
     entries: dict[str, Any] = {}
     for number, (key, entry) in enumerate(value.items()):
+        if is_of_training(entry):
+            continue  # an optimizer among the weights is beside them: who reads such a file takes it out
         # Text of Python 2 is of a class of its own; that of a tensor would be another in every run.
         name = f"tensor{number}" if isinstance(key, TensorSpec) else str(key)
         if not isinstance(key, str):
