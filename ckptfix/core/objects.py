@@ -129,6 +129,7 @@ def holds_tensors(entry: object) -> bool:
 
 # Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer.
 MANY = 1000
+DEPTH = 4  # containers within each other in which an optimizer is looked for
 
 
 def is_flat_optimizer(root: Any) -> bool:
@@ -138,12 +139,16 @@ def is_flat_optimizer(root: Any) -> bool:
     return {str(key).partition(".")[0] for key in ends} == {"state", "param_groups"} and all("." in key for key in ends)
 
 
-def has_optimizer(root: Any, depth: int = 4) -> bool:
+def has_optimizer(root: Any, depth: int = DEPTH) -> bool:
     """Return whether the ``state_dict`` of an optimizer may be in a container."""
     if isinstance(root, dict):
         return (
             "param_groups" in root
             or is_flat_optimizer(root)
-            or (depth > 0 and len(root) <= MANY and any(has_optimizer(member, depth - 1) for member in root.values()))
+            or (
+                (len(root) <= MANY or depth == DEPTH)  # it may be among weights, of which there are many
+                and depth > 0
+                and any(has_optimizer(member, depth - 1) for member in root.values())
+            )
         )
     return isinstance(root, list) and depth > 0 and any(has_optimizer(member, depth - 1) for member in root[:MANY])

@@ -14,12 +14,10 @@ from itertools import chain
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
-from ckptfix.core.objects import Opaque, is_flat_optimizer
+from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
 from ckptfix.core.spec import TensorSpec
 
 Shape = tuple[int, ...]
-DEPTH = 4  # containers within each other in which an optimizer is looked for
-MANY = 1000  # members of a container from which on it is a log and not a place for an optimizer
 NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes names certain
 
 

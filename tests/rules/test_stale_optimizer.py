@@ -316,6 +316,39 @@ def test_the_optimizer_of_another_state_dict_is_left_alone(tmp_path, names, touc
     assert [name for name in names if str(result[name]) != str(states[name])] == touched
 
 
+def test_that_of_other_weights_is_named(tmp_path):
+    """Who repairs an average has no optimizer in step with it."""
+    average = {key: value.clone() for key, value in Net().state_dict().items()}
+    saved(Net(), one_group, tmp_path / "run.pth", model_ema=average)
+    asked: dict[str, Any] = {"weights": "model_ema", "unsafe_fixes": True, "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), **asked).report
+    (finding,) = (one for one in report.findings if one.code == "OPT101")
+    assert (finding.level, finding.evidence) == (Level.NOTE, {"sets": ["model"]})
+    assert findings(ckptfix.repair(tmp_path / "run.pth", Net(), dry_run=True, weights="model_ema").report) == []
+
+
+@pytest.mark.parametrize("rest", [0, 1500], ids=["few", "among-many-keys"])
+def test_an_optimizer_among_the_weights_stays_and_follows(tmp_path, rest):
+    model = Net()
+    optimizer = saved(model, one_group, tmp_path / "run.pth")
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    apart = {"optimizer": optimizer.state_dict(), "scheduler": schedule.state_dict()}
+    more = {f"more.{number}": torch.zeros(1) for number in range(rest)}
+    torch.save({**model.state_dict(), **more, **apart}, tmp_path / "flat.pth")
+    target = without_aux(Net())
+    report = ckptfix.repair(tmp_path / "flat.pth", target, output=tmp_path / "out.pth", unsafe_fixes=True).report
+    assert [(one.code, one.level) for one in report.findings if not one.fix] == [("FIT102", Level.NOTE)]
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    state, other = made.pop("optimizer"), made.pop("scheduler")
+    target.load_state_dict(made)
+    torch.optim.AdamW(target.parameters()).load_state_dict(state)
+    assert other == apart["scheduler"]
+    assert ckptfix.repair(tmp_path / "out.pth", target, output=tmp_path / "again.pth").report.edits == ()
+    report = ckptfix.repair(tmp_path / "flat.pth", Net(), output=tmp_path / "out.safetensors", unsafe_fixes=True).report
+    (lost,) = (one for one in report.findings if one.code == "FIL104")
+    assert lost.evidence["places"] == ["optimizer", "scheduler"]
+
+
 def test_what_is_frozen_since_is_a_note(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     model = Net()
@@ -350,7 +383,9 @@ def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
 def test_a_recipe_is_no_certainty(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     report = ckptfix.check(tmp_path / "run.pth", like=None, select=("FIT102", "OPT101"), model=without_aux(Net()))
-    assert findings(report) == []  # nothing is dropped yet: the fix of FIT102 is unsafe
+    (foreseen,) = (one for one in report.findings if one.code == "OPT101")  # nothing is dropped yet
+    assert (foreseen.level, foreseen.fix) == (Level.NOTE, None)
+    assert foreseen.evidence["gone"] == ["aux.weight", "aux.bias"]
     plan = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), unsafe_fixes=True, dry_run=True).plan
     assert {step.rule for step in plan.steps} == {"FIT102", "OPT101"}
 
