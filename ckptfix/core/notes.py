@@ -86,7 +86,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     kept_entries = _encode_members(entries, "", lost, encoder)
     if kept_entries:
         note["entries"] = kept_entries
-    state_dict = root
+    state_dict: Any = root
     for name in checkpoint.container:
         state_dict = state_dict[name] if isinstance(state_dict, (dict, list)) else None
     apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is no entry
