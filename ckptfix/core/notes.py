@@ -88,7 +88,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
         note["entries"] = kept_entries
     state_dict: Any = root
     for name in checkpoint.container:
-        state_dict = state_dict[name] if isinstance(state_dict, (dict, list)) else None
+        state_dict = None if state_dict is None else state_dict[name]
     apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is no entry
     lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
