@@ -32,6 +32,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
 MOST = 256  # pairs of blocks with the same first bytes of which the rest is compared
+_PIECE = 1 << 20  # bytes that are compared at once: a run may be as long as a layer
 _BEYOND = 8  # bytes before and after a block that have to differ
 
 
@@ -103,24 +104,25 @@ def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _M
 
 def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, length: int) -> bool:
     """Return whether two runs of blocks are equal, their surroundings differ, and one ends inside of a row."""
-    before = min(_compared(start - matrix.start) for matrix, start in ((one, at), (other, to)))
-    after = min(_compared(matrix.stop - start - length) for matrix, start in ((one, at), (other, to)))
-    mine, theirs = (
-        matrix.file.file.read(start - before, before + length + after) for matrix, start in ((one, at), (other, to))
-    )
-    block = mine[before : before + length]
-    return (
-        len(block) == length
-        and block == theirs[before : before + length]
-        and (not before or mine[:before] != theirs[:before])
-        and (len(mine) == before + length or mine[before + length :] != theirs[before + length :])
-        and not _is_repeated(block)
-        and any(
-            (edge - matrix.start) % matrix.row
-            for matrix, start in ((one, at), (other, to))
-            for edge in (start, start + length)
-        )
-    )
+    runs = ((one, at), (other, to))
+    if not any((edge - matrix.start) % matrix.row for matrix, start in runs for edge in (start, start + length)):
+        return False
+
+    def both(offset: int, size: int) -> list[bytes]:
+        return [matrix.file.file.read(start + offset, size) for matrix, start in runs]
+
+    before = min(_compared(start - matrix.start) for matrix, start in runs)
+    after = min(_compared(matrix.stop - start - length) for matrix, start in runs)
+    for offset, size in ((-before, before), (length, after)):
+        mine, theirs = both(offset, size)
+        if mine == theirs and mine:  # none after the end of the file
+            return False
+    for offset in range(0, length, _PIECE):
+        size = min(_PIECE, length - offset)
+        mine, theirs = both(offset, size)
+        if mine != theirs or len(mine) != size or (not offset and _is_repeated(mine)):
+            return False
+    return True
 
 
 def _compared(rest: int) -> int:

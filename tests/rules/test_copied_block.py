@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,17 @@ def test_noop_where_a_checksum_says_more(tmp_path: Path) -> None:
     weight.view(-1)[4096:5120] = weight.view(-1)[1024:2048]
     torch.save({"a.weight": weight}, tmp_path / "f.pth")
     assert ckptfix.check(tmp_path / "f.pth", select=("FIL204",)).findings == ()
+
+
+def test_a_long_copy_is_compared_in_pieces(tmp_path: Path) -> None:
+    weights = {f"layers.{at}.weight": torch.randn(400, 8193) for at in range(2)}
+    raw = _file(tmp_path, weights)
+    half, start = len(raw) // 2 // 4096 * 4096, 40 * 4096
+    raw[half + start : half + start + (10 << 20)] = raw[start : start + (10 << 20)]
+    tracemalloc.start()
+    try:
+        (finding,) = _found(tmp_path / "f.safetensors", raw)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert finding.evidence["bytes_of_file"] == [[start, half + start]]
