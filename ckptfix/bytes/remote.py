@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
@@ -292,7 +293,16 @@ def _endpoint() -> str:
 
 
 def _token() -> str | None:
-    return os.environ.get("HF_TOKEN") or None
+    """Return the token in HF_TOKEN, or the one that ``hf auth login`` stored."""
+    # https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
+    if token := os.environ.get("HF_TOKEN"):
+        return token
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    try:
+        stored = Path(os.environ.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return stored.strip() or None
 
 
 def _explained(url: str, error: HTTPError) -> Exception:
@@ -303,13 +313,13 @@ def _explained(url: str, error: HTTPError) -> Exception:
     code = error.headers["X-Error-Code"]
     if code == "GatedRepo":
         page = f"{_endpoint()}/{kind}/{name}" if kind else f"{_endpoint()}/{name}"
-        then = "the token in HF_TOKEN has none yet" if _token() else "set HF_TOKEN to your token"
+        then = "your token has none yet" if _token() else "set HF_TOKEN to your token"
         return UnreadableError(f"{url}: access is granted on request; ask for it at {page}, and {then}")
     if code == "RevisionNotFound":
         return UnreadableError(f"{url}: the repository has no revision {revision}; name a branch, a tag or a commit")
     if error.code not in (401, 403):
         return error
-    which = "the token in HF_TOKEN may not read it" if _token() else "set HF_TOKEN if it is private or gated"
+    which = "your token may not read it" if _token() else "set HF_TOKEN if it is private or gated"
     return UnreadableError(f"{url}: no such repository, or no access to it; check the name, and {which}")
 
 

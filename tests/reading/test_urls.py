@@ -31,7 +31,9 @@ FEW = 300_000
 @pytest.fixture
 def web(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", Patience(attempts=3, first=0.001))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("HF_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     with serving(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -390,9 +392,9 @@ def test_an_index_does_not_lead_out_of_its_folder(name, web):
     ("status", "code", "token", "message"),
     [
         (401, "RepoNotFound", "", "no such repository, or no access to it; check the name, and set HF_TOKEN if"),
-        (401, "RepoNotFound", "x", "no such repository, or no access to it; .* the token in HF_TOKEN may not read it"),
+        (401, "RepoNotFound", "x", "no such repository, or no access to it; .* your token may not read it"),
         (401, "GatedRepo", "", "granted on request; ask for it at http://.*/org/repo, and set HF_TOKEN to your token"),
-        (403, "GatedRepo", "x", "granted on request; ask for it at http://.*/org/repo, and the token in .* has none"),
+        (403, "GatedRepo", "x", "granted on request; ask for it at http://.*/org/repo, and your token has none"),
         (404, "RevisionNotFound", "", "the repository has no revision v9; name a branch, a tag or a commit"),
         (404, "EntryNotFound", "", "Not Found; check the name"),
     ],
@@ -410,6 +412,20 @@ def test_a_private_repository_that_was_renamed(web, monkeypatch):
     web.token, web.renamed = "secret", {"org/old": "org/repo"}
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert len(ckptfix.check("hf://org/old").findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "place"),
+    [("HF_HOME", "home", "home/token"), ("HF_TOKEN_PATH", "mine", "mine"), ("XDG_CACHE_HOME", "", "huggingface/token")],
+)
+def test_the_token_that_a_login_stored(variable, value, place, web, tmp_path, monkeypatch):
+    repository(web, "model.safetensors")
+    web.token = "secret"
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv(variable, str(tmp_path / value))
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("secret\n")
+    assert len(ckptfix.check("hf://org/repo").findings) == 1
 
 
 def test_the_token_goes_to_the_hub_and_to_no_other_server(web, tmp_path_factory, monkeypatch):
