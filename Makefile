@@ -57,9 +57,9 @@ demo: $(INSTALLED)
 quick: lint $(INSTALLED)
 	$(BIN)/pytest -n 2 -q -m "not slow" tests/core tests/bytes tests/writing tests/engine tests/rules/test_manuals.py tests/test_architecture.py
 
-# Many tests wait for processes that they start: four workers on two cores.
+# Many tests wait for processes that they start: three workers on two cores.
 test: lint types $(TEST_INSTALLED)
-	$(BIN)/pytest -n 4
+	$(BIN)/pytest -n 3
 
 $(TEST_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,test-page,test-zoo,test-peers]'
