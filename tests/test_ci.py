@@ -117,7 +117,7 @@ def test_the_action_annotates_and_keeps_the_page(paths, code, annotations, tmp_p
         shutil.copy(SAMPLES / name, tmp_path)
     (tmp_path / "some where").mkdir()
     (tmp_path / "some where" / "torn.pth").write_bytes((SAMPLES / "head_missing.pth").read_bytes()[:5000])
-    done = Composite(tmp_path, {"paths": paths, "install": "false", "args": "--no-values -q"}, bin_path).run()
+    done = Composite(tmp_path, {"paths": paths, "install": "false", "args": "--no-values\n-q"}, bin_path).run()
     assert (done.outputs["exit-code"], done.failed) == (code, code != "0")
     assert re.findall(r"^::(\w+) ", done.log, re.MULTILINE) == annotations
     (upload,) = done.used
