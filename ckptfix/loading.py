@@ -95,7 +95,8 @@ def _with_state(
     from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
     from ckptfix.reading.tensors import revive_tree
-    from ckptfix.rules.following import Change, ways
+    from ckptfix.rules.following import ways
+    from ckptfix.rules.origins import Change
     from ckptfix.rules.stale_optimizer import stale_optimizer, with_owners
 
     checked = checked_settings(settings, model, function="load")

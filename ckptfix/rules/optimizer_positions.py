@@ -27,7 +27,8 @@ from typing import Any
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.plan import Plan
 from ckptfix.maps.positions import Naming, Optimizer, logical_shape, optimizers_of, values_in
-from ckptfix.rules.following import Change, ways
+from ckptfix.rules.following import ways
+from ckptfix.rules.origins import Change
 from ckptfix.rules.rule import Context, Rule, rule
 
 

@@ -59,7 +59,8 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
 from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.rules.following import NEW, Change, Followed, may_learn, ways
+from ckptfix.rules.following import Followed, ways
+from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
 
 DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")

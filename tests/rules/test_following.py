@@ -1,86 +1,67 @@
-"""Origins: what each tensor of the result is made of, whatever the steps of a plan were."""
+"""Following: which position of a saved optimizer each parameter of the result gets its state from."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
 
-from ckptfix.core.edits import (
-    Assemble,
-    Cast,
-    Drop,
-    Edit,
-    Fill,
-    Rename,
-    Replace,
-    Tie,
-    Zero,
-)
-from ckptfix.core.parts import Part
-from ckptfix.core.plan import Plan, Step
-from ckptfix.rules.following import NEW, Origin, trace
-
-HALVES = (Part("a", ((0, 2),), ((0, 2),)), Part("b", ((0, 2),), ((2, 4),)))
+import ckptfix
+from ckptfix.core.target import target_from_module
+from ckptfix.maps.positions import optimizers_of
+from ckptfix.rules.following import Followed, ways
+from ckptfix.rules.origins import Change
+from tests.rules.test_optimizer_of_another_model import run
 
 
-def traced(*steps: list[Edit]) -> dict[str, Origin]:
-    return trace(Plan(tuple(Step("X", tuple(step)) for step in steps)), ["a", "b"])
+def net(**layers: tuple[int, int]) -> nn.Module:
+    return nn.Sequential(OrderedDict((name, nn.Linear(*sizes)) for name, sizes in layers.items()))
+
+
+def followed(path: Path, trained: nn.Module, wanted: nn.Module) -> list[Followed]:
+    """The ways to keep the optimizer of one model in step while its file becomes that of another one."""
+    torch.save(run(trained), path)
+    repaired = ckptfix.repair(path, wanted, unsafe_fixes=True, fill="target", keep_optimizer=True)
+    change = Change.of(ckptfix.open_checkpoint(path), repaired.checkpoint, repaired.plan, target_from_module(wanted))
+    (optimizer,) = optimizers_of(repaired.checkpoint)
+    return ways(optimizer, change)
+
+
+def sources(way: Followed) -> list[object]:
+    return [step.source for group in way.groups for step in group]
+
+
+def test_noop(tmp_path):
+    (way,) = followed(tmp_path / "run.pth", net(a=(3, 4), b=(4, 5)), net(a=(3, 4), b=(4, 5)))
+    assert way.is_unchanged
+    assert (sources(way), way.anew, way.added, way.gone) == ([0, 1, 2, 3], (), (), ())
 
 
 @pytest.mark.parametrize(
-    ("steps", "origins"),
+    ("wanted", "taken", "added", "gone"),
     [
-        pytest.param([], {"a": Origin("a"), "b": Origin("b")}, id="nothing"),
-        pytest.param([[Rename("a", "b"), Rename("b", "a")]], {"a": Origin("b"), "b": Origin("a")}, id="swap"),
-        pytest.param([[Rename("a", "c")], [Rename("c", "d")]], {"d": Origin("a"), "b": Origin("b")}, id="twice"),
-        pytest.param([[Drop("a")]], {"b": Origin("b")}, id="drop"),
-        pytest.param([[Cast("a", "float32", "float16")]], {"a": Origin("a"), "b": Origin("b")}, id="cast"),
-        pytest.param([[Zero("a", "float32", "subnormal")]], {"a": Origin("a"), "b": Origin("b")}, id="subnormal"),
+        pytest.param({"a": (3, 4), "c": (5, 2)}, [0, 1, 4, 5], (), ("b.weight", "b.bias"), id="a layer less"),
         pytest.param(
-            [[Zero("a", "float32", "non-finite")]], {"a": Origin("a", is_trained=False), "b": Origin("b")}, id="zero"
+            {"a": (3, 4), "b": (4, 5), "x": (5, 5), "c": (5, 2)},
+            [0, 1, 2, 3, None, None, 4, 5],
+            ("x.weight", "x.bias"),
+            (),
+            id="a layer more",
         ),
-        pytest.param(
-            [[Rename("a", "c")], [Replace("c", "float32", (2,), "zeros")]],
-            {"c": Origin("a", is_trained=False), "b": Origin("b")},
-            id="replace",
-        ),
-        pytest.param(
-            [[Fill("c", "float32", (2,), "zeros")]], {"a": Origin("a"), "b": Origin("b"), "c": NEW}, id="fill"
-        ),
-        pytest.param(
-            [[Drop("a")], [Fill("a", "float32", (3,), "zeros")]],
-            {"b": Origin("b"), "a": Origin("a", is_trained=False)},
-            id="drop-and-fill",
-        ),
-        pytest.param([[Tie("c", "a")]], {"a": Origin("a"), "b": Origin("b"), "c": Origin("a")}, id="tie"),
-        pytest.param(
-            [[Assemble.reshape("a", "float32", (2,), (2, 1))], [Rename("a", "c")]],
-            {"c": Origin("a", (2, 1)), "b": Origin("b")},
-            id="reshape",
-        ),
-        pytest.param(
-            [[Rename("b", "b")], [Assemble("c", "float32", (4,), HALVES)]],
-            {"c": Origin("", (4,), HALVES)},
-            id="assemble",
-        ),
-        pytest.param(
-            [[Assemble.reshape("a", "float32", (2,), (2, 1))], [Assemble("c", "float32", (4,), HALVES)]],
-            {"c": Origin("", (4,), HALVES, is_trained=False)},
-            id="assembled-of-what-was-reshaped",
-        ),
+        pytest.param({"c": (5, 2), "a": (3, 4), "b": (4, 5)}, [4, 5, 0, 1, 2, 3], (), (), id="another order"),
     ],
 )
-def test_origins(steps, origins):
-    assert traced(*steps) == origins
+def test_positions_of_the_result(wanted, taken, added, gone, tmp_path):
+    (way,) = followed(tmp_path / "run.pth", net(a=(3, 4), b=(4, 5), c=(5, 2)), net(**wanted))
+    assert not way.is_unchanged
+    assert (sources(way), way.anew, way.added, way.gone) == (taken, (), added, gone)
 
 
-class Merge(Edit):
-    """An edit of a later version, which says nothing of what it does."""
-
-    kind = "merge"
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "key", "a")
-
-
-def test_what_an_unknown_edit_touches_starts_anew():
-    assert traced([Merge()]) == {"a": Origin("a", is_trained=False), "b": Origin("b")}
+def test_an_order_that_no_shape_tells_is_open(tmp_path):
+    trained, wanted = net(a=(3, 3), b=(3, 3)), net(b=(3, 3), a=(3, 3))
+    ways_on = followed(tmp_path / "run.pth", trained, wanted)
+    assert len(ways_on) == 2
+    assert {tuple(sources(way)) for way in ways_on} == {(0, 1, 2, 3), (2, 3, 0, 1)}

@@ -1,0 +1,263 @@
+"""Where the tensors of a plan's result come from, and what that says of the parameters before and after it.
+
+An optimizer knows parameters by their order, so the orders of the file and of the model are here, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
+from ckptfix.core.parts import Part
+from ckptfix.core.plan import Plan
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import PARAMETER, Target
+
+Shape = tuple[int, ...]
+
+_NUMBERS = re.compile(r"[0-9]+")
+
+
+class Origin(NamedTuple):
+    """What a tensor of the result comes from: the tensor ``key`` of the file, perhaps in another ``shape``, or the
+    ``parts`` of several; nothing if the file had no such tensor. ``is_trained`` is whether it has their values."""
+
+    key: str = ""
+    shape: Shape = ()
+    parts: tuple[Part, ...] = ()
+    is_trained: bool = True
+
+    @property
+    def sources(self) -> list[str]:
+        """The tensors of the file that it comes from."""
+        return [self.key] if self.key else list(dict.fromkeys(part.source for part in self.parts))
+
+
+NEW = Origin(is_trained=False)
+
+
+def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
+    """Return the origin of each key after a plan; ``keys`` are those before it."""
+    origins = {key: Origin(key) for key in keys}
+    dropped: dict[str, Origin] = {}
+    for step in plan.steps:
+        names = {edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}
+        used = {part.source for edit in step.edits if isinstance(edit, Assemble) for part in edit.parts}
+        used |= {edit.key for edit in step.edits if isinstance(edit, Drop)}
+        dropped |= {key: origins[key] for key in used if key in origins}
+        after = {names.get(key, key): origin for key, origin in origins.items() if key not in used}
+        for edit in step.edits:
+            if isinstance(edit, Assemble) and edit.is_reshape:
+                before = origins.get(edit.key, NEW)
+                after[edit.key] = before._replace(shape=edit.shape, is_trained=before.is_trained and bool(before.key))
+            elif isinstance(edit, Assemble):
+                after[edit.key] = _assembled(edit, origins)
+            elif not (edit.keeps_values or _is_negligible(edit)) and (key := getattr(edit, "key", None)) is not None:
+                name = names.get(key, key)
+                after[name] = after.get(name, dropped.get(name, NEW))._replace(is_trained=False)
+        for edit in step.edits:
+            if isinstance(edit, Tie):
+                after[edit.key] = after.get(edit.to, NEW)
+        origins = after
+    return origins
+
+
+def _is_negligible(edit: Edit) -> bool:
+    """Return whether an edit changes values by less than a step of training: those that are set to zero were 1e-38."""
+    return isinstance(edit, Zero) and edit.which == "subnormal"
+
+
+def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
+    """Return the origin of an assembled tensor. Parts of tensors that were put together before have no short form."""
+    before = {part.source: origins.get(part.source, NEW) for part in edit.parts}
+    parts = tuple(part for part in edit.parts if before[part.source].key)
+    parts = tuple(Part(before[part.source].key, part.box, part.place, part.view, part.axes) for part in parts)
+    is_trained = all(origin.is_trained and origin.key and not origin.shape for origin in before.values())
+    return Origin(shape=edit.shape, parts=parts, is_trained=is_trained)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The checkpoint before and after the edits of a plan, as an optimizer sees it: its parameters."""
+
+    before: Mapping[str, TensorSpec]
+    after: Mapping[str, TensorSpec]
+    origins: Mapping[str, Origin]
+    target: Target | None = None
+    kinds: Mapping[str, bool] = field(default_factory=dict)
+    """Which tensors of the file are parameters, as far as the model says so."""
+    is_ordered: bool = True
+    """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
+    live: Sequence[Sequence[str]] | None = None
+    """The parameters of each group of the optimizer that is to load the state, if there is one."""
+
+    @classmethod
+    def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
+        """Return the change that a plan makes."""
+        origins = trace(plan, before.specs)
+        known = {key: origins.get(key, NEW) for key in after.specs}
+        kinds = {
+            source: target.slots[key].kind == PARAMETER
+            for key, origin in known.items()
+            for source in origin.sources
+            if target is not None and target.modules is not None and key in target.slots
+        }
+        return cls(before.specs, after.specs, known, target, kinds, not before.format.endswith("safetensors"))
+
+    @property
+    def model(self) -> Target | None:
+        """The target if it is a model: only that knows the order of its parameters."""
+        return self.target if self.target is not None and self.target.modules is not None else None
+
+    def parameters(self) -> dict[str, TensorSpec]:
+        """Return the parameters before the edits, tied ones once."""
+        kinds = self.kinds
+        found = {key: spec for key, spec in self.before.items() if kinds.get(key, may_learn(key, spec, None))}
+        return _once(found, ())
+
+    def result(self) -> dict[str, TensorSpec]:
+        """Return the parameters after the edits, tied ones once, in the order of the model if there is one."""
+        found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target)}
+        if self.model is None or not found.keys() <= self.model.slots.keys():
+            return _once(found, ())  # only a model that has them all knows their order
+        return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
+
+    @property
+    def modules(self) -> dict[str, str] | None:
+        """The classes of the file's modules, as the model has them under whatever name; None without a model. A module
+        that it does not have is of the class of those with other numbers: ``h.11.ln_1`` of ``h.0.ln_1``."""
+        if self.model is None or self.model.modules is None:
+            return None
+        found = {
+            source.rpartition(".")[0]: self.model.modules[module]
+            for key, origin in self.origins.items()
+            if (module := key.rpartition(".")[0]) in self.model.modules  # what is to be dropped is in none
+            for source in origin.sources
+            if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
+        }
+        alike = {_NUMBERS.sub("0", module): name for module, name in found.items()}
+        for module in {key.rpartition(".")[0] for key in self.before} - found.keys():
+            if (name := alike.get(_NUMBERS.sub("0", module))) is not None:
+                found[module] = name
+        return found
+
+    @property
+    def model_order(self) -> list[str] | None:
+        """The parameters of the file in the order of the model; None if that is not the order of the model that was
+        trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
+        longer has were among those with other numbers."""
+        if self.model is None:
+            return None
+        rank = {key: place for place, key in enumerate(self.model.slots)}
+        places: dict[str, list[int]] = {}
+        left: set[str] = set()
+        result = [key for key in self.result() if key in rank]
+        kept = {parent for key in result for parent in _parents(key)}
+        for key in result:
+            sources, place = self.origins[key].sources, rank[key]
+            if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
+                return None
+            for source in sources:
+                places.setdefault(source, []).append(place)
+                left.update(_parents(source) - _parents(key))
+        if left & kept:
+            return None  # one of several that were together has another place now
+        parameters = self.parameters()
+        known = [key for key in parameters if key in places]
+        order = sorted(known, key=lambda key: places[key][0])
+        if order != sorted(known, key=lambda key: places[key][-1]):
+            return None
+        if len(order) == len(parameters) or self.is_ordered:
+            return order if len(order) == len(parameters) else None
+        return _with_blocks(order, [key for key in parameters if key not in places])
+
+    @property
+    def touches(self) -> bool:
+        """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
+        result, parameters = [self.origins[key] for key in self.result()], [Origin(key) for key in self.parameters()]
+        return result != parameters if self.is_ordered else set(result) != set(parameters)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the model has the parameters of the file in another order than the file, which has its own."""
+        place = {key: number for number, key in enumerate(self.parameters())}
+        found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
+        return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str] | None:
+    """Put the parameters of blocks that are gone where those of their siblings are: ``h.11.*`` after ``h.10.*``, in the
+    order within ``h.10``. None if one is in no such block."""
+    rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
+    kept: dict[str, dict[int, dict[str, int]]] = {}
+    lost: dict[str, dict[int, dict[str, int]]] = {}
+    for place, key in enumerate((*order, *gone)):
+        for head, number, tail in _in_blocks(key):
+            (kept if key in rank else lost).setdefault(head, {}).setdefault(number, {})[tail] = place
+    for key in gone:
+        for head, number, tail in _in_blocks(key):
+            siblings = kept.get(head, {})
+            twin = next((block for block in siblings.values() if block.keys() >= lost[head][number].keys()), None)
+            if number in siblings or twin is None:
+                continue
+            before = max((n for n in siblings if n < number), default=None)
+            depth = head.count(".")  # what is in an inner block comes before the blocks after the outer one
+            if before is None:
+                rank[key] = (min(siblings[min(siblings)].values()) - 0.5, depth, number, twin[tail])
+            else:
+                rank[key] = (max(siblings[before].values()) + 0.5, -depth, number, twin[tail])
+            break
+        else:
+            return None
+    return sorted(rank, key=rank.__getitem__)
+
+
+def _in_blocks(key: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the numbered modules that a key is in, the inner ones first: what is before the number and after it."""
+    parts = key.split(".")
+    for at in range(len(parts) - 2, 0, -1):
+        if parts[at].isdecimal():
+            yield ".".join(parts[:at]), int(parts[at]), ".".join(parts[at + 1 :])
+
+
+def _parents(key: str) -> set[str]:
+    """Return the modules that a key is in."""
+    return {key[:at] for at, letter in enumerate(key) if letter == "."}
+
+
+def _is_renamed_alike(old: str, new: str) -> bool:
+    """Return whether a key has one or two other segments at most, as in a later release of the same model."""
+    ours, theirs = old.split("."), new.split(".")
+    head = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    tail = 0
+    while tail < min(len(ours), len(theirs)) - head and ours[-1 - tail] == theirs[-1 - tail]:
+        tail += 1
+    return len(ours) - head - tail <= 2
+
+
+def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
+    """Return whether a tensor is a parameter, as far as its name, its dtype and the target say."""
+    from ckptfix.values.roles import is_buffer
+
+    dtype = DTYPES[spec.dtype]
+    return (dtype.is_float or dtype.is_complex) and not is_buffer(key, spec, target)
+
+
+def _once(
+    specs: Mapping[str, TensorSpec], ties: Sequence[Sequence[str]], as_filed: bool = True
+) -> dict[str, TensorSpec]:
+    """Leave out all names of a tensor but the first: those of these ties, and ``as_filed`` of those of the file."""
+    tied = {key: tuple(group) for group in ties for key in group}
+    seen: set[Hashable] = set()
+    found: dict[str, TensorSpec] = {}
+    for key, spec in specs.items():
+        names: list[Hashable] = [spec.view] if as_filed and spec.storage is not None and spec.numel else [key]
+        names += [tied[key]] if key in tied else []
+        if seen.isdisjoint(names):
+            found[key] = spec
+        seen.update(names)
+    return found
