@@ -32,9 +32,9 @@ def timm(name: str) -> Builder:
     """``timm:NAME``, or ``timm:FOLDER`` with the config.json that timm writes."""
     library = importlib.import_module("timm")
     if Path(name).is_dir():
-        return partial(library.create_model, f"local-dir:{name}", pretrained=False)
+        return _without_weights(library.create_model, f"local-dir:{name}", pretrained=False)
     _known("timm", name.partition(".")[0], library.list_models())
-    return partial(library.create_model, name, pretrained=False)
+    return _without_weights(library.create_model, name, pretrained=False)
 
 
 def torchvision(name: str) -> Builder:
@@ -44,7 +44,12 @@ def torchvision(name: str) -> Builder:
     own = _known("torchvision", f"quantized_{own}" if module == "quantization" else own, library.list_models())
     build = library.get_model_builder(own)
     accepted = inspect.signature(build).parameters
-    return partial(build, **{key: None for key in ("weights", "weights_backbone") if key in accepted})
+    return _without_weights(build, **{key: None for key in ("weights", "weights_backbone") if key in accepted})
+
+
+def _without_weights(build: Builder, *words: Any, **without: Any) -> Builder:
+    """Return what builds a model and fetches no weights, also if its arguments ask for some: the file has them."""
+    return lambda **options: build(*words, **{**options, **without})
 
 
 def transformers(name: str) -> Builder:
@@ -113,7 +118,8 @@ def open_clip(name: str) -> Builder:
 
     def build(**options: Any) -> Any:
         # pretrained_text is True by default, for the towers that are models of the hub; and it moves the model.
-        return library.create_model(own, pretrained_text=False, device=torch.get_default_device(), **options)
+        without = {"pretrained": None, "pretrained_text": False}
+        return library.create_model(own, **{"device": torch.get_default_device(), **options, **without})
 
     return build
 
@@ -128,7 +134,7 @@ def smp(name: str) -> Builder:
         encoder = str(options.get("encoder_name", "tu-"))
         if not encoder.startswith("tu-"):  # these are timm's
             _known("segmentation_models_pytorch", encoder, library.encoders.get_encoder_names(), kind="encoder")
-        return made(**options, encoder_weights=None)
+        return made(**{**options, "encoder_weights": None})
 
     return build
 

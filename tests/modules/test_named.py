@@ -151,6 +151,22 @@ def test_a_factory_of_a_package_with_the_name_of_a_scheme(monkeypatch):
     assert made.state_dict()["fc.weight"].shape == (2, 512)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "timm:resnet18[pretrained=True]",
+        "torchvision:resnet18(weights=IMAGENET1K_V1)",
+        "open_clip:RN50(pretrained=openai)",
+        "smp:Unet(encoder_name=resnet18,encoder_weights=imagenet)",
+        "smp:Unet(encoder_name=resnet18,encoder_weights=None)",
+    ],
+)
+def test_arguments_that_ask_for_weights_fetch_none(spec):
+    plain = re.sub(r",?(pretrained|weights|encoder_weights)=\w+", "", spec)
+    assert target_from_factory(spec).slots.keys() == target_from_factory(plain).slots.keys()
+
+
 def find_tiny(name: str):
     """The scheme of another package."""
     if name != "tiny":
