@@ -89,20 +89,27 @@ class WindowBytes:
         return self.source.read(self.offset + start, self.offset + stop)
 
 
-@dataclass(frozen=True, eq=False)
-class JoinedBytes:
-    """Several sources, one after another."""
+class PartedBytes:
+    """Bytes that are those of other sources, which a writer copies as ranges of their files if it can."""
 
-    parts: tuple[ByteSource, ...]
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes there are."""
-        return sum(part.nbytes for part in self.parts)
+    def within(self, start: int, stop: int) -> Iterable[tuple[ByteSource, int, int]]:
+        """Return in order the sources that have bytes ``start`` to ``stop``, each with the first and one past the last
+        of them; nothing if the pieces are too short to be looked at one by one."""
+        raise NotImplementedError
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of all of them."""
-        return memoryview(b"".join(part.read(first, last) for part, first, last in self.within(start, stop)))
+        pieces = [part.read(first, last) for part, first, last in self.within(start, stop)]
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+class JoinedBytes(PartedBytes):
+    """Several sources, one after another."""
+
+    def __init__(self, parts: tuple[ByteSource, ...]) -> None:
+        self.parts, self.nbytes = parts, sum(part.nbytes for part in parts)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
         """Yield the sources that have bytes ``start`` to ``stop``, with the first and one past the last of them."""
@@ -168,7 +175,7 @@ def located(source: ByteSource) -> FileBytes | None:
 
 def ranges_of(source: ByteSource, start: int, stop: int) -> list[FileBytes]:
     """Return the ranges of files that bytes of a source are, in order; none if some have to be made first."""
-    if isinstance(source, JoinedBytes):
+    if isinstance(source, PartedBytes):
         found = [ranges_of(*each) for each in source.within(start, stop)]
         return [each for some in found for each in some] if all(found) else []
     place = located(source)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfix.bytes.sources import TornBytes, is_torn
+from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
@@ -72,44 +72,69 @@ def _any_overlap(boxes: Sequence[Box], dimensions: int) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class RowMajorBytes:
+class RowMajorBytes(PartedBytes):
     """The bytes of a tensor in row-major order, however it is strided in its storage."""
 
     spec: TensorSpec
     path: str
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # computed: a tensor has many chunks
         """How many bytes there are."""
         return self.spec.nbytes
 
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the range of the storage; nothing for a tensor that has to be put in order."""
+        if self.spec.storage is not None and self.spec.is_contiguous and not self.spec.math_bits:
+            first = self.spec.extent[0]
+            yield self.spec.storage.source, first + start, first + stop
+
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop``; a tensor that is not contiguous is put in order as a whole."""
-        storage = self.spec.storage
-        if storage is None:
+        for source, first, last in self.within(start, stop):
+            return source.read(first, last)
+        if self.spec.storage is None:
             raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
-        if self.spec.is_contiguous and not self.spec.math_bits:
-            first = self.spec.extent[0]
-            return storage.source.read(first + start, first + stop)
         from ckptfix.reading.tensors import row_major_bytes
 
         return memoryview(row_major_bytes(self.spec, self.path)).cast("B")[start:stop]
 
 
-class ChunkedBytes:
+class ChunkedBytes(PartedBytes):
     """The row-major bytes of a tensor of ``shape`` whose chunks are boxes with sources of their own."""
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Box, ByteSource]]) -> None:
         self.nbytes = math.prod(shape) * itemsize
         self._chunks = [_Placed(shape, itemsize, box, source) for box, source in chunks if box.numel]
+        self._is_fine = any(chunk.run < _LEAST_RUN for chunk in self._chunks)
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the chunks as far as they have the bytes, unless their runs are short."""
+        if self._is_fine:
+            return
+        runs = [
+            (place + number * step, inner + number * length, length, chunk.source)
+            for chunk in self._chunks
+            for place, inner, length, count, step in chunk.runs(start, stop)
+            for number in range(count)
+        ]
+        for _, inner, length, source in sorted(runs, key=lambda found: found[0]):
+            yield source, inner, inner + length
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the whole tensor."""
-        out = bytearray(stop - start)
+        out = memoryview(bytearray(stop - start))
         for chunk in self._chunks:
-            for place, inner, count in chunk.runs(start, stop):
-                out[place - start : place - start + count] = chunk.source.read(inner, inner + count)
-        return memoryview(out)
+            for place, inner, length, count, step in chunk.runs(start, stop):
+                data = chunk.source.read(inner, inner + length * count)
+                place -= start
+                for first in range(0, length * count, length):
+                    out[place : place + length] = data[first : first + length]
+                    place += step
+        return out
+
+
+_LEAST_RUN = 64 << 10  # bytes from which a run of a chunk is worth being copied by itself
 
 
 def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec], path: str) -> TensorSpec:
@@ -137,29 +162,44 @@ class _Placed:
         self._counts = box.shape[:outer]
         self._steps = tuple(step * itemsize for step in whole[:outer])
         self._inner_steps = tuple(step * itemsize for step in part[:outer])
-        self._run = itemsize * math.prod(box.shape[outer:])
+        self.run = itemsize * math.prod(box.shape[outer:])
         # How far the runs below one index of a dimension reach, so that those outside of a range are passed over.
-        self._reach = [self._run] * (outer + 1)
+        self._reach = [self.run] * (outer + 1)
         for dimension in reversed(range(outer)):
             self._reach[dimension] = (self._counts[dimension] - 1) * self._steps[dimension] + self._reach[dimension + 1]
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs in a range of the whole: place in the whole, place in the chunk, number of bytes."""
+    def runs(self, start: int, stop: int) -> Iterator[_Run]:
+        """Yield the runs in a range of the whole."""
         yield from self._below(0, self._first, 0, start, stop)
 
-    def _below(self, dimension: int, place: int, inner: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _below(self, dimension: int, place: int, inner: int, start: int, stop: int) -> Iterator[_Run]:
         if dimension == len(self._counts):
-            first, last = max(place, start), min(place + self._run, stop)
+            first, last = max(place, start), min(place + self.run, stop)
             if first < last:
-                yield first, inner + first - place, last - first
+                yield first, inner + first - place, last - first, 1, 0
             return
         step, reach = self._steps[dimension], self._reach[dimension + 1]
         low = max((start - place - reach) // step + 1, 0)
         high = min(-((place - stop) // step), self._counts[dimension])
-        for index in range(low, high):
+        if dimension + 1 == len(self._counts):
+            # Those that are whole, at once: they follow one another in the chunk.
+            first, last = max(-((place - start) // step), low), min((stop - reach - place) // step + 1, high)
+            if last - first > 1:
+                yield place + first * step, inner + first * reach, reach, last - first, step
+                indices = [*range(low, first), *range(last, high)]
+            else:
+                indices = [*range(low, high)]
+        else:
+            indices = [*range(low, high)]
+        for index in indices:
             yield from self._below(
                 dimension + 1, place + index * step, inner + index * self._inner_steps[dimension], start, stop
             )
+
+
+# A number of runs of one length that follow one another in the chunk: place of the first in the whole, place in the
+# chunk, bytes of each, how many, and how far they are apart in the whole.
+_Run = tuple[int, int, int, int, int]
 
 
 def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:
@@ -239,23 +279,22 @@ class Flat:
             start += part.numel
         return cls(placed)
 
-    def fill(self, out: memoryview, start: int, path: str) -> None:
-        """Fill a buffer with the bytes of the run from byte ``start`` on.
+    def within(self, start: int, stop: int, path: str) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the storages that have the bytes ``start`` to ``stop`` of the run, with the range in each.
 
         Not by boxes and views: a tensor on 64 ranks has 64 stretches, and each would cost ten times its reading."""
         itemsize = self.parts[0].itemsize
         index = max(bisect_right(self._starts, start // itemsize) - 1, 0)
-        done = 0
-        while done < out.nbytes:
+        while start < stop:
             if index >= len(self.parts):
                 raise UnreadableError(f"{path}: a rank has lost a part of its weights; fetch it again")
             part = self.parts[index]
-            inner = start + done - self._starts[index] * itemsize
-            count = min(part.nbytes - inner, out.nbytes - done)
+            inner = start - self._starts[index] * itemsize
+            count = min(part.nbytes - inner, stop - start)
             if part.storage is not None and count > 0:
                 base = part.offset * itemsize + inner
-                out[done : done + count] = part.storage.source.read(base, base + count)
-                done += count
+                yield part.storage.source, base, base + count
+                start += count
             index += 1
 
     def pieces(self, start: int, stop: int) -> list[TensorSpec] | None:
@@ -310,7 +349,7 @@ class Spread:
         return replace(spec, storage=Storage(name, _SpreadBytes(self, start, spec, path), parts=storages))
 
 
-class _SpreadBytes:
+class _SpreadBytes(PartedBytes):
     """The bytes of a tensor that is spread over ranks.
 
     Where they are is worked out when they are read: 10,000 tensors on 64 ranks have 640,000 stretches."""
@@ -321,11 +360,9 @@ class _SpreadBytes:
         self._spread, self._path, self.nbytes = spread, path, spec.nbytes
         self._share, self._start = spread.share(spec.numel) * spec.itemsize, start * spec.itemsize
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
-        share, out, place = self._share, memoryview(bytearray(stop - start)), 0
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        """Yield the stretches of the ranks."""
+        share = self._share
         for rank in range(start // share, -(-stop // share)) if stop > start else ():
             first, last = max(start - rank * share, 0), min(stop - rank * share, share)
-            self._spread.flats[rank].fill(out[place : place + last - first], self._start + first, self._path)
-            place += last - first
-        return out
+            yield from self._spread.flats[rank].within(self._start + first, self._start + last, self._path)

@@ -21,7 +21,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, merge_parts
@@ -154,7 +154,7 @@ class _Reading:
             )
         weights = self._weights(by_place, grid, first)
         if not args.get("untie_embeddings_and_output_weights", True):
-            _tie(weights)
+            self._tie(weights)
         self._check_vocabulary(weights, args)
         root: dict[str, Any] = {}
         for key, value in first.items():
@@ -253,6 +253,18 @@ class _Reading:
             made[path] = replace(whole, shape=spec.shape, strides=contiguous_strides(spec.shape))
         return made
 
+    def _tie(self, weights: OrderedDict[tuple[str, ...], Any]) -> None:
+        """Leave out the embedding's copy in the last stage, which a model of one stage does not have."""
+        named = {".".join(path): path for path, spec in weights.items() if isinstance(spec, TensorSpec)}
+        source = next((path for name, path in named.items() if name.endswith("word_embeddings.weight")), None)
+        for name, path in named.items():
+            if source is None or not name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
+                continue
+            if _have_one_sum(weights[source], weights[path]) or agree([weights[source], weights[path]], self.path):
+                del weights[path]
+            else:
+                self.joining.differing[name] = None
+
     def _check_vocabulary(self, weights: Mapping[tuple[str, ...], Any], args: Mapping[str, Any]) -> None:
         rows = args.get("padded_vocab_size")
         for path, spec in weights.items():
@@ -262,21 +274,13 @@ class _Reading:
                 raise UnreadableError(f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}")
 
 
-def _tie(weights: OrderedDict[tuple[str, ...], Any]) -> None:
-    """Make the output layer of the last stage the embedding itself, if their checksums say that it is its copy."""
-    named = {".".join(path): path for path, spec in weights.items() if isinstance(spec, TensorSpec)}
-    source = next((path for name, path in named.items() if name.endswith("word_embeddings.weight")), None)
-    for name, path in named.items():
-        if source is not None and name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
-            one, other = weights[source], weights[path]
-            sums = [[(storage.nbytes, storage.crc32) for storage in _stored(spec)] for spec in (one, other)]
-            if one.shape == other.shape and sums[0] == sums[1] and None not in [crc for _, crc in sums[0]]:
-                weights[path] = one
-
-
-def _stored(spec: TensorSpec) -> Sequence[Storage]:
-    """Return the storages of the files in which a tensor's bytes are."""
-    return [stored for storage in spec.storages for stored in storage.parts or (storage,)]
+def _have_one_sum(one: TensorSpec, other: TensorSpec) -> bool:
+    """Return whether two tensors that are divided alike have the same checksums, so that they need not be read."""
+    sums = [
+        [(stored.nbytes, stored.crc32) for storage in spec.storages for stored in storage.parts or (storage,)]
+        for spec in (one, other)
+    ]
+    return one.shape == other.shape and sums[0] == sums[1] and None not in [crc for _, crc in sums[0]]
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:

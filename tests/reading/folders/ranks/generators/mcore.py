@@ -122,22 +122,24 @@ def make(folder: Path, case: str) -> None:
     dist.barrier()
 
 
-def run(rank: int, folder: str, world: int, port: int, cases: list[str]) -> None:
+def run(rank: int, folder: str, world: int, cases: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     # What dist_checkpointing asks of a GPU on the way.
     for name, answer in {"synchronize": None, "current_device": "cpu", "current_stream": None}.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)  # noqa: B010 - what mypy lets be set no other way
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     for case in cases:
+        # Megatron makes some thirty groups for each case, and gloo keeps threads for every group that is not destroyed.
+        store = f"file://{Path(folder).absolute()}/{case}.store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         make(Path(folder), case)
-    dist.destroy_process_group()
+        import_module("megatron.core.parallel_state").destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     from torch.multiprocessing.spawn import spawn
 
     ranks = int(sys.argv[2])
-    spawn(run, (sys.argv[1], ranks, int(sys.argv[3]), sys.argv[4:] or list(CASES)), nprocs=ranks)
+    spawn(run, (sys.argv[1], ranks, sys.argv[4:] or list(CASES)), nprocs=ranks)
