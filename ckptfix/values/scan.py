@@ -9,7 +9,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -297,6 +297,7 @@ def first_numbers(spec: TensorSpec, count: int) -> Array:
 LIBRARY = Path(__file__).parent / "_kernel.so"
 INTERFACE = 6  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+LANES = 32  # columns that `ckptfix_merge` takes at a time
 
 
 class _Figures(ctypes.Structure):
@@ -324,6 +325,39 @@ class Kernel:
         self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *map(ctypes.POINTER, (_Cast, _Figures)))
         self._count.argtypes = (pointer, ctypes.c_size_t, pointer)
         self._scan.restype = self._count.restype = None
+        self._has_merge = hasattr(library, "ckptfix_merge")  # one of an earlier build has none
+        if self._has_merge:
+            self._merge = library.ckptfix_merge
+            self._merge.argtypes = (
+                *(ctypes.c_int, pointer, pointer, pointer),
+                *(ctypes.c_size_t,) * 4,
+                *(ctypes.c_float, ctypes.c_int),
+            )
+            self._merge.restype = None
+
+    @cached_property
+    def merges(self) -> bool:
+        """Return whether it adds up products as torch does: with fused multiply-adds, which old processors lack."""
+        import numpy as np
+
+        power = 2.0**-12
+        two, one = np.array([[1, 1 + power]], np.float32), np.zeros((2, LANES), np.float32)
+        one[:, 0] = -(1 + 2 * power), 1 + power
+        found = bytearray(4)
+        if self._has_merge:
+            self.merge("float32", found, two, one, 1, 1.0, rounds=False)
+        return bool(struct.unpack("f", found)[0] == power**2)
+
+    def merge(
+        self, dtype: str, rows: bytearray, two: Array, one: Array, width: int, scaling: float, rounds: bool
+    ) -> None:
+        """Add a scaled product to rows of ``width`` numbers.
+
+        ``two`` is [rows, rank] and ``one`` [rank, columns], both contiguous float32, the columns a multiple of
+        ``LANES``. With ``rounds``, the product is rounded to ``dtype`` before it is added."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
+        sizes = (len(two), width, one.shape[1], len(one))
+        self._merge(KINDS[dtype], address, two.ctypes.data, one.ctypes.data, *sizes, scaling, rounds)
 
     def takes(self, encoding: Encoding) -> bool:
         """Return whether it knows the numbers."""
