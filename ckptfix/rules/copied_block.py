@@ -91,13 +91,14 @@ def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _M
     order = np.argsort(word, kind="stable")
     is_same = (word[order][1:] == word[order][:-1]) & (word[order][1:] >> np.uint64(32) != word[order][1:] & 0xFFFFFFFF)
     one, other = order[:-1][is_same], order[1:][is_same]
-    pairs = {(int(place[a]), int(place[b])): (int(owner[a]), int(owner[b])) for a, b in zip(one, other, strict=True)}
-    begins = [(a, b) for a, b in pairs if (a - 1, b - 1) not in pairs]
-    for a, b in begins[:MOST]:
-        length = 1
-        while (a + length, b + length) in pairs:
-            length += 1
-        mine, theirs = (matrices[at][0] for at in pairs[a, b])
+    step = int(place[-1]) + 2  # what the number of a pair grows by to that of the two blocks after it
+    pairs = np.sort(place[one] * (step - 1) + place[other])
+    pairs = pairs[np.argsort(pairs % step, kind="stable")]  # so that runs are together
+    begins = np.flatnonzero(np.diff(pairs, prepend=-1) != step)
+    lengths = np.diff(begins, append=len(pairs))
+    for pair, length in zip(pairs[begins[:MOST]].tolist(), lengths.tolist(), strict=False):
+        a, b = divmod(pair, step - 1)
+        mine, theirs = (matrices[owner[np.searchsorted(place, at)]][0] for at in (a, b))
         if _is_copied(mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK, length * DISK_BLOCK):
             yield mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -14,6 +15,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.errors import AdapterError
+from ckptfix.values import merging
 from ckptfix.values.merging import _factor
 from tests.checks import assert_same
 from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
@@ -408,3 +410,25 @@ def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
     changed_config(adapter, base_model_name_or_path=str(base))
     with pytest.raises(AdapterError, match="whose file lacks 1 of the adapter's 1 layers"):
         ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_and_torch_merge_alike(dtype, tmp_path, monkeypatch):
+    """Several blocks of rows, two adapters, both orientations; with a rank above the kernel's, torch merges."""
+    make = functools.partial(net, dtype)
+    base = make().state_dict() | {"q.weight": torch.randn(5000, 32, dtype=dtype)}
+    adapters = []
+    for number, rank in enumerate((4, 16, 192)):
+        config = LORA(r=rank, target_modules=["q", "block.0.attn.c_attn", "embed"], use_rslora=True)
+        folder = trained(config, tmp_path / str(number), dtype)
+        weights = load_file(folder / "adapter_model.safetensors")
+        weights["base_model.model.q.lora_B.weight"] = torch.randn(5000, rank)
+        save_file(weights, folder / "adapter_model.safetensors")
+        adapters.append(f"{folder}=0.7")
+    for some in (adapters[:1], adapters[:2], adapters[2:]):
+        ways = []
+        for products in (merging._products, lambda source: None):
+            monkeypatch.setattr(merging, "_products", products)
+            ways.append(ckptfix.repair_state_dict(base, adapter=some, select="FIL108")[0])
+        assert_same(*ways)
+        assert not torch.equal(ways[0]["q.weight"], base["q.weight"])
