@@ -6,6 +6,7 @@ import codecs
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,10 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     from ckptfix.report.telling import Mode, Telling
 
     report = _report(file, choices, console) if file is not None else None
-    steps = "" if report is None or isinstance(report, str) else steps_to(report)
-    explanation = explain_text(given, Subject(file, _model_words(choices), steps))
+    subject = Subject(file, _model_words(choices))
+    if report is not None and not isinstance(report, str):
+        subject = replace(subject, steps=steps_to(report), place=report.place)
+    explanation = explain_text(given, subject)
     close = nearest(given) if explanation is None else None
     verdict: Verdict | None = None
     if isinstance(report, str):

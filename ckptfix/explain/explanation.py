@@ -30,8 +30,8 @@ class Record:
     groups that the message lacks. ``codes`` are the rules, or the beginnings of their codes, that find the cause. A
     ``general`` record, of a message that others come wrapped in, counts only if no other is found. ``frames`` are
     patterns of traceback lines, for messages that say too little by themselves. ``about_file``: the cause is what the
-    file is or holds, though no rule finds anything wrong with it. ``read`` names the reader that looks at the keys of
-    the message."""
+    file is or holds, though no rule finds anything wrong with it. ``held`` is the cause if the file has the entry
+    ``{key}`` that the message misses. ``read`` names the reader that looks at the keys of the message."""
 
     name: str
     example: str
@@ -43,6 +43,7 @@ class Record:
     unknown: Mapping[str, str] = field(default_factory=dict)
     general: bool = False
     about_file: bool = False
+    held: str = ""
     read: str = ""
     frames: tuple[str, ...] = ()
 
@@ -99,12 +100,13 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is known beside the text: the file, the flags that name its model, word by word, and the subscripts that
-    lead from what torch.load returns to the state_dict (``['model']``)."""
+    """What is known beside the text: the file, the flags that name its model, word by word, the path of the state_dict
+    in the container, and the subscripts that lead to it from what torch.load returns (``['model']``)."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
     steps: str = ""
+    place: tuple[str | int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def _explanation(
 ) -> Explanation:
     (record, captured), *rest = found
     reading = read_fit(message) if record.read == "keys" else None
+    is_held = record.held != "" and captured.get("key") in subject.place[:1]
     own_causes = reading.causes if reading else ()
     advice = (*(reading.advice if reading else ()), *record.advice)
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
@@ -210,7 +213,7 @@ def _explanation(
     return Explanation(
         name=record.name,
         said=record.said(message),
-        causes=((_filled(record.cause, values), ()), *own_causes),
+        causes=((_filled(record.held if is_held else record.cause, values), ()), *own_causes),
         advice=tuple(_filled_advice(advice, values, subject)),
         source=record.source,
         codes=record.codes,

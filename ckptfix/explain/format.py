@@ -65,7 +65,8 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
 def _what_it_holds(report: Report) -> str:
     """Return what the file is and where its weights are: for messages about that, no rule finds anything wrong."""
     tensors = counted(report.tensors, "tensor")
-    place = f"a bare state_dict of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
+    kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
+    place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
     steps = steps_to(report)
     return f"{report.source} is a {report.format} file and holds {place}{f', torch.load(…){steps}' if steps else ''}."
 
@@ -73,9 +74,13 @@ def _what_it_holds(report: Report) -> str:
 def steps_to(report: Report) -> str:
     """Return the subscripts that lead from what torch.load returns to the state_dict; empty if none do."""
     steps = "".join(f"[{step!r}]" for step in report.place)
-    becomes = [text for finding in report.findings for text in finding.evidence.values() if isinstance(text, str)]
-    is_state_dict = not any(text.endswith("→ state_dict") for text in becomes)
-    return steps if is_state_dict and report.format in _OF_TORCH else ""
+    return steps if not _becomes_state_dict(report) and report.format in _OF_TORCH else ""
+
+
+def _becomes_state_dict(report: Report) -> bool:
+    """Return whether what holds the weights is a model, and no dict."""
+    texts = [text for finding in report.findings for text in finding.evidence.values() if isinstance(text, str)]
+    return any(text.endswith("→ state_dict") for text in texts)
 
 
 def finding_text(finding: Finding) -> str:

@@ -34,9 +34,10 @@ from ckptfix.values.adapting import patch
 Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
 
-# Segments of keys that hold position embeddings.
+# Segments of keys that hold position embeddings; `pos_head` and `pos_tag` do not.
 POSITIONS = re.compile(
-    r"(?:^|[._])(?:wpe|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?(?:_?emb(?:ed(?:ding)?s?)?)?)(?:[._]|$)",
+    r"(?:^|[._])(?:wpe(?=\.|$)|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?"
+    r"(?:_?emb(?:ed(?:ding)?s?)?(?=[._]|$)|(?:_(?:[dhtwxy]|ids|table|(?:bias|enc)\w*))?(?=\.|$)))",
     re.IGNORECASE,
 )
 

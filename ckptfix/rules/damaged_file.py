@@ -47,10 +47,11 @@ from ckptfix.rules.rule import Context, Rule, rule
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint
-    if checkpoint.damage:
-        cause = clauses(checkpoint.damage)
+    stale = (fact for fact in checkpoint.remarks if fact.kind is Kind.INDEX_STALE)
+    if damage := (*checkpoint.damage, *stale):
+        cause = clauses(damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)
-        evidence = {"damage": [clause(fact) for fact in checkpoint.damage]}
+        evidence = {"damage": [clause(fact) for fact in damage]}
         yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
     doubts = [clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_NAMES]
     if doubts:

@@ -160,6 +160,8 @@ _NEW = "parametrizations.{tensor}"
 _PARTS = {
     "weight_norm": (("{tensor}_g", "{tensor}_v"), (f"{_NEW}.original0", f"{_NEW}.original1")),
     "spectral_norm": (("{tensor}_orig", "{tensor}_u"), (f"{_NEW}.original", f"{_NEW}.0._u")),
+    "pruning": (("{tensor}_orig", "{tensor}_mask"),),
+    "a parametrization": ((f"{_NEW}.original",), (f"{_NEW}.original0",)),
 }
 
 MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
@@ -233,7 +235,7 @@ def other_layout(context: Context, target: Target) -> str:
         return told
     modules = list(_rearranged(left, gone))
     if not modules:
-        return ""
+        return _repacked(left, gone)
     path, mine, theirs = modules[0]
     return (
         f"{counted(len(modules), 'module')} may have the missing weights in another layout, as fused or split "
@@ -274,6 +276,26 @@ def _without_adapter(key: str) -> tuple[str, str]:
 def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
     path, dot, name = key.rpartition(".")
     return any(all(path + dot + part.format(tensor=name) in tensors for part in parts) for parts in _PARTS[norm])
+
+
+def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
+    """Return what to say if tensors with a name around that of a missing one have as many elements (`weight._data`,
+    `weight_packed`)."""
+    found = {key: other for other in left for key in _stems(other) if key in gone and key != other}
+    same = {key: other for key, other in found.items() if math.prod(left[other]) == math.prod(gone[key]) > 1}
+    if not same:
+        return ""
+    key, other = next(iter(same.items()))
+    return (
+        f"{counted(len(same), 'missing tensor')} may be in the file under a longer name: {other} has as many elements"
+        f" as {key}; take it out with what packed it, and save it again"
+    )
+
+
+def _stems(key: str) -> Iterator[str]:
+    """Yield what is before each dot and underscore of the last segments of a key: the names that it may be made of."""
+    last = key.rfind(".", 0, max(key.rfind("."), 0)) + 1
+    return (key[:at] for at in range(last, len(key)) if key[at] in "._")
 
 
 @dataclass

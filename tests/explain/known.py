@@ -33,6 +33,23 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "There were missing keys in the checkpoint model loaded: ['lm_head.weight'].",
         "There were unexpected keys in the checkpoint model loaded: ['module.lm_head.weight'].",
     ),
+    "result-of-load-state-dict": ("TypeError: '_IncompatibleKeys' object is not callable",),
+    "path-not-state-dict": (
+        "TypeError: Expected state_dict to be dict-like, got <class 'str'>.",
+        "AttributeError: 'PosixPath' object has no attribute 'keys'",
+    ),
+    "no-such-model-type": (
+        "ValueError: Unrecognized configuration class <class 'BertConfig'> for this kind of AutoModel",
+        "ValueError: The checkpoint you are trying to load has model type `qwen9` but Transformers does not recognize"
+        " this architecture.",
+    ),
+    "lightning-arguments": (),
+    "yolov5-file": (
+        "This model is NOT forwards compatible with YOLOv8 at https://github.com/ultralytics/ultralytics.",
+        "TypeError: ERROR: best.pt is not forwards compatible with YOLOv11",
+    ),
+    "gone-from-numpy": (),
+    "attribute-of-module": (),
     "newly-initialized": (
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
@@ -56,12 +73,16 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "s.0.lora_A.weight'].",
     ),
     "unused-checkpoint-keys": (
+        "Skip loading parameter 'roi_heads.box_predictor.bbox_pred.bias' to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
+        "Found keys that are in the model state dict but not in the checkpoint: ['head.weight']",
+        "Transferred 0/349 items from yolov5s.pt",
         "Some model parameters or buffers are not found in the checkpoint: backbone.fc.bias",
         "WARNING: roi_heads.box_head.fc1.weight is not in the checkpoint. Please double-check.",
     ),
     "empty-grad-scaler": (),
     "optimizer-of-other-kind": ("KeyError: 'exp_avg'", "KeyError: 'momentum_buffer'"),
     "code-of-other-python": (
+        "TypeError: an integer is required (got type bytes)",
         "TypeError: code() argument 13 must be str, not int",
         "TypeError: code expected at most 16 arguments, got 18",
     ),
@@ -121,7 +142,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
         "TypeError: 'collections.OrderedDict' object is not callable",
     ),
-    "load-report-above": (),
+    "load-report-above": ("RuntimeError: You set `ignore_mismatched_sizes` to `False`, thus raising an error.",),
     "does-not-fit-diffusers": (
         "ValueError: Cannot load <class 'diffusers.models.unets.unet_2d_condition.UNet2DConditionModel'> from ./out"
         " because the following keys are missing: \n conv_in.weight.",
@@ -143,6 +164,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: The state_dict at hand has these keys which couldn't be parsed: ['a.lora_A.weight']",
     ),
     "weights-without-optimizer": (
+        "KeyError: 'meta'",
         "KeyError: 'optimizer'",
         "KeyError: 'optimizer_states'",
         "KeyError: 'epoch'",
@@ -150,6 +172,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
     ),
     "quantised-weights": (
+        "ValueError: `.to` is not supported for `4-bit` or `8-bit` bitsandbytes models.",
         "ValueError: Linear(in_features=2, out_features=2) does not have a parameter or a buffer named weight_scale.",
     ),
     "tensor-not-in-safetensors": (),
@@ -192,6 +215,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "EOFError",
     ),
     "damaged-archive": (
+        "RuntimeError: record size does not match",
         "RuntimeError: [enforce fail at inline_container.cc:345] . PytorchStreamReader failed reading file data/0:"
         " CRC-32 check failed",
         "RuntimeError: [enforce fail at inline_container.cc:142] . PytorchStreamReader failed reading zip archive:"
@@ -202,6 +226,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "zipfile.BadZipFile: File is not a zip file",
     ),
     "truncated-file": (
+        "_pickle.UnpicklingError: Memo value not found at index 5",
+        "_pickle.UnpicklingError: persistent IDs in protocol 0 must be ASCII strings",
+        "_pickle.UnpicklingError: pickle exhausted before end of frame",
+        "ValueError: unregistered extension code 12",
+        "_pickle.UnpicklingError: STACK_GLOBAL requires str",
         "RuntimeError: unexpected EOF. The file might be corrupted.",
         "RuntimeError: storage has wrong size: expected 9437184 got 2359296",
         "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
@@ -234,6 +263,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "AssertionError: Checkpoint /x/model.pth not found!",
+        "ValueError: Error: the file /x/model.zip could not be found",
+        "RuntimeError: No checkpoint found in work_dirs/x",
+        "AssertionError: could not find any zero files",
         "FileNotFoundError: Checkpoint file not found: last.ckpt",
         "ValueError: out is not a folder containing a `.index.json` file"
         " or a pytorch_model.bin or a model.safetensors file",
@@ -285,6 +318,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "wrong-hash": (),
     "no-permission": ("IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",),
     "file-newer-than-torch": (
+        "AttributeError: Can't get attribute '_rebuild_wrapper_subclass' on <module 'torch._utils' from '/x.py'>",
         "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
         "AttributeError: Can't get attribute '_rebuild_parameter' on <module 'torch._utils' from 'torch/_utils.py'>",
         "AttributeError: Can't get attribute '_rebuild_tensor_v2' on <module 'torch._utils' from 'torch/_utils.py'>",
@@ -368,7 +402,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "le name to keep for saving amongst: {'a.weight'}. None is covering the entire storage.Refusing t"
         "o save/load the model since you could be storing much more memory than needed.",
     ),
-    "unknown-timm-model": (),
+    "unknown-timm-model": (
+        "RuntimeError: Invalid pretrained tag (foo) for resnet50",
+        "RuntimeError: No pretrained weights exist for foo. Use `pretrained=False` for random init.",
+    ),
     "device-tag": (
         "RuntimeError: torch.UntypedStorage(): Storage device not recognized: mps",
         "RuntimeError: Attempting to deserialize object on MPS device 0 but torch.mps.device_count() is 0. ",

@@ -175,3 +175,18 @@ def test_record(record: Record):
     always = set.intersection(*({*re.compile(pattern).groupindex} for pattern in record.patterns))
     assert used - always <= set(record.unknown) | always
     assert set(record.unknown) <= groups
+
+
+def test_an_attribute_is_asked_of_a_module():
+    """The same words of any other object say nothing of a checkpoint."""
+    text = (
+        'Traceback (most recent call last):\n  File "/lib/torch/nn/modules/module.py", line 1965, in __getattr__\n'
+        "    raise AttributeError(\nAttributeError: 'Net' object has no attribute 'attention'"
+    )
+    assert explain(text).name == "attribute-of-module"
+    assert explain(text.splitlines()[-1]) is None
+
+
+@pytest.mark.parametrize(("place", "told"), [((), "has no entry 'model'"), (("model",), "has an entry 'model'")])
+def test_a_container_key_that_the_file_has(place: tuple[str, ...], told: str):
+    assert told in explain("KeyError: 'model'", Subject("a.pth", place=place)).causes[0][0]

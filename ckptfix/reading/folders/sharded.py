@@ -104,7 +104,9 @@ def read(content: Content, salvage: bool = False) -> Document:
 
 
 def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
-    """Return the document of the shards that an index names; of the only set in the folder where it cannot be read."""
+    """Return the document of the shards that an index names; of the only set in the folder if it cannot be read, or if
+    it names other files. That is no damage if the set has all of its keys."""
+    stale = None
     try:
         content = Content.of_file(index)
         parsed = parse_index(content)
@@ -117,10 +119,14 @@ def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
     else:
         if (stale := _beside(folder, parsed)) is not None:
             merge = _Merge(path, folder, None, salvage)
-            merge.damage.append(Fact.of(Kind.INDEX_STALE, str(stale), names=tuple(parsed.files)))
         if bytes(content.buffer[:3]) == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
-    return merge.document()
+    document = merge.document()
+    if stale is not None:
+        is_whole = not merge.damage and merge.entries.keys() == parsed.weight_map.keys()
+        kept = document.remarks if is_whole else document.damage
+        kept.append(Fact.of(Kind.INDEX_STALE, str(stale), names=tuple(parsed.files)))
+    return document
 
 
 def _beside(folder: Folder, index: ShardIndex) -> Numbering | None:

@@ -39,7 +39,7 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     such set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`."""
     if name == PLAIN:
         copies = copied_under(keys)
-        averaged = {} if copies else _mangled(keys, MANGLED)
+        averaged = {} if copies else {key for key, plain in _mangled(keys, MANGLED).items() if key != plain}
         return (
             {key: key for key in keys if key not in averaged and not key.startswith(copies or ("\0",))}
             if (copies or averaged)
@@ -62,8 +62,8 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
 
 
 def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
-    """Return the keys of an average whose names lost their dots, each with the name that it had; none if there is no
-    such set.
+    """Return the keys of an average whose names lost their dots, each with the name that it had, and with them what
+    is not averaged, as the buffers are; none if there is no such set.
 
     ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, mmcv's ``EMAHook``
     ``ema_out_weight`` for ``out.weight``. Their counters are not weights."""
@@ -75,8 +75,12 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
     for leader, front, sign in forms if len(own) > 1 else ():
         names = [key[len(leader) :] for key in keys if key.startswith(leader) and key not in own]
         found = {key: plain for plain in names if (key := front + plain.replace(".", sign)) in own}
-        if len(found) > 1 and len(found) >= ALIKE * max(len(names), len(own) - 2) and any("." in n for n in names):
-            return {key: found[key] for key in keys if key in found}
+        if len(found) < 2 or len(found) < ALIKE * (len(own) - 2) or 3 * len(found) <= len(names):
+            continue  # of a convolution with its norm, half are buffers
+        if any("." in plain for plain in names):
+            alone = set(names).difference(found.values())
+            rest = {leader + plain: plain for plain in alone}
+            return {key: (found | rest)[key] for key in keys if key in found or key in rest}
     return {}
 
 
