@@ -105,8 +105,8 @@ Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | Non
 def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose the map from the layers of another implementation, if it explains the file."""
     checkpoint, target, twin = context.checkpoint, context.target, context.twin
-    if target is None or two_sets(checkpoint.entries):
-        return
+    if target is None or two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
+        return  # an adapter is merged first: it has the names of its layers
     source, wanted = _tensors(checkpoint, target), _slots(target)
     if twin is not None:  # its order says more than that of a file, which may be sorted
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}

@@ -251,7 +251,7 @@ def _unknown(
         evidence={"shapes": shapes},
         fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
         remedies=remedies,
-        blocks=Blocks.FILLING if is_turned else Blocks.NOTHING,
+        blocks=Blocks.FILLING if is_turned or is_other else Blocks.NOTHING,
     )
 
 

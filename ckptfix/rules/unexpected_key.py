@@ -36,7 +36,7 @@ from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Find
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.loose_tensors import value_at
 from ckptfix.reading.weights.prefixed_sets import copied_under
-from ckptfix.rules.missing_key import NAME_THE_MODEL, other_layout
+from ckptfix.rules.missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.several_state_dicts import choice_of_copies
 
@@ -44,6 +44,16 @@ from ckptfix.rules.several_state_dicts import choice_of_copies
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 
 _MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
+
+
+_MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
+
+
+def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
+    """Return what to do with an adapter, inside of its base or alone; empty if there is none."""
+    if not any(map(_ADAPTER.search, keys)):
+        return ()
+    return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)
 
 
 @rule("FIT102", "unexpected-key")
@@ -71,7 +81,8 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
             f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
             keys=tuple(unexpected),
             evidence=evidence,
-            remedies=(*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
+            remedies=_of_adapter(unexpected)
+            or (*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
             blocks=Blocks.FILLING,
         )
         return
@@ -90,6 +101,8 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
         if is_copy
         else advise(hidden)
         if hidden
+        else NAME_THE_MODEL
+        if is_of_another_model(checkpoint, target)
         else (Remedy((UNSAFE_FIXES,), "drops them"),),
         blocks=Blocks.FILLING if hidden else Blocks.NOTHING,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import ckptfix
 from ckptfix.core.edits import Fill, Tie
@@ -236,6 +237,7 @@ def test_layers_that_are_counted_from_one():
         (weight_norm, "weight_norm"),
         (parametrizations.weight_norm, "weight_norm"),
         (spectral_norm, "spectral_norm"),
+        (partial(prune.l1_unstructured, name="weight", amount=0.5), "pruning"),
         (parametrizations.spectral_norm, "spectral_norm"),
     ],
 )
@@ -244,6 +246,16 @@ def test_a_norm_of_weights_on_one_side(norm, name):
     plain, normed = nn.Sequential(nn.Conv1d(2, 3, 3)), nn.Sequential(norm(nn.Conv1d(2, 3, 3)))
     assert said(normed.state_dict(), plain).startswith(f"the file has 1 weight as {name} splits it up")
     assert said(plain.state_dict(), normed).startswith(f"the model has {name} applied to 1 weight")
+
+
+@pytest.mark.parametrize("form", ["0.weight._packed", "0.weight_packed", "0.parametrizations.weight.original"])
+def test_a_tensor_under_a_longer_name_is_not_filled_nor_dropped(form: str):
+    """Whatever packed it: its weights are in the file."""
+    state = {form: torch.zeros(D, D, dtype=torch.int8), "0.bias": torch.zeros(D), "1.weight": torch.ones(D, D)}
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D, bias=False))
+    report = ckptfix.check(state, model)
+    assert not any(remedy.options for finding in report.findings for remedy in finding.remedies)
+    assert "0.weight" not in said({"0.scale": torch.ones(D, D, 2), "0.bias": torch.zeros(D)}, model)
 
 
 def test_a_layer_that_was_given_up_is_not_looked_for_among_those_left_over():
