@@ -54,7 +54,7 @@ def _migrate(
     from ckptfix.zoo.places import split_source
 
     place, pattern = split_source(source)
-    table, decided = tables(console, choices, given)
+    table, decided = tables(console, place, choices, given)
     page = PageOfZoo(choices["report"]) if "report" in choices else None
     listed: Sequence[str] | None = choices.get("only")
     if "listed" in choices:
@@ -151,13 +151,17 @@ def _table_file(choices: Mapping[str, Any]) -> Path | None:
     return usual if usual.is_file() else None
 
 
-def tables(console: Console, choices: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Table, Table | None]:
-    """Return the table, and the same with what is decided for single files."""
+def tables(
+    console: Console, place: str, choices: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Table, Table | None]:
+    """Return the table of the zoo at a place, and the same with what is decided for single files."""
     from ckptfix.zoo.table import plain_table, read_table
 
     file, everything = _table_file(choices), of_a_repair(choices)
     if file is not None and choices.get("table") is None:
         console.note(f"the table of the zoo is {file}")
+    elif file is None and (unused := Path(place, table_name())).is_file():
+        console.note(f"{unused} is not used; give it with --table {typed([str(unused)])}")
 
     def made(flags: Mapping[str, Any]) -> Table:
         table = plain_table(flags) if file is None else read_table(file, flags)

@@ -155,6 +155,10 @@ def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iter
         if way["command"] is not None:
             words = option_words({**(group.record["decision"] or {}), **way["options"]})
             yield f"    {typed((*again, *only, *words))}"
+        elif way["options"]:
+            yield f"    --only … {typed(option_words(way['options']))}: {way['text']}"
+        if "price" in way:
+            yield ("      ", Span(way["price"], "warning"))
 
 
 def _folders(name: str) -> Iterator[str]:

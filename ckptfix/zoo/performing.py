@@ -8,7 +8,7 @@ machine, and on another node.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
-from ckptfix.report.advice import recommended, remedies_of, with_remedies
+from ckptfix.report.advice import price_text, recommended, remedies_of, with_remedies
 from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
@@ -342,11 +342,12 @@ def _left(job: Job, report: Report) -> list[Finding]:
 
 
 def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
-    """Return the ways to settle a file, the recommended one first: repairs, and then to accept it as it is."""
+    """Return the ways to settle a file, the recommended one first: repairs, those whose command is complete before the
+    others, and then to accept it as it is."""
     given, left = job.treatment.choices, _left(job, report)
-    best = recommended(report)
-    ways = [_way(job, best, "; ".join(remedy.text for remedy in best))]
-    ways += [_way(job, [remedy], remedy.text) for finding in left for remedy in remedies_of(finding)]
+    ways = [_way(job, report, recommended(report))]
+    ways += [_way(job, report, [remedy]) for finding in left for remedy in remedies_of(finding)]
+    ways.sort(key=lambda way: way["command"] is None)
     if not refusal(report, parsed_settings(job.treatment.settings)):
         codes = dict.fromkeys((*given.get("accept", ()), *(finding.code for finding in left)))
         is_of_machine = fault_of_the_machine(job, report) is not None
@@ -356,17 +357,19 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
     for way in ways:
         if way["options"] or way["text"]:
             found.setdefault(repr(way["options"] or way["text"]), way)
-    return sorted(found.values(), key=lambda way: way["command"] is None)
+    return list(found.values())
 
 
-def _way(job: Job, remedies: Iterable[Remedy], text: str) -> dict[str, Any]:
-    """Remedies as options that were not given yet, and their command if it is complete."""
-    remedies, given = list(remedies), job.treatment.choices
+def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    """Remedies as options that were not given yet, their price, and their command if it is complete."""
+    given = job.treatment.choices
     merged = with_remedies(given, remedies)
     added = {name: value for name, value in merged.items() if name not in given or given[name] != value}
     is_complete = bool(added) and all(remedy.is_complete for remedy in remedies)
     shown = {name: str(value) if isinstance(value, Placeholder) else value for name, value in added.items()}
-    return {"options": shown, "text": text, "command": command_with(job, added) if is_complete else None}
+    text, price = "; ".join(remedy.text for remedy in remedies), price_text(report, remedies)
+    way = {"options": shown, "text": text, "command": command_with(job, added) if is_complete else None}
+    return {**way, "price": price} if price else way
 
 
 def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:

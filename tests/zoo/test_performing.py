@@ -193,6 +193,22 @@ def test_a_repair_comes_before_the_word_that_a_file_is_kept_as_it_is(zoo):
             assert done["outcome"] == ("accepted" if "accept" in way["options"] else "repaired")
 
 
+def test_to_accept_is_the_last_way_also_if_a_repair_needs_a_file(zoo):
+    weights = torch.randn(4, 64, 64)
+    weights[2] *= 1e-9
+    torch.save({f"layers.{at}.weight": weight for at, weight in enumerate(weights)}, zoo / "decayed.pth")
+    ways = [way["options"] for way in run(zoo)["decayed.pth"]["decisions"]]
+    assert "FILE" in ways[0].values()
+    assert [way for way in ways if "accept" in way] == ways[-1:]
+
+
+def test_a_fill_has_its_price(tmp_path):
+    record = done(tmp_path, "a.pth", {"weight": torch.ones(2, 2)}, model="tests.zoo.factories:linear", smoke=False).record
+    first = record.decisions[0]
+    assert first["options"] == {"fill": "target"}
+    assert first["price"].endswith("untrained: 33.33 % of the model")
+
+
 def test_what_is_accepted_stays_in_the_manifest_when_it_is_made_again(zoo):
     new = zoo.parent / "new" / "nan.pth"
     run(zoo)
