@@ -73,7 +73,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "s.0.lora_A.weight'].",
     ),
     "unused-checkpoint-keys": (
-        "Skip loading parameter 'roi_heads.box_predictor.bbox_pred.bias' to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
+        "Skip loading parameter 'roi_heads.box_predictor.bbox_pred.bias'"
+        " to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
         "Found keys that are in the model state dict but not in the checkpoint: ['head.weight']",
         "Transferred 0/349 items from yolov5s.pt",
         "Some model parameters or buffers are not found in the checkpoint: backbone.fc.bias",

@@ -203,7 +203,9 @@ def test_to_accept_is_the_last_way_also_if_a_repair_needs_a_file(zoo):
 
 
 def test_a_fill_has_its_price(tmp_path):
-    record = done(tmp_path, "a.pth", {"weight": torch.ones(2, 2)}, model="tests.zoo.factories:linear", smoke=False).record
+    record = done(
+        tmp_path, "a.pth", {"weight": torch.ones(2, 2)}, model="tests.zoo.factories:linear", smoke=False
+    ).record
     first = record.decisions[0]
     assert first["options"] == {"fill": "target"}
     assert first["price"].endswith("untrained: 33.33 % of the model")

@@ -422,6 +422,18 @@ def test_a_stale_index_beside_complete_shards_is_passed_over(tmp_path: Path, oth
     assert_same(checkpoint.state_dict(), STATE)
 
 
+def test_a_stale_index_of_the_same_keys_is_no_damage(tmp_path: Path) -> None:
+    """Sharded again, with the old index beside: every key is there."""
+    index = write(tmp_path)
+    write_index(tmp_path, index | {"weight_map": dict.fromkeys(STATE, "model-00001-of-00003.safetensors")})
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert (checkpoint.damage, checkpoint.lost) == ((), {})
+    assert_same(checkpoint.state_dict(), STATE)
+    done = ckptfix.repair(tmp_path, output=tmp_path / "whole.safetensors")
+    assert [finding.code for finding in done.report.fixed] == ["FIL203"]
+    assert "FIL203" not in {finding.code for finding in ckptfix.check(tmp_path / "whole.safetensors").findings}
+
+
 def test_an_index_is_kept_to_if_one_of_its_shards_is_there_or_one_beside_it_is_not(tmp_path: Path) -> None:
     index = write(tmp_path)
     index["weight_map"]["head.steps"] = "model-00001-of-00003.safetensors"

@@ -170,3 +170,16 @@ def test_names_that_only_begin_like_an_average_are_not_one():
     assert (
         sets_of(open_state_dict({"ema_rate": torch.ones(1), "ema_b": torch.ones(2), "a.b": torch.ones(2)}).specs) == ()
     )
+
+
+@pytest.mark.parametrize(("names", "counters", "sets"), MANGLED.values(), ids=MANGLED)
+def test_what_is_not_averaged_comes_with_the_average(names, counters, sets):
+    """Neither LitEma nor mmcv averages buffers: half of the tensors of a network with norms."""
+    front = "model." if sets[0] == "model" else ""
+    buffers = [f"{front}out.{at}.{leaf}" for at in (0, 1) for leaf in ("running_mean", "num_batches_tracked")]
+    state = {key: torch.ones(1) for key in (*names, *buffers, *names.values(), *counters)}
+    checkpoint = open_state_dict(state)
+    assert sets_of(checkpoint.specs) == sets
+    for name in sets:
+        taken = narrowed(with_pick(checkpoint, name))
+        assert set(taken.keys()) == {*NAMES, *(key.removeprefix(front) for key in buffers)}
