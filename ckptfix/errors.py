@@ -33,15 +33,13 @@ def joined(words: Iterable[Words], word: Callable[[Opt], str] = str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text with line feeds, escape codes and other invisible characters escaped: names in a file hold
-    anything."""
+    """Return the text with line feeds, escape codes and other invisible characters escaped."""
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class CkptfixError(Exception):
-    """The base of every error that ckptfix raises on purpose. Its message is one printable line, whatever the file
-    says."""
+    """The base of the errors that ckptfix raises on purpose. Its message is one printable line."""
 
     def __init__(self, *words: Words) -> None:
         super().__init__(*words)
@@ -76,8 +74,7 @@ class MissingFileError(UnreadableError, FileNotFoundError):
 
 
 class DamageWarning(UserWarning):
-    """A tensor has other bytes than were saved, by the checksum of its storage, or may have, as the file contradicts
-    itself."""
+    """A tensor may have other bytes than were saved, by its checksum, or as the file contradicts itself."""
 
 
 class UnknownKeyError(CkptfixError, KeyError):

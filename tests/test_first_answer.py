@@ -42,8 +42,8 @@ OTHER_WORK = (
     "ckptfix.reading.foreign.files ckptfix.reading.torch_files.torchscript "
     "ckptfix.reading.torch_files.torch_tar ckptfix.reading.torch_files.torch_legacy ckptfix.reading.foreign.files "
     "ckptfix.reading.foreign.files ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
-    "ckptfix.writing.safetensors ckptfix.writing.torch_files ckptfix.cli.repair ckptfix.cli.diff "
-    "ckptfix.cli.explain ckptfix.cli.rule "
+    "ckptfix.writing.safetensors ckptfix.writing.torch_files ckptfix.cli.repair "
+    "ckptfix.cli.explain "
 ).split()
 """What a check of the names in one file has nothing to do with."""
 

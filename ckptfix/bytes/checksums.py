@@ -122,8 +122,7 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
 
 
 def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
-    """Raise ``WriteError`` if one of the storages is damaged: its checksum does not go into the new file, which
-    would make the damage look sound."""
+    """Raise ``WriteError`` if a storage is damaged: a new checksum would make the damage look sound."""
     for storage in storages:
         if storage is not None and not is_sound(storage):
             raise WriteError(

@@ -62,7 +62,7 @@ class Bounds:
     def __init__(self, path: str, size: int) -> None:
         self.path, self._size = path, size
         self.names: set[str] = set()
-        self.limit = self.left = _memory(size)
+        self.limit = self.left = max(MEMORY, min(DENSE, DENSE_SHARE * size), MEMORY_SHARE * size)
         self._steps = STEPS + size // 2
         self._handed = HANDED_SHARE * size + HANDED
         self._hashes: Counter[int] = Counter()
@@ -162,11 +162,6 @@ class Bounds:
         """Return the keys of one new dict or set, each of them bounded."""
         self._sets += 1
         return [self.key(key, -self._sets) for key in keys]
-
-
-def _memory(size: int) -> int:
-    """Return bytes that the parsed form of a file may take."""
-    return max(MEMORY, min(DENSE, DENSE_SHARE * size), MEMORY_SHARE * size)
 
 
 def bounded_key(key: Any, path: str) -> Any:

@@ -166,8 +166,7 @@ def files_beside(url: str) -> list[str] | None:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows redirects. The token goes along to the same server, as for a repository with a new name, and to no
-    other."""
+    """Follows redirects. The token goes along to the same server (a renamed repository), and to no other."""
 
     def redirect_request(self, old: Request, *answer: Any) -> Request | None:
         new = super().redirect_request(old, *answer)
@@ -271,8 +270,7 @@ def read_range(system: AbstractFileSystem, path: str, start: int, stop: int) -> 
 
 
 def stamp_of(info: Mapping[str, Any]) -> str:
-    """Return what a backend says of the version of a file, as text. A listing may give a time as a number, and a look
-    at the file as a date."""
+    """Return what a backend says of the version of a file, as text: it may be a number or a date."""
     value = next((info[field] for field in STAMPS if info.get(field)), "")
     if isinstance(value, datetime):
         value = value.timestamp()

@@ -14,12 +14,12 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import CHECK, library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import CkptfixError, UnreadableError, UsageError
-from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.advice import Mode, Telling
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-ARGUMENTS = (Argument("paths", "PATH", "The checkpoints, or folders of checkpoints.", many=True),)
+ARGUMENTS = {"check": (Argument("paths", "PATH", "The checkpoints, or folders of checkpoints.", many=True),)}
 
 
 def check(run: Run, paths: Sequence[str]) -> int:

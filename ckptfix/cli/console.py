@@ -259,8 +259,7 @@ class Console:
 
 
 def write_output(text: str) -> None:
-    """Write to stdout now, so that a closed pipe shows here and not when Python ends. Raises ``WriteError`` if it
-    goes to a disk that is full."""
+    """Write to stdout now, so that a closed pipe shows here. Raises ``WriteError`` if the disk is full."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 UNKNOWN = 1  # the exit code for a text that is not known
 _MOST = 16_000_000  # bytes of stdin that are kept: the end of a log is where the error stands
 
-ARGUMENTS = (
-    Argument(
-        "text",
-        "TEXT",
-        "The message or the whole traceback, in quotes; without it, stdin is read.",
-        required=False,
-        many=True,
-    ),
-)
+ARGUMENTS = {
+    "explain": (
+        Argument(
+            "text",
+            "TEXT",
+            "The message or the whole traceback, in quotes; without it, stdin is read.",
+            required=False,
+            many=True,
+        ),
+    )
+}
 
 
 def explain(run: Run, text: tuple[str, ...]) -> int:
@@ -49,10 +51,12 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     from ckptfix.explain import Subject, Verdict, judge, nearest
     from ckptfix.explain import explain as explain_text
     from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
-    from ckptfix.report.telling import Mode, Telling
+    from ckptfix.report.advice import Mode, Telling
 
     report = _report(file, choices, console) if file is not None else None
-    subject = Subject(file, _model_words(choices))
+    subject = Subject(
+        file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
+    )
     if report is not None and not isinstance(report, str):
         subject = replace(subject, steps=steps_to(report), place=report.place)
     explanation = explain_text(given, subject)
@@ -88,14 +92,8 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
         return f"it cannot be read as it is: {error.worded(flag_text)}"
 
 
-def _model_words(choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the flags that name the model or the reference, as the user would type them."""
-    return option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
-
-
 def _given(words: tuple[str, ...], console: Console) -> str:
-    """Return the text that is to be explained. Raises ``UsageError`` if there is none, or where it is a file's
-    name."""
+    """Return the text to be explained. Raises ``UsageError`` if there is none, or if it is the name of a file."""
     if words and words != ("-",):
         if len(words) == 1 and _is_file(words[0]):
             raise UsageError(

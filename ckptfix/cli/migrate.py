@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from ckptfix.zoo.table import Table
 
 
-ARGUMENTS = (
-    Argument(
-        "source",
-        "SRC",
-        "The old zoo: a folder, a file, a glob ('old/**/*.pth'), or a URL (s3://bucket/zoo). It is never written.",
-    ),
-    Argument("destination", "DST", "The new zoo: a folder or a URL. Its tree mirrors the old one.", required=False),
-)
+ARGUMENTS = {
+    "migrate": (
+        Argument(
+            "source",
+            "SRC",
+            "The old zoo: a folder, a file, a glob ('old/**/*.pth'), or a URL (s3://bucket/zoo). It is never written.",
+        ),
+        Argument("destination", "DST", "The new zoo: a folder or a URL. Its tree mirrors the old one.", required=False),
+    )
+}
 
 _LIST_LIMIT = 10
 

@@ -219,7 +219,7 @@ class PageOfZoo:
 
     def save(self, migration: Migration, command: str, dry_run: bool) -> None:
         """Write the page of the whole zoo, also of what earlier runs have done."""
-        from ckptfix.cli.page import facts_of_run
+        from ckptfix.cli.output import facts_of_run
         from ckptfix.report.page import save_page, write_page
 
         renames = {

@@ -21,11 +21,14 @@ from ckptfix.errors import Opt, UsageError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from ckptfix.core.adaptations import RECIPES
     from ckptfix.core.options import Option
 
-# The commands in the order of `--help`. Each is the function of its name in the module of its name.
-COMMANDS = ("check", "repair", "migrate", "inspect", "diff", "map", "rule", "explain")
+# The commands in the order of `--help`. Each is the function of its name in this module.
+COMMANDS = {
+    **{name: name for name in ("check", "repair", "migrate")},
+    **dict.fromkeys(("inspect", "diff", "map", "rule"), "showing"),
+    "explain": "explain",
+}
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -163,9 +166,9 @@ def exit_code(words: Sequence[str]) -> int:
 def _command(name: str) -> click.Command:
     from ckptfix.core.options import options_of
 
-    module = import_module(f"ckptfix.cli.{name}")
+    module = import_module(f"ckptfix.cli.{COMMANDS[name]}")
     function = getattr(module, name)
-    parameters = [*module.ARGUMENTS, *map(_click_option, options_of(name))]
+    parameters = [*module.ARGUMENTS[name], *map(_click_option, options_of(name))]
     return Command(
         name, params=parameters, callback=partial(_call, function), help=function.__doc__, context_settings=_SETTINGS
     )
@@ -255,6 +258,7 @@ def _click_option(option: Option) -> click.Option:
 def _completions(option: Option, _context: object, _parameter: object, begun: str) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
+    from ckptfix.core.adaptations import RECIPES
     from ckptfix.core.options import Kind
 
     if option.name in ("select", "ignore", "accept"):
@@ -281,6 +285,6 @@ def _version_lines(verbose: bool) -> Iterator[str]:
 
     yield f"ckptfix {__version__}"
     if verbose:
-        from ckptfix.cli.page import environment
+        from ckptfix.cli.output import environment
 
         yield from (f"{name}: {text}" for name, text in environment().items() if name != "ckptfix")

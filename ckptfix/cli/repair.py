@@ -12,12 +12,12 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import Opt, PlanError, UsageError, Words, WriteError
-from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.advice import Mode, Telling
 
 if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
 
-ARGUMENTS = (Argument("path", "PATH", "The checkpoint. It is never changed without --in-place."),)
+ARGUMENTS = {"repair": (Argument("path", "PATH", "The checkpoint. It is never changed without --in-place."),)}
 
 
 def repair(run: Run, path: str) -> int:

@@ -23,8 +23,8 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
-from ckptfix.report.figures import size
 from ckptfix.report.inspection import describe, ties
+from ckptfix.report.style import size
 from ckptfix.values.walk import OVERLAP
 
 Form = tuple[str, tuple[int, ...]]
@@ -127,7 +127,12 @@ def diff(
 
 
 def compare(
-    a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = EXACT, progress: Progress = _silent
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    values: bool = True,
+    tolerance: Tolerance = EXACT,
+    progress: Progress = _silent,
 ) -> Difference:
     """Compare two open checkpoints; the settings are those of ``diff``."""
     pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
@@ -171,13 +176,11 @@ def _ties(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> tuple[Tie
     left = [tuple(renamed.get(key, key) for key in group) for group in ties(a.specs)]
     right = ties(b.specs)
     both = {renamed.get(key, key) for key in a.specs} & b.specs.keys()
-    groups = [
+    ours, theirs = (
         dict.fromkeys(tuple(sorted(both.intersection(group))) for group in side if len(both.intersection(group)) > 1)
         for side in (left, right)
-    ]
-    return tuple(group for group in groups[0] if group not in groups[1]), tuple(
-        group for group in groups[1] if group not in groups[0]
     )
+    return tuple(group for group in ours if group not in theirs), tuple(group for group in theirs if group not in ours)
 
 
 def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
@@ -257,11 +260,7 @@ def _texts(differences: Iterator[tuple[Place, Text]]) -> Texts:
     return {path_name(place): text for place, text in islice(differences, LIMIT)}
 
 
-class _Absent:
-    """Stands where a side has nothing."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()  # stands where a side has nothing
 
 
 def _differences(

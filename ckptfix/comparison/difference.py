@@ -13,9 +13,8 @@ from ckptfix.core.finding import counted
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
-from ckptfix.report.style import Line, Span
+from ckptfix.report.style import Line, Span, elements, tensor_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 

@@ -253,8 +253,7 @@ class Plain(Edit):
 
 @dataclass(frozen=True)
 class Retag(Edit):
-    """Write the tensors without the device that they were saved from (``cuda:3``), so that they load where it does not
-    exist."""
+    """Write the tensors without the device they were saved from (``cuda:3``), which may not exist elsewhere."""
 
     kind: ClassVar[str] = "retag"
     keeps_values: ClassVar[bool] = True

@@ -86,8 +86,7 @@ SMALL = 64
 
 
 def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> Iterator[TensorSpec]:
-    """Yield every strided tensor in a tree, in order, each object of the tree once, and nothing below the objects that
-    ``without`` names."""
+    """Yield every strided tensor of a tree in order, each object once, and none below objects of ``without``."""
     seen: set[int] = set()
     pending = [root]
     while pending:

@@ -78,12 +78,20 @@ class Report(Displayed):
         return () if self.is_withheld else self.fixed
 
     @property
+    def left(self) -> list[Finding]:
+        """The warnings and errors that remain, and that the user does not accept."""
+        return [each for each in self.remaining if each.level > Level.NOTE and not self.is_accepted(each)]
+
+    @property
+    def failed_forward(self) -> bool:
+        """Whether the forward test failed."""
+        return self.smoke is not None and self.smoke.passed is False
+
+    @property
     def is_open(self) -> bool:
         """Whether something is left to decide: a warning or error remains, a strict load would still fail whatever
         rules were selected, or the forward test failed."""
-        failed = self.smoke is not None and self.smoke.passed is False
-        left = any(finding.level > Level.NOTE and not self.is_accepted(finding) for finding in self.remaining)
-        return failed or bool(self.obstacles) or left
+        return self.failed_forward or bool(self.obstacles or self.left)
 
     def is_accepted(self, finding: Finding) -> bool:
         """Return whether the user accepts a finding. What forbids to write a file cannot be accepted."""
@@ -92,10 +100,8 @@ class Report(Displayed):
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the edits were not carried out in the end: nothing was to be written, or nothing may be, or the
-        result failed its test."""
-        failed = self.output is None and self.smoke is not None and self.smoke.passed is False
-        return self.is_dry_run or self.is_refused or failed
+        """Whether the edits were not carried out: a dry run, a refusal, or a result that failed its test."""
+        return self.is_dry_run or self.is_refused or (self.output is None and self.failed_forward)
 
     @property
     def exit_code(self) -> int:

@@ -215,8 +215,7 @@ class TensorSpec(Geometry):
 
 
 def with_own_storage(value: Any) -> Any:
-    """Give a tensor a storage of its own of the same bytes; other values stay. Counts of steps need it: an optimizer
-    adds to each in place."""
+    """Copy the bytes of a tensor into a storage of its own: an optimizer adds to its step counts in place."""
     if not isinstance(value, TensorSpec) or value.storage is None:
         return value
     return replace(value, storage=copy(value.storage))

@@ -65,8 +65,7 @@ def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = N
 
 
 def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
-    """Return the checkpoint after one step. Raises ``PlanError`` on a conflict: two sources for one key, an edit of a
-    key that is not there."""
+    """Return the checkpoint after one step. Raises ``PlanError`` for two sources of a key, and for a missing key."""
     renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step)
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]

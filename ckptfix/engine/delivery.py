@@ -34,10 +34,17 @@ from ckptfix.writing.atomic import (
     temporary_beside,
     unwritten,
 )
-from ckptfix.writing.output import Write, flushing, without_state_dict, write_to, writer_for
+from ckptfix.writing.output import (
+    Write,
+    deliver_shards,
+    flushing,
+    temporary_shards,
+    without_state_dict,
+    write_to,
+    writer_for,
+)
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
-from ckptfix.writing.shards import deliver_shards, temporary_shards
 from ckptfix.writing.universal import temporary_universal, universal_form
 
 ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Finding]]]
@@ -75,7 +82,7 @@ def deliver(
 
     If nothing has to be written, the forward test runs on the source.
     """
-    test = forward_test or _no_test
+    test = forward_test or (lambda file, result: (None, []))
     if reason := refusal(report, settings):
         return replace(report, remarks=(*report.remarks, reason), is_refused=True)
     if destination is None:
@@ -102,21 +109,17 @@ def deliver(
             return _delivered(report, None, smoke, findings)
         destination.refuse_replaced()
         with _beside(result, report, destination, settings) as files:
-            _deliver_beside(files, destination)
+            remarks = _deliver_beside(files, destination)
             deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
-    remarks = tuple(map(_written_beside, files.values()))
     return replace(_delivered(report, destination.output, smoke, findings, remarks), written_as=form)
 
 
-def _deliver_beside(files: dict[Path, Path], destination: Destination) -> None:
-    """Put them in place before the weights: of a run that is killed between, the next finds an optimizer that fits the
-    weights as they become, and goes on."""
+def _deliver_beside(files: dict[Path, Path], destination: Destination) -> tuple[str, ...]:
+    """Put them in place before the weights, and return remarks about them: of a run that is killed between, the next
+    finds an optimizer that fits the weights as they become, and goes on."""
     for file, goal in files.items():
         deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
-
-
-def _written_beside(goal: Path) -> str:
-    return f"written beside it: {goal}"
+    return tuple(f"written beside it: {goal}" for goal in files.values())
 
 
 @contextlib.contextmanager
@@ -175,10 +178,6 @@ def _copy(old: Path, temporary: Path, goal: Path) -> None:
         raise unwritten(goal, error) from error
     if not filecmp.cmp(old, temporary, shallow=False):
         raise WriteError(f"{goal}: differs from {old}, which it is a copy of; the disk or its memory is at fault")
-
-
-def _no_test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
-    return None, []
 
 
 def _delivered(
@@ -258,7 +257,6 @@ def _deliver_in_shards(
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings, remarks)
         with _beside(result, report, destination, settings) as files:
-            _deliver_beside(files, destination)
+            remarks += _deliver_beside(files, destination)
             deliver_shards(index, names)
-    remarks = (*remarks, *map(_written_beside, files.values()))
     return replace(_delivered(report, names.index, smoke, findings, remarks), written_as=SHARDS)

@@ -14,8 +14,7 @@ from ckptfix.errors import Opt, UsageError, Words, WriteError
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
-from ckptfix.writing.output import FIRST_ZIP, output_format
-from ckptfix.writing.shards import ShardNames
+from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
 
 Inputs = Mapping[Words, str | os.PathLike[str] | None]  # the files that are read, by what names each
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}

@@ -69,7 +69,8 @@ def diagnose(
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
-    context = Context(view, target, _statistics(view, settings), settings, donor, before, made, twin)
+    statistics = _statistics(view, settings)
+    context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
     for rule in RULES:
         is_told = settings.selects(rule.code)
         if not is_told and not rule.is_wanted(settings):
@@ -91,13 +92,13 @@ def diagnose(
             step = Step(rule.code, edits)
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
-            statistics = context.statistics and context.statistics.of(view)
-            context = replace(context, checkpoint=view, statistics=statistics, plan=made.then(*plan.steps))
+            statistics = statistics and statistics.of(view)
+            context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
     if plan:  # without one, every rule has seen the result already
         # What the user's map said is done.
         settings = replace(settings, rename_map=None)
         _refuse_unstable(replace(context, settings=settings), settings, plan)
-    figures = context.statistics.known if context.statistics is not None else {}
+    figures = statistics.known if statistics is not None else {}
     return Diagnosis(tuple(findings), tuple(fixed), plan, view, figures)
 
 

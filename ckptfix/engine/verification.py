@@ -64,8 +64,7 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
 
 
 def verify_tree(temporary: Path, expected: object, output: Path) -> None:
-    """Read the written file of an optimizer again, and compare each of its tensors. Raises ``WriteError`` if one
-    differs."""
+    """Compare each tensor of a written optimizer with its source. Raises ``WriteError`` if one differs."""
     found = list(tensors_in(read_document(Content.of_file(str(temporary)), False).root))
     wanted = list(tensors_in(expected))
     is_equal = len(found) == len(wanted) and all(
@@ -218,8 +217,7 @@ def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
 
 
 def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
-    """Return the bytes that a tensor spans, if they are a range of the written file, and in the order of their
-    source."""
+    """Return the bytes that a tensor spans, if they are a range of the written file in the order of their source."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
     source, file = located(before.storage.source), located(after.storage.source)

@@ -233,7 +233,10 @@ def _container_key(mismatch: Mismatch) -> str | None:
 
 def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
     """Return the findings of the rules on names, by code."""
-    wanted = {key: Slot("float32", () if _is_buffer(key) else None, _kind(key)) for key in mismatch.missing}
+    wanted = {
+        key: Slot("float32", () if _is_buffer(key) else None, BUFFER if _is_buffer(key) else PARAMETER)
+        for key in mismatch.missing
+    }
     stored = {key: TensorSpec("int64" if _is_counter(key) else "float32", ()) for key in mismatch.unexpected}
     # A BatchNorm whose counter is named has its statistics on both sides, or they would be named too.
     for key in filter(_is_counter, (*mismatch.missing, *mismatch.unexpected)):
@@ -264,10 +267,6 @@ def _is_counter(key: str) -> bool:
 
 def _is_buffer(key: str) -> bool:
     return is_buffer_name(key, ())
-
-
-def _kind(key: str) -> str:
-    return BUFFER if _is_buffer(key) else PARAMETER
 
 
 def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -459,8 +458,7 @@ def _capital(text: str) -> str:
 
 
 def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield what the shapes of each key, in the file and in the model, say: a sentence and the keys that it is
-    about."""
+    """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
     if not shapes:
         return
     empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report
 from ckptfix.explain.explanation import MODEL, Explanation, Record
 from ckptfix.explain.fit import Advice
-from ckptfix.report.advice import next_command
+from ckptfix.report.advice import Telling, message_with_count, next_command
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
-from ckptfix.report.telling import Telling, message_with_count
 
 _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
 _OF_TARGET = ("KEY", "BUF", "FIT")  # the families of rules that compare with a model
@@ -166,8 +165,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
 def to_json(
     explanation: Explanation | None, close: tuple[Record, float] | None = None, verdict: Verdict | None = None
 ) -> dict[str, Any]:
-    """Return the explanation as plain data. ``recognised`` is false for an unknown text, which may have a
-    ``nearest``."""
+    """Return the explanation as plain data. An unknown text is not ``recognised``, and may have a ``nearest``."""
     data: dict[str, Any] = {"version": VERSION, "recognised": explanation is not None}
     if explanation is not None:
         data |= {
@@ -175,7 +173,10 @@ def to_json(
             "message": explanation.said,
             "chain": explanation.chain or None,
             "causes": [{"text": text, "keys": list(keys)} for text, keys in explanation.causes],
-            "advice": [_advice_json(advice) for advice in explanation.advice],
+            "advice": [
+                {"text": advice.text, "command": advice.command or None, "code": advice.code or None}
+                for advice in explanation.advice
+            ],
             "codes": list(explanation.codes),
             "others": list(explanation.others),
             "file": explanation.file,
@@ -193,10 +194,6 @@ def to_json(
             "command": verdict.command or None,
         }
     return data
-
-
-def _advice_json(advice: Advice) -> Mapping[str, str | None]:
-    return {"text": advice.text, "command": advice.command or None, "code": advice.code or None}
 
 
 def _advice_lines(advice: Advice) -> Iterator[Line]:

@@ -82,8 +82,7 @@ class Message:
 
     @cached_property
     def readings(self) -> tuple[str, ...]:
-        """The message in one line, first with every line break as a space, then with none in its place: a terminal
-        breaks words."""
+        """The message in one line, with every line break as a space, and with none: a terminal breaks words."""
         spaced, joined = _one_space("\n".join(self.lines)), _one_space("".join(self.lines))
         return (spaced,) if spaced == joined else (spaced, joined)
 
@@ -144,8 +143,7 @@ def _is_about_error(part: str) -> bool:
 
 
 def _end(log: str) -> str:
-    """Return what counts of a log without a traceback: its end, or more of it where a long message begins before
-    that."""
+    """Return what counts of a log without a traceback: its end, or more if a long message begins before that."""
     begins = [begin for begin in map(log.rfind, _BEGINNINGS) if begin >= 0]
     start = min([*begins, max(len(log) - _LONGEST_LOG, 0)])
     return log[start : start + LONGEST_MESSAGE] if begins else log[start:]

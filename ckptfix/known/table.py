@@ -182,8 +182,7 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
 
 
 def is_passing(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor says nothing of the architecture: it counts batches, or comes and goes between
-    releases."""
+    """Return whether a tensor counts batches or comes and goes between releases: neither tells an architecture."""
     return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape) or key in _OF_CLIP
 
 

@@ -4,18 +4,66 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Rename, RenameModule
-from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy
+from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import typed
 from ckptfix.errors import Opt
-from ckptfix.report.figures import percent
-from ckptfix.report.style import Line, Span
-from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.style import Line, Span, percent
+
+# The rules that find the values of a tensor broken, and not its name or its shape.
+ABOUT_VALUES = ("VAL", "FIL2", "RUN")
+
+
+class Mode(Enum):
+    """What the user asked for."""
+
+    CHECK = "check"
+    REPAIR = "repair"
+
+
+@dataclass(frozen=True)
+class Telling:
+    """How to tell a report.
+
+    ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
+    names; the commands of the advice repeat them."""
+
+    mode: Mode = Mode.CHECK
+    verbose: bool = False
+    choices: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int | None:
+        """The most lines that a key list takes, None for all."""
+        return None if self.verbose else 12
+
+
+def message_with_count(finding: Finding) -> str:
+    """Return the message and the number of keys, unless the message tells that number itself."""
+    number = len(finding.keys)
+    if not number or str(number) in finding.message.replace("`", " ").split():
+        return finding.message
+    return f"{finding.message} ({counted(number, 'key')})"
+
+
+def mark(finding: Finding, report: Report) -> str:
+    """``[fixed]``, ``[fixable]`` or nothing."""
+    if finding in report.fixed:
+        return "[would be fixed]" if report.is_withheld else "[fixed]"
+    if report.is_accepted(finding):
+        return "[accepted]"
+    if finding.needs_unsafe:
+        switches = [name for remedy in finding.remedies for name, value in remedy.options if value is True]
+        return f"[fixable with --{(switches or ['unsafe_fixes'])[0].replace('_', '-')}]"
+    return "[fixable]" if finding.is_fixable else ""
+
 
 # Options that act on every finding, and so may drop or fill what another finding says is in the file.
 _DESTRUCTIVE = {"unsafe_fixes", "drop_mismatched"}
@@ -24,7 +72,7 @@ _NAMED = 3  # modules that a price names
 
 def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     """Yield what the user can do about each finding that remains, and one command for all that a command can do."""
-    remaining = _remaining(report)
+    remaining = report.left
     if not remaining:
         if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
             yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
@@ -62,7 +110,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
-    remaining = _remaining(report)
+    remaining = report.left
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
     is_undone = report.is_dry_run and bool(report.edits)
     if telling.mode is Mode.CHECK:
@@ -75,7 +123,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
 def recommended(report: Report) -> list[Remedy]:
     """Return the remedies that one command can carry out together: the first one of each finding, if it needs nothing
     more from the user. None of them makes a weight untrained that the file has in another form."""
-    remaining = _remaining(report)
+    remaining = report.left
     is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining)
     return [
         remedy
@@ -109,7 +157,7 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
 
 def _with_other_choices(report: Report, telling: Telling, remedies: list[Remedy]) -> Iterator[tuple[str, ...]]:
     """Yield the same command for each other value of the option that a finding lets the user choose."""
-    for finding in _remaining(report):
+    for finding in report.left:
         first, *others = remedies_of(finding) or (Remedy(),)
         if first in remedies:
             for other in others:
@@ -138,10 +186,6 @@ def _here(source: str) -> str:
 
 def _may_destroy(remedy: Remedy) -> bool:
     return bool(remedy.untrained) or any(name in _DESTRUCTIVE for name, _ in remedy.options)
-
-
-def _remaining(report: Report) -> list[Finding]:
-    return [finding for finding in report.remaining if finding.level > Level.NOTE and not report.is_accepted(finding)]
 
 
 def _explained(remaining: Iterable[Finding]) -> dict[str, str]:

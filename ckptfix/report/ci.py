@@ -23,10 +23,9 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
-from ckptfix.report.advice import remedies_text
+from ckptfix.report.advice import Telling, message_with_count, remedies_text
 from ckptfix.report.folding import fold_keys
 from ckptfix.report.style import Paper, printable
-from ckptfix.report.telling import Telling, message_with_count
 from ckptfix.report.terminal import headline
 from ckptfix.rules import RULES
 
@@ -125,8 +124,7 @@ _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice
 
 
 def github_lines(report: Report) -> Iterator[str]:
-    """Yield one workflow command for each finding; what was fixed is a notice. A failed forward test has its own
-    finding."""
+    """Yield one workflow command for each finding; what was fixed is a notice."""
     for finding in report.findings:
         fixed = finding in report.applied
         command = "notice" if fixed else _COMMANDS[finding.level]

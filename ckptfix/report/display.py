@@ -23,7 +23,7 @@ def text_lines(lines: Iterable[Line]) -> list[str]:
 
 def report_lines(report: Report) -> list[str]:
     """Return what the terminal shows of a report."""
-    from ckptfix.report.telling import Mode, Telling
+    from ckptfix.report.advice import Mode, Telling
     from ckptfix.report.terminal import full_lines
 
     is_repair = bool(report.edits or report.output)
@@ -32,7 +32,7 @@ def report_lines(report: Report) -> list[str]:
 
 def report_rows(report: Report) -> Iterator[Row]:
     """Yield a row for each finding."""
-    from ckptfix.report.telling import mark, message_with_count
+    from ckptfix.report.advice import mark, message_with_count
 
     for finding in report.findings:
         done = mark(finding, report).strip("[]")

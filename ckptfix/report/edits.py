@@ -33,8 +33,8 @@ from ckptfix.core.edits import (
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import extent
 from ckptfix.core.rename_map import CERTAIN, RenameMap
-from ckptfix.report.figures import elements, tensor_text
 from ckptfix.report.folding import folded_lines
+from ckptfix.report.style import elements, tensor_text
 
 _ANY = "{…}"
 _INDENT = "  "
@@ -146,8 +146,7 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
 
 
 def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
-    """Return which segments of ``long`` make up ``short``, the last possible ones; None if it is not contained in
-    it."""
+    """Return which segments of ``long`` make up ``short``, the last possible ones; None if it is not in it."""
     kept = [False] * len(long)
     position = len(short) - 1
     for n in reversed(range(len(long))):
@@ -193,8 +192,7 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
 
 
 def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:
-    """Return a line with the number of keys for ``{}`` and the folded keys: after it where they fit, else indented
-    below."""
+    """Return ``head`` with the number of keys for ``{}``, and the folded keys after it, or indented below."""
     keys = list(keys)
     if not keys:
         return []
@@ -217,6 +215,16 @@ def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, lis
     yield from groups.items()
 
 
+def _headed(head: Callable[[Any], str]) -> Callable[[Sequence[Any], int | None], Iterator[str]]:
+    """Return what lists together the keys of edits with the same ``head``, in which ``{}`` is their number."""
+
+    def lines(edits: Sequence[Any], limit: int | None) -> Iterator[str]:
+        for text, alike in _grouped(edits, head):
+            yield from _listed(text, (edit.key for edit in alike), limit)
+
+    return lines
+
+
 def _rename_lines(edits: Sequence[Rename], limit: int | None) -> Iterator[str]:
     for renames in _alike(edits, lambda edit: rename_pattern(edit.key, edit.to)):
         change = _numbered([rename_pattern(edit.key, edit.to) for edit in renames])
@@ -231,10 +239,8 @@ def _module_lines(edits: Sequence[RenameModule], limit: int | None) -> Iterator[
 
 
 def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[str]:
-    reshaped = [edit for edit in edits if edit.is_reshape]
-    for (before, shape), reshapes in _grouped(reshaped, lambda edit: (extent(edit.parts[0].box), edit.shape)):
-        head = f"reshape {{}} from {list(before)} to {list(shape)}"
-        yield from _listed(head, (edit.key for edit in reshapes), limit)
+    reshapes = _headed(lambda edit: f"reshape {{}} from {list(extent(edit.parts[0].box))} to {list(edit.shape)}")
+    yield from reshapes([edit for edit in edits if edit.is_reshape], limit)
     edits = [edit for edit in edits if not edit.is_reshape]
     users = Counter(part.source for edit in edits for part in edit.parts)
     for made in _alike(edits, lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
@@ -242,35 +248,15 @@ def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[st
         yield f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0], users)}"
 
 
-def _drop_lines(edits: Sequence[Drop], limit: int | None) -> Iterable[str]:
-    return _listed("drop {}", (edit.key for edit in edits), limit)
-
-
-def _fill_lines(edits: Sequence[Fill], limit: int | None) -> Iterator[str]:
-    for origin, fills in _grouped(edits, lambda edit: edit.origin):
-        yield from _supplied_lines("fill", origin, fills, limit)
-
-
 def _replace_lines(edits: Sequence[Replace], limit: int | None) -> Iterator[str]:
-    measured = [edit for edit in edits if edit.origin == "data"]
-    for path, replaces in _grouped(measured, lambda edit: edit.source):
-        yield from _listed(f"measure {{}} of running statistics on {path}", (edit.key for edit in replaces), limit)
+    measures = _headed(lambda edit: f"measure {{}} of running statistics on {edit.source}")
+    yield from measures([edit for edit in edits if edit.origin == "data"], limit)
     resets = [edit for edit in edits if edit.origin in ("zeros", "ones")]
     yield from _listed("reset {} of running statistics", (edit.key for edit in resets), limit)
     replaced = [edit for edit in edits if edit.origin not in ("zeros", "ones", "data")]
     for (origin, place), replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
         source = place or "its twin in the same state_dict" if origin == "twin" else origin
         yield from _supplied_lines("replace", source, replaces, limit)
-
-
-def _merge_lines(edits: Sequence[MergeAdapter], limit: int | None) -> Iterator[str]:
-    for head, merged in _grouped(edits, _change):
-        yield from _listed(head, (edit.key for edit in merged), limit)
-
-
-def _zero_lines(edits: Sequence[Zero], limit: int | None) -> Iterator[str]:
-    for which, zeros in _grouped(edits, lambda edit: edit.which):
-        yield from _listed(f"set the {which} values of {{}} to zero", (edit.key for edit in zeros), limit)
 
 
 def _adapt_lines(edits: Sequence[Adapt], limit: int | None) -> Iterator[str]:
@@ -282,31 +268,24 @@ def _adapt_lines(edits: Sequence[Adapt], limit: int | None) -> Iterator[str]:
         yield from _listed(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
 
 
-def _cast_lines(edits: Sequence[Cast], limit: int | None) -> Iterator[str]:
-    for (before, dtype), casts in _grouped(edits, lambda edit: (edit.before, edit.dtype)):
-        yield from _listed(f"cast {{}} from {before} to {dtype}", (edit.key for edit in casts), limit)
-
-
-def _dequantise_lines(edits: Sequence[Dequantise], limit: int | None) -> Iterator[str]:
-    for scheme, codes in _grouped(edits, lambda edit: edit.scheme):
-        head = f"multiply the codes of {{}} by their scales ({scheme})"
-        yield from _listed(head, (edit.key for edit in codes), limit)
-
-
 # What the edits of each kind are called, in the order of the report; those of optimizers come after them.
 LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]] = {
     Rename: _rename_lines,
     RenameModule: _module_lines,
     Assemble: _assemble_lines,
-    Drop: _drop_lines,
-    Fill: _fill_lines,
+    Drop: _headed(lambda edit: "drop {}"),
+    Fill: lambda edits, limit: [
+        line
+        for origin, fills in _grouped(edits, lambda edit: edit.origin)
+        for line in _supplied_lines("fill", origin, fills, limit)
+    ],
     Replace: _replace_lines,
-    MergeAdapter: _merge_lines,
-    Zero: _zero_lines,
+    MergeAdapter: _headed(_change),
+    Zero: _headed(lambda edit: f"set the {edit.which} values of {{}} to zero"),
     Adapt: _adapt_lines,
     Tie: lambda edits, limit: [f"tie {edit.key} to {edit.to}" for edit in edits],
-    Cast: _cast_lines,
-    Dequantise: _dequantise_lines,
+    Cast: _headed(lambda edit: f"cast {{}} from {edit.before} to {edit.dtype}"),
+    Dequantise: _headed(lambda edit: f"multiply the codes of {{}} by their scales ({edit.scheme})"),
     Plain: lambda edits, limit: [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in edits],
     Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
     Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],

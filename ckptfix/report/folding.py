@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import product
 
 MAX_NAMES = 6  # more alternatives than this are no longer read at a glance, unless they are numbers
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
@@ -31,10 +30,6 @@ class Fold:
     def count(self) -> int:
         """Number of keys."""
         return math.prod(len(slot) for slot in self.slots)
-
-    def unfold(self) -> Iterator[str]:
-        """Return the keys, the last alternatives running fastest."""
-        return map(".".join, product(*self.slots))
 
     def __str__(self) -> str:
         return ".".join(_slot_text(slot) for slot in self.slots)
@@ -76,7 +71,7 @@ def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern
     length = len(next(iter(patterns)))
     while True:
         before = len(patterns)
-        for kind in (_number_kind, _numbered_kind, _name_kind):
+        for kind in (_number_kind, _stem, _name_kind):
             # Names from the right: the leaves of one module (``weight``, ``bias``) belong together before modules do.
             for position in range(length) if kind is _number_kind else reversed(range(length)):
                 patterns = _merged(patterns, position, kind, ranks)
@@ -108,10 +103,6 @@ def _merged(
 
 def _number_kind(slot: Slot) -> str | None:
     return "number" if _INTEGER.fullmatch(slot[0]) else None
-
-
-def _numbered_kind(slot: Slot) -> str | None:
-    return _stem(slot)
 
 
 def _name_kind(slot: Slot) -> str | None:

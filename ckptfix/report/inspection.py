@@ -18,10 +18,9 @@ from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.modules import is_module
-from ckptfix.report.figures import elements, size, tensor_text
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.likeness import likeness_lines
-from ckptfix.report.style import Line, Span
+from ckptfix.report.style import Line, Span, elements, size, tensor_text
 from ckptfix.writing.plain import NATIVE, known_form
 
 # From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
@@ -109,15 +108,13 @@ def inspection_lines(
     yield from (("", Span(f"damage: the file {cause}", "warning")) for cause in facts["damage"])
     if facts["producer"]:
         yield f"written by: {facts['producer']}"
-    yield f"state_dict: {_place(facts['container'])}"
+    yield f"state_dict: {'the file itself' if facts['container'] == '.' else facts['container']}"
     if (likeness := likeness_of(checkpoint)) is not None:
         yield from likeness_lines(likeness, CHECK, checkpoint.path, choices or {})
-    others = [candidate for candidate in facts["candidates"] if candidate["name"] != facts["container"]]
-    for candidate in others:
-        yield (
-            f"  also: {candidate['name']} ({counted(candidate['tensors'], 'tensor')},"
-            f" {elements(candidate['numel'])}; --weights {candidate['name']})"
-        )
+    for candidate in facts["candidates"]:
+        if (name := candidate["name"]) != facts["container"]:
+            held = f"{counted(candidate['tensors'], 'tensor')}, {elements(candidate['numel'])}"
+            yield f"  also: {name} ({held}; --weights {name})"
     yield "dtypes: " + _listed(
         f"{name} {counted(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
         for name, entry in facts["dtypes"].items()
@@ -302,12 +299,5 @@ def _listed(items: Iterator[str]) -> str:
     return ", ".join(items) or "none"
 
 
-def _place(name: str) -> str:
-    return "the file itself" if name == "." else name
-
-
 def _spec_text(spec: TensorSpec) -> str:
-    text = tensor_text(spec.dtype, spec.shape)
-    if spec.layout != "strided":
-        return f"{text} {spec.layout}"
-    return text
+    return tensor_text(spec.dtype, spec.shape) + ("" if spec.layout == "strided" else f" {spec.layout}")

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Finding, counted
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import advice_lines
+from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, mark, message_with_count
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.figures import cut, elements, evidence_items, percent, quantity
 from ckptfix.report.folding import fold_keys
 from ckptfix.report.likeness import likeness_lines
-from ckptfix.report.style import Line, Span
-from ckptfix.report.telling import ABOUT_VALUES, Mode, Telling, mark, message_with_count
+from ckptfix.report.style import Line, Span, cut, elements, evidence_items, percent, quantity
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -98,7 +96,7 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
     """Return in one line what is wrong, worst first; after a repair, what was done and how it was proved."""
     telling = telling or Telling()
     source = Span(f"{report.source}: ", "strong")
-    left = [finding for finding in report.remaining if finding.level > Level.NOTE and not report.is_accepted(finding)]
+    left = report.left
     written = f" → {report.output}" if report.output is not None else ""
     if telling.mode is Mode.CHECK or (left and not report.edits):
         return (source, *(_defects(left) if left else _sound(report, telling)))
@@ -121,9 +119,9 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
     """Return the headline of a file without defects that remain."""
     notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
     if report.exit_code:
-        failed = report.smoke is not None and report.smoke.passed is False
-        reason = "a strict load would fail" if report.obstacles else "the forward test failed" if failed else ""
-        return (Span(reason or "weights are untrained", "error"), notes)
+        forward = "the forward test failed" if report.failed_forward else "weights are untrained"
+        reason = "a strict load would fail" if report.obstacles else forward
+        return (Span(reason, "error"), notes)
     if report.target is not None:
         return (Span(f"fits {report.target}", "good"), notes)
     limits = [] if telling.choices.get("values", True) else ["values not read"]

@@ -30,7 +30,7 @@ class Needs(Enum):
         if self is Needs.TARGET:
             return context.target is not None
         if self is Needs.VALUES:
-            return context.statistics is not None
+            return context.settings.values
         if self is Needs.OPTIMIZER:
             return has_optimizer(context.checkpoint.root) or has_optimizer(context.checkpoint.beside)
         if self is Needs.MAP:

@@ -38,7 +38,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
     Norm,
@@ -49,7 +49,6 @@ from ckptfix.values.roles import (
     is_zero_by_design,
     norms_after,
 )
-from ckptfix.values.statistics import Statistics
 
 MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
 _LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
@@ -58,8 +57,6 @@ _LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
 @rule("VAL202", "all-zero")
 def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; report the matrices that are zero and should not be."""
-    if context.statistics is None:
-        return
     specs, statistics = context.checkpoint.specs, context.statistics
     matrices = [key for key in statistics if is_matrix(key, specs[key], context.target)]
     zero = [key for key in matrices if statistics[key].all_zero]
@@ -140,7 +137,7 @@ def _excused(suspects: list[str], matrices: list[str], context: Context) -> list
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not _is_trained(context):
-        excused |= {key for key in suspects if _may_start_at_zero(key)}
+        excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
         excused |= _in_every_block(set(suspects), matrices)
     return [key for key in suspects if key in excused]
 
@@ -165,31 +162,27 @@ def _place(key: str) -> str:
     return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
 
 
-def _may_start_at_zero(key: str) -> bool:
-    """Return whether it is a last layer, or an embedding that is a parameter of its own (``time_embeddings``)."""
-    return is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")
-
-
-def _is_adapter_at_start(zero: list[str], statistics: Statistics) -> bool:
+def _is_adapter_at_start(zero: list[str], statistics: Figures) -> bool:
     """Return whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
     return all(key.startswith("base_model.model.") for key in statistics) and all(map(is_zero_by_design, zero))
 
 
 def _is_trained(context: Context) -> bool:
     """Return whether the file says that steps were made: then a last layer that started at zero has left it."""
-    found = context.statistics.items() if context.statistics is not None else ()
-    counted = any(figures.maximum > 0 for key, figures in found if split_key(key)[1] == NUM_BATCHES_TRACKED)
+    counted = any(
+        figures.maximum > 0 for key, figures in context.statistics.items() if split_key(key)[1] == NUM_BATCHES_TRACKED
+    )
     return counted or was_stepped(context.checkpoint.root)
 
 
-def _zero_companions(norm: Norm | None, statistics: Statistics) -> Iterator[str]:
+def _zero_companions(norm: Norm | None, statistics: Figures) -> Iterator[str]:
     """Yield the weight and bias of the norm after a matrix where both are zero."""
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):
         yield from found
 
 
-def _untrained_adapter(statistics: Statistics) -> tuple[str, ...]:
+def _untrained_adapter(statistics: Figures) -> tuple[str, ...]:
     """Return the B matrices of an adapter if all of them, two at least, are zero beside their A."""
     named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
     pairs = [key for key in named if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]

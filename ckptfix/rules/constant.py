@@ -37,8 +37,6 @@ _SCALE = re.compile(r"(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample
 @rule("VAL205", "constant")
 def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of one value; replace them where that was asked for."""
-    if context.statistics is None:
-        return
     statistics = context.statistics
     found = [key for key in statistics if _is_constant(key, statistics[key], context)]
     replacements = Replacements(context)

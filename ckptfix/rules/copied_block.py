@@ -49,7 +49,7 @@ class _Matrix(NamedTuple):
 @rule("FIL204", "copied-block")
 def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a block that is somewhere else too; propose nothing."""
-    if context.statistics is None or context.checkpoint.format == IN_MEMORY:
+    if context.checkpoint.format == IN_MEMORY:
         return
     files: dict[str, list[tuple[_Matrix, bytes]]] = defaultdict(list)
     for key, figures in context.statistics.items():

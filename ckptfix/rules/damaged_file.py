@@ -109,7 +109,9 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     for reason, places in reasons.items():
         named = set(places)
         keys = tuple(
-            key for key, spec in checkpoint.specs.items() if key in named or ("." in named and not _has_checksum(spec))
+            key
+            for key, spec in checkpoint.specs.items()
+            if key in named or ("." in named and not all(storage.crc32 is not None for storage in spec.storages))
         )
         if keys:
             yield rule.finding(
@@ -156,10 +158,6 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
     if packed := of_kind.get(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
         yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
-
-
-def _has_checksum(spec: TensorSpec) -> bool:
-    return all(storage.crc32 is not None for storage in spec.storages)
 
 
 def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
-from ckptfix.values.statistics import Statistics
 
 SHOWN = 8  # how many channels are named
 FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
@@ -38,10 +37,8 @@ FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
 @rule("VAL204", "dead-channels")
 def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; note the layers with channels of zeros."""
-    if context.statistics is None:
-        return
     specs = context.checkpoint.specs
-    dead = {key: found for key in context.statistics if (found := _dead(key, context, context.statistics))}
+    dead = {key: found for key in context.statistics if (found := _dead(key, context))}
     if dead:
         yield rule.finding(
             Level.NOTE,
@@ -56,8 +53,9 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _dead(key: str, context: Context, statistics: Statistics) -> tuple[int, ...]:
+def _dead(key: str, context: Context) -> tuple[int, ...]:
     """Return the dead channels of a matrix or a norm. The second look is only for zeros or faint rows."""
+    statistics = context.statistics
     spec, figures = context.checkpoint.specs[key], statistics[key]
     if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
         return ()

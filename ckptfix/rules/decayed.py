@@ -49,16 +49,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.spec import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
     Norm,
@@ -71,12 +71,6 @@ from ckptfix.values.roles import (
     norms_after,
     usual_rms,
 )
-from ckptfix.values.statistics import Statistics
-
-if TYPE_CHECKING:
-    import torch
-
-    from ckptfix.core.spec import TensorSpec
 
 SMALLEST = 64  # elements below which an RMS says little
 OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
@@ -107,11 +101,9 @@ EPS = 1e-5  # the default eps of the norms; a running variance above it carries 
 @rule("VAL201", "decayed")
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
-    if context.statistics is None:
-        return
-    matrices, statistics = _matrices(context, context.statistics), context.statistics
+    matrices, statistics = _matrices(context), context.statistics
     witness = Witness(context)
-    suspects = list(_decayed_matrices(context, matrices, statistics))
+    suspects = list(_decayed_matrices(context, matrices))
     grown = [matrix for matrix in suspects if _started_so(matrix, witness)]
     found = [matrix for matrix in suspects if matrix not in grown]
     if grown:
@@ -175,7 +167,7 @@ class _Matrix:
         """Return whether other values would be large enough."""
         return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
 
-    def companions(self, statistics: Statistics) -> Iterator[str]:
+    def companions(self, statistics: Figures) -> Iterator[str]:
         """Yield the vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
@@ -184,7 +176,7 @@ class _Matrix:
         if self.norm and scale and scale.rms < OF_START:
             yield from (key for key in self.norm.vectors if statistics[key].rms < OF_START)
 
-    def evidence(self, statistics: Statistics) -> dict[str, Any]:
+    def evidence(self, statistics: Figures) -> dict[str, Any]:
         batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
         return {
             "rms": self.figures.rms,
@@ -196,9 +188,9 @@ class _Matrix:
         }
 
 
-def _matrices(context: Context, statistics: Statistics) -> dict[str, TensorStatistics]:
+def _matrices(context: Context) -> dict[str, TensorStatistics]:
     """Return the matrices that are large enough and have a value other than zero."""
-    specs = context.checkpoint.specs
+    specs, statistics = context.checkpoint.specs, context.statistics
     return {
         key: figures
         for key in statistics
@@ -207,9 +199,7 @@ def _matrices(context: Context, statistics: Statistics) -> dict[str, TensorStati
     }
 
 
-def _decayed_matrices(
-    context: Context, matrices: dict[str, TensorStatistics], statistics: Statistics
-) -> Iterator[_Matrix]:
+def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -> Iterator[_Matrix]:
     specs = context.checkpoint.specs
     suspects = {
         key
@@ -234,10 +224,10 @@ def _decayed_matrices(
         peers = medians.get(kind(key, specs[key]), overall)
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
-            start, reference = _rms(initial[key]), BY_MODEL
+            start, reference = float(initial[key].detach().double().square().mean().sqrt()), BY_MODEL
         is_table = reference == BY_FAN_IN and kind(key, specs[key]) == "embedding"
         matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
-        if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], statistics):
+        if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
             yield matrix
 
 
@@ -250,10 +240,6 @@ def _started_tiny(rms: Mapping[str, float]) -> set[str]:
     alike = {key: power for key, power in near.items() if 1 / ALIKE < rms[key] / 10.0**power < ALIKE}
     counts = Counter(alike.values())
     return {key for key, power in alike.items() if counts[power] >= FEW}
-
-
-def _rms(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().double().square().mean().sqrt())
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:
@@ -286,7 +272,7 @@ def _is_decayed(matrix: _Matrix) -> bool:
     return matrix.figures.rms < OF_KIND * matrix.peers and not lives_on
 
 
-def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Statistics) -> bool:
+def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Figures) -> bool:
     """Return whether the norm after the matrix was updated and divides by the matrix's result, not just by its eps."""
     variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
     batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
@@ -382,8 +368,6 @@ class Witness:
     def _steps(self) -> int | None:
         """The steps of the whole run: what the trainer counted, else the most batches that a norm saw."""
         statistics = self.context.statistics
-        if statistics is None:
-            return counted_steps(self.context.checkpoint.root)
         counters = [key for key in statistics if key.rpartition(".")[2] == NUM_BATCHES_TRACKED]
         batches = max((int(statistics[key].maximum) for key in counters if statistics[key].numel == 1), default=0)
         return counted_steps(self.context.checkpoint.root) or batches or None
@@ -457,12 +441,8 @@ def counted_matrices(found: Sized) -> str:
 
 
 def _replacement(rule: Rule, key: str, context: Context) -> tuple[Replace, ...]:
-    start = usual_rms(context.checkpoint.specs[key])
-    return Replacements(context).of(rule.code, key, partial(_is_larger, PROVEN * start))
-
-
-def _is_larger(least: float, figures: TensorStatistics) -> bool:
-    return not figures.nonfinite and figures.rms >= least
+    least = PROVEN * usual_rms(context.checkpoint.specs[key])
+    return Replacements(context).of(rule.code, key, lambda figures: not figures.nonfinite and figures.rms >= least)
 
 
 def _evidence(some: Mapping[str, Corroboration], matrices: Mapping[str, TensorStatistics]) -> dict[str, object]:

@@ -108,7 +108,7 @@ def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
 
 def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, dict[str, float]]:
     """Return what overflows, by key."""
-    if sort != "overflow" or context.statistics is None:
+    if sort != "overflow":
         return {}
     return {"absmax": {cast.key: context.statistics[cast.key].absmax for cast in casts}}
 
@@ -123,7 +123,7 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
         return "lossy"
     limit = LARGEST.get(cast.dtype, inf)
     narrows = limit < LARGEST.get(cast.before, inf)
-    if narrows and context.statistics is not None and cast.key in context.statistics:
+    if narrows and cast.key in context.statistics:
         return "overflow" if context.statistics[cast.key].absmax > limit else "plain"
     return "plain"
 

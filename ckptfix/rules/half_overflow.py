@@ -34,7 +34,6 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, cou
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
-from ckptfix.values.statistics import Statistics
 
 MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
 SATURATES = "float8_e4m3fn"  # it has no infinity: one that is in the file becomes a NaN or a number
@@ -52,11 +51,15 @@ _LOSSLESS = {
 def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
     """Cast what was asked for, and keep what would be lost."""
     dtype = context.settings.cast_dtype
-    if dtype is None or context.statistics is None:
+    if dtype is None:
         return
-    figures = {key: context.statistics[key] for key in _castable(context, context.statistics, dtype)}
+    figures = {key: context.statistics[key] for key in _castable(context, dtype)}
     overflowing = {key: count for key in figures if (count := _overflowing(figures[key], dtype))}
-    vanishing = {key: figures[key] for key in figures if key not in overflowing and _vanishes(figures[key])}
+    vanishing = {
+        key: found
+        for key, found in figures.items()
+        if key not in overflowing and 0 < found.vanishing >= MOST * (found.numel - found.zeros)
+    }
     values = sum(overflowing.values())
     if overflowing:
         yield rule.finding(
@@ -103,9 +106,9 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _castable(context: Context, statistics: Statistics, dtype: str) -> Iterator[str]:
+def _castable(context: Context, dtype: str) -> Iterator[str]:
     is_small = DTYPES[dtype].itemsize == 1
-    for key in statistics:
+    for key in context.statistics:
         spec = context.checkpoint.specs[key]
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
@@ -116,10 +119,6 @@ def _castable(context: Context, statistics: Statistics, dtype: str) -> Iterator[
 
 def _overflowing(figures: TensorStatistics, dtype: str) -> int:
     return figures.overflowing + (figures.pos_inf + figures.neg_inf if dtype == SATURATES else 0)
-
-
-def _vanishes(figures: TensorStatistics) -> bool:
-    return figures.vanishing > 0 and figures.vanishing >= MOST * (figures.numel - figures.zeros)
 
 
 def _wider(dtype: str) -> str:

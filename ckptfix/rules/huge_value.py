@@ -46,8 +46,6 @@ SHOWN = 8  # how many channels are named
 @rule("VAL207", "huge-value")
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with huge values; replace them if that was asked for."""
-    if context.statistics is None:
-        return
     found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}
     replacements = Replacements(context)
     cures = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}

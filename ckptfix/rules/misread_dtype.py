@@ -50,8 +50,6 @@ LARGEST_CODE = 255  # of unsigned bytes
 @rule("VAL208", "misread-dtype")
 def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report matrices whose figures are those of other bytes; propose nothing."""
-    if context.statistics is None:
-        return
     found: dict[str, list[str]] = {}
     for key, figures in context.statistics.items():
         spec = context.checkpoint.specs[key]

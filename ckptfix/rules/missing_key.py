@@ -175,8 +175,7 @@ NAME_THE_MODEL = advise("name the model that the file belongs to: most parameter
 
 
 def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
-    """Return the target's parameters for which the file has no tensor of this name and shape, with their number of
-    elements. Tied ones count once."""
+    """Return the target's parameters that the file does not have in their shape, with their numel, ties once."""
     found: dict[str, int] = {}
     seen: set[str] = set()
     for key, slot in target.slots.items():

@@ -46,8 +46,6 @@ SHOWN = 8  # how many channels are named
 @rule("VAL101", "non-finite")
 def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors that are not finite, errors apart from warnings, and those that a flag cures apart."""
-    if context.statistics is None:
-        return
     bad: dict[str, Level] = {}
     for key, figures in context.statistics.items():
         level = _level(key, figures, context)

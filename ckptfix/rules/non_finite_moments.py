@@ -35,7 +35,7 @@ from ckptfix.rules.stale_optimizer import DROP, KEEP
 @rule("OPT103", "non-finite-moments")
 def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
     """Read the moments of each optimizer, and leave out the state of those that are not finite."""
-    if context.statistics is None or context.settings.format == "safetensors":
+    if not context.settings.values or context.settings.format == "safetensors":
         return
     for optimizer in optimizers_of(context.checkpoint):
         bad = _non_finite(optimizer, context)

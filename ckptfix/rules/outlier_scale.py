@@ -29,9 +29,8 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
-from ckptfix.values.statistics import Statistics
 
 SMALLEST = 64  # elements below which an RMS says little
 
@@ -43,8 +42,6 @@ OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of it
 @rule("VAL206", "outlier-scale")
 def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of another order of magnitude; replace them where that was asked for."""
-    if context.statistics is None:
-        return
     statistics, specs = context.statistics, context.checkpoint.specs
     scales = _scales(context, statistics)
     if max(scales.values(), default=0.0) <= OF_START:
@@ -77,7 +74,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _scales(context: Context, statistics: Statistics) -> Mapping[str, float]:
+def _scales(context: Context, statistics: Figures) -> Mapping[str, float]:
     specs = context.checkpoint.specs
     return {
         key: _scale(figures, spec)

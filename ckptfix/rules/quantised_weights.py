@@ -119,8 +119,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
-    """Return the quantised layers, by the path before the name of the weight, of which the target wants plain floats;
-    without a target all."""
+    """Return the quantised layers of which the target wants plain floats, by path; all without a target."""
     return {path: layer for path, layer in _layers(specs).items() if _is_wanted(path, layer, target)}
 
 
@@ -175,4 +174,4 @@ def _is_in_rows(layer: QuantisedLayer, context: Context) -> bool:
     if "weight_format" not in layer.parts:
         return True
     spec = context.checkpoint.specs[layer.parts["weight_format"]]
-    return context.statistics is not None and spec.dtype == "uint8" and not first_numbers(spec, 1).any()
+    return context.settings.values and spec.dtype == "uint8" and not first_numbers(spec, 1).any()

@@ -112,7 +112,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
     converters = twin.converts if twin is not None else None, target.converts
     values: Values = None
-    if target.stored is not None and context.statistics is not None and _is_left_over(source, wanted):
+    if target.stored is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.stored, source, wanted)
     inference = converted(*_everything(checkpoint, target), converters) or _explained(
         source, wanted, target.tie_of, values

@@ -92,7 +92,7 @@ class Replacements:
         """Return the first other copy of a key that is sound."""
         dtype = self.context.checkpoint.specs[key].dtype
         statistics = self.context.statistics
-        is_zero = statistics is not None and key in statistics and statistics[key].all_zero
+        is_zero = key in statistics and statistics[key].all_zero
         # An output layer of zeros may not be tied at all, and the embedding is no cure for it then.
         twins = (twin for twin in self.twins.get(key, ()) if _is_plain(twin.spec) and (twin.is_certain or not is_zero))
         return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)

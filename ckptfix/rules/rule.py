@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.plan import Plan
+from ckptfix.core.spec import TensorStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import Equivalence
     from ckptfix.core.target import Converter, Target
-    from ckptfix.values.statistics import Statistics
+
+
+Figures = Mapping[str, TensorStatistics]  # by key
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,13 @@ class Twin:
 class Context:
     """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
 
-    ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; None under
+    ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; none under
     ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``. ``before`` is the checkpoint as it was opened, and
     ``plan`` what was done to it since."""
 
     checkpoint: Checkpoint
     target: Target | None
-    statistics: Statistics | None
+    statistics: Figures
     settings: Settings
     donor: Checkpoint | None = None
     before: Checkpoint | None = None

@@ -37,16 +37,17 @@ from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
-from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.statistics import Statistics
+from ckptfix.rules.rule import Context, Figures, Rule, rule
 
 
 @rule("VAL103", "running-stats")
 def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the norms by what is wrong with them; reset or replace their statistics where that was asked for."""
-    if context.statistics is None:
-        return
-    norms = [_RunningStatistics(key, context.statistics) for key in context.statistics if _names_variance(key)]
+    norms = [
+        _RunningStatistics(key, context.statistics)
+        for key in context.statistics
+        if key.rpartition(".")[2] == "running_var"
+    ]
     counts_batches = any(norm.batches for norm in norms)
     swapped = "negative running_var, and no negative running_mean: the two look swapped"
     for level, wrong, what in (
@@ -117,16 +118,12 @@ def _is_finite(figures: TensorStatistics) -> bool:
     return not figures.nonfinite
 
 
-def _names_variance(key: str) -> bool:
-    return key.rpartition(".")[2] == "running_var"
-
-
 @dataclass(frozen=True)
 class _RunningStatistics:
     """The statistics of one norm."""
 
     variance_key: str
-    statistics: Statistics
+    statistics: Figures
 
     @property
     def variance(self) -> TensorStatistics:

@@ -37,8 +37,6 @@ SMALLEST = 64  # values of a matrix below which equal ones may be chance, or mea
 @rule("VAL209", "same-matrix")
 def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report groups of matrices with the same bytes; propose nothing."""
-    if context.statistics is None:
-        return
     specs = context.checkpoint.specs
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for key, figures in context.statistics.items():

@@ -95,7 +95,7 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
 def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the fp32 masters that, rounded, are not the weights that the training used."""
     specs, copies = context.checkpoint.specs, context.checkpoint.copies
-    if context.statistics is None or not copies:
+    if not context.settings.values or not copies:
         return
     from ckptfix.values.casting import is_cast_of
 

@@ -32,8 +32,6 @@ from ckptfix.values.walk import Walk
 @rule("VAL210", "sparse-index")
 def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report sparse tensors that no operation can use; propose nothing."""
-    if context.statistics is None:
-        return
     keys = tuple(key for key, spec in context.checkpoint.specs.items() if spec.parts and not _is_sound(spec))
     if keys:
         yield rule.finding(

@@ -58,7 +58,7 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"twins": {edit.key: edit.to for edit in ties}},
             fix=Fix(tuple(ties), Applicability.SAFE),
         )
-    if context.statistics is None:
+    if not context.settings.values:
         return
     if unequal := list(_unequal(context.checkpoint, context.target)):
         kept = {keys[-1]: list(keys[:-1]) for keys in unequal}

@@ -88,7 +88,11 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"{counted(len(extra), 'buffer')} too many: this model does not save what it works out for itself",
             keys=tuple(extra),
-            evidence={"known": {leaf: TRANSIENT[leaf] for leaf in _leaves(extra) if leaf in TRANSIENT}},
+            evidence={
+                "known": {
+                    leaf: TRANSIENT[leaf] for leaf in sorted({split_key(key)[1] for key in extra}) if leaf in TRANSIENT
+                }
+            },
             fix=Fix(tuple(Drop(key) for key in extra), Applicability.SAFE),
         )
     if resized := list(_resized(checkpoint, target)):
@@ -104,17 +108,13 @@ def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
             },
             fix=Fix((*(Drop(fill.key) for fill in resized), *resized), Applicability.SAFE),
         )
-    if fills := list(_fills(checkpoint, target)):
+    if fills := [fill for fill in _known(target) if fill.key not in checkpoint.entries]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(fills), 'buffer')} missing that the model works out for itself",
             keys=tuple(fill.key for fill in fills),
             fix=Fix(tuple(fills), Applicability.SAFE),
         )
-
-
-def _leaves(keys: list[str]) -> list[str]:
-    return sorted({split_key(key)[1] for key in keys})
 
 
 def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
@@ -132,7 +132,7 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     device that worked it out."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
     nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
-    if not comparable or context.statistics is None or target.initial is None or nbytes > _AFFORDABLE:
+    if not comparable or not context.settings.values or target.initial is None or nbytes > _AFFORDABLE:
         return {}
     from ckptfix.bytes.checksums import is_sound  # nothing else here reads a byte
 
@@ -178,11 +178,6 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
         and "version" not in (checkpoint.metadata or {}).get(module, {})
         and head + NUM_BATCHES_TRACKED not in checkpoint.entries
     )
-
-
-def _fills(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
-    """Return buffers of a known name that the target wants, the file lacks, and a fresh model has."""
-    return (fill for fill in _known(target) if fill.key not in checkpoint.entries)
 
 
 def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:

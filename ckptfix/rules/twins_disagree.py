@@ -28,7 +28,7 @@ from functools import partial
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
-from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding
@@ -45,8 +45,6 @@ def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     """Compare what was saved twice; take the sound twin where that was asked for.
 
     Another set is read where this one is broken, at these keys alone, or where no set was chosen."""
-    if context.statistics is None:
-        return
     # What is all zero says nothing of a tie: an output layer that is not tied may start so.
     beside = {
         key: twin
@@ -62,8 +60,12 @@ def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
 def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_all: bool) -> Iterator[Finding]:
     broken, worse = [], []
     for key, twin in twins.items():
-        own = context.statistics[key] if context.statistics and key in context.statistics else None
-        if own is None or not _is_comparable(twin.spec) or not (reads_all or _is_suspect(own)):
+        own = context.statistics.get(key)
+        if (
+            own is None
+            or not (twin.spec.has_data and not twin.spec.parts and encoding(twin.spec.dtype) is not None)
+            or not (reads_all or _is_suspect(own))
+        ):
             continue
         other = tensor_statistics(twin.spec)
         if _is_broken(key, own, other, context) and not _is_broken(key, other, own, context):
@@ -99,11 +101,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
 
 def _is_zero(key: str, other: str, context: Context) -> bool:
     figures = context.statistics
-    return figures is not None and any(name in figures and figures[name].all_zero for name in (key, other))
-
-
-def _is_comparable(spec: TensorSpec) -> bool:
-    return spec.has_data and not spec.parts and encoding(spec.dtype) is not None
+    return any(name in figures and figures[name].all_zero for name in (key, other))
 
 
 def _is_suspect(figures: TensorStatistics) -> bool:

@@ -103,7 +103,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
     targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
     names = first_names(list(targets))
     trained_on = (adapter.config or {}).get("base_model_name_or_path")
-    zero = _zero_ranks(adapter) if context.statistics is not None else {}
+    zero = _zero_ranks(adapter) if context.settings.values else {}
     yield rule.finding(
         Level.NOTE,
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
@@ -144,7 +144,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
         edits = tuple(merge_edits(checkpoint, merge, settings.unmerge))
     merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
     changed = tuple(edit.key for edit in merges)
-    sizes = _changes(context, adapters, merges) if context.statistics is not None else {}
+    sizes = _changes(context, adapters, merges) if context.settings.values else {}
     elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in merge.left.items())
     if merge.resized:
         key, words = next(iter(merge.resized.items()))

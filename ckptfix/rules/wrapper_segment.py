@@ -67,8 +67,7 @@ def _may_have_segment(path: str) -> bool:
 
 
 def bare(key: str) -> str:
-    """Return the key without reserved segments and without ``module`` anywhere before its last segment: the same for
-    every wrapping."""
+    """Return the key without reserved segments and without ``module``: the same for every wrapping."""
     if MODULE not in key and not _may_have_segment(key):
         return key
     *path, name = strip_segments(key).split(".")

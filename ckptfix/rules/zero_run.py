@@ -39,7 +39,7 @@ DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
 @rule("FIL202", "zero-run")
 def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a hole; propose nothing."""
-    if context.statistics is None or context.checkpoint.format == IN_MEMORY:
+    if context.checkpoint.format == IN_MEMORY:
         return
     unproved: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, keys in storages_of(context.checkpoint):

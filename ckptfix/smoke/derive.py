@@ -59,8 +59,7 @@ def _part(config: Any, *names: str) -> Any:
 
 
 def _rare(first: RandomInput, config: Any) -> Iterator[Guess]:
-    """Several choices of text, a video of frames, and a batch of one, which a model without a padding token insists
-    on."""
+    """Several choices of text, a video, and a batch of one, which a model without a padding token insists on."""
     batch, *rest = first.shape
     if first.bounds is not None:
         yield (replace(first, shape=(batch, 2, *rest)),)
@@ -97,8 +96,7 @@ def _waveform(config: Any) -> RandomInput:
 
 
 def _features(config: Any) -> RandomInput | None:
-    """Log-mel features: as Whisper wants them, whose first convolution halves the frames, as Speech2Text does, or as an
-    image of one channel."""
+    """Log-mel features, as Whisper wants them, as Speech2Text does, or as an image of one channel."""
     bins, frames = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     width, image = _number(config, "input_feat_per_channel"), _number(config, "spec_size")
     if bins and frames:
@@ -282,8 +280,7 @@ def _declared_sizes(model: nn.Module, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _timm_input(model: nn.Module) -> Guess:
-    """Return the image that timm's configuration of the model states; empty for other models. A last resort: it is
-    large."""
+    """Return the image of timm's configuration; empty for other models. A last resort: it is large."""
     stated = getattr(model, "pretrained_cfg", None)
     size = stated.get("input_size") if isinstance(stated, Mapping) else None
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) and n > 0 for n in size):

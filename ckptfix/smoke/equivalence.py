@@ -82,12 +82,14 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
         plans = [
             Plan(tuple(Step(step.rule, tuple(map(_in_float64, step.edits))) for step in each.steps)) for each in maps
         ]
-        job: dict[str, Any] = {
+        job = {
             "twins": [[source, ()], [model, arguments]],
             "shapes": shapes,
-            "plans": [p.to_json() for p in plans],
+            "plans": [plan.to_json() for plan in plans],
+            "inputs": settings.input,
+            "seed": settings.seed,
+            "seconds": 0.7 * settings.timeout,
         }
-        job |= {"inputs": settings.input, "seed": settings.seed, "seconds": 0.7 * settings.timeout}
         if not (isinstance(source, str) and isinstance(model, str)):
             return compare_twins(job)
         ending = launch(job, settings.timeout)
@@ -148,12 +150,12 @@ class _Pair:
         self.epsilons = _epsilons(self.source, target)
 
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the source model the values of the file: by safe repairs, or else as transformers itself loads what its
-        older releases saved."""
+        """Give the source model the values of the file, by safe repairs or as transformers itself loads it."""
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
+        from ckptfix.reading.memory import open_state_dict
 
         source, settings = self.source, Settings(select=FOR_LOADING, values=False)
-        self.stored = _opened(values)
+        self.stored = open_state_dict(values)
         try:
             load_strictly(source, diagnose(self.stored, target_from_module(source), settings).result.state_dict())
         except NotLoadedError:
@@ -380,12 +382,6 @@ def _values(
     return values
 
 
-def _opened(values: Mapping[str, torch.Tensor]) -> Checkpoint:
-    from ckptfix.reading.memory import open_state_dict
-
-    return open_state_dict(values)
-
-
 class _Epsilons(NamedTuple):
     """The epsilons of the norms of two models, which are compared with equal ones."""
 
@@ -426,7 +422,8 @@ def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
         named = {theirs[at][0]: at for at in there}
         same = [(at, named[ours[at][0]]) for at in here if ours[at][0] in named]
         rest = [
-            [at for at in side if at not in taken] for side, taken in zip((here, there), _columns(same), strict=True)
+            [at for at in side if at not in taken]
+            for side, taken in zip((here, there), ({at for at, _ in same}, {to for _, to in same}), strict=True)
         ]
         pairs += [(at, to, -1, 0, 0) for at, to in [*same, *zip(*rest, strict=False)]]
     if pairs:
@@ -441,10 +438,6 @@ def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
         if large.select(axis, index).numel() == small.numel()
         and [*large.select(axis, index).shape] == [size for size in small.shape if size != 1 or small.ndim < large.ndim]
     ]
-
-
-def _columns(pairs: list[tuple[int, int]]) -> tuple[set[int], set[int]]:
-    return {at for at, _ in pairs}, {to for _, to in pairs}
 
 
 def _picked(

@@ -9,7 +9,7 @@ import gc
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.smoke.derive import Guess, derive_inputs
 from ckptfix.smoke.forward import Pass, Setting, Subject, attempt, choose_device, forward, load_strictly, synchronize
-from ckptfix.smoke.inputs import Arguments, Draw, Input, RandomInput, parse_inputs, scale_check
+from ckptfix.smoke.inputs import Arguments, Draw, RandomInput, parse_inputs, scale_check
 from ckptfix.smoke.outcome import (
     AFTERTHOUGHTS,
     CHECKPOINT,
@@ -78,6 +78,10 @@ class Progress:
         self.stage = stage
         self._tell(stage, self.so_far)
 
+    def learn(self, **facts: Any) -> None:
+        """Add to the outcome."""
+        self.so_far = replace(self.so_far, **facts)
+
 
 def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_far: None) -> Outcome:
     """Run the whole test; an error of the user's code is part of the outcome and never raised."""
@@ -135,7 +139,7 @@ def _load(job: Job, progress: Progress) -> Subject:
     del state_dict
     progress.enter("move")
     subject, notes = Setting(device, job.seed).prepare(model)
-    progress.so_far = replace(progress.so_far, notes=progress.so_far.notes + notes)
+    progress.learn(notes=progress.so_far.notes + notes)
     return subject
 
 
@@ -212,11 +216,10 @@ def _look_further(run: Pass, subject: Subject, job: Job, progress: Progress) -> 
     failure = run.outcome.failure
     if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
         progress.enter("training")
-        training = train(subject, run.arguments, job.backward, progress.so_far)
-        progress.so_far = replace(progress.so_far, training=training)
+        progress.learn(training=train(subject, run.arguments, job.backward, progress.so_far))
     if run.outcome.is_good and subject.device.type != "cpu":
         progress.enter("devices")
-        progress.so_far = replace(progress.so_far, devices=compare_with_cpu(subject, run, progress.so_far))
+        progress.learn(devices=compare_with_cpu(subject, run, progress.so_far))
 
 
 def _may_be_innocent(outcome: Outcome) -> bool:
@@ -241,11 +244,9 @@ def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progre
     from ckptfix.reading.opening import open_file
 
     if not progress.so_far.is_good:
-        seen = Comparison(reference.label, unlike="the output is not finite")
-        progress.so_far = replace(progress.so_far, compared=seen)
+        progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
         return
-    unfinished = Comparison(reference.label, unlike="the model crashed or hung with its weights")
-    progress.so_far = replace(progress.so_far, compared=unfinished)
+    progress.learn(compared=Comparison(reference.label, unlike="the model crashed or hung with its weights"))
     progress.enter("compare")
     subject.release()
     seen = compare_with_reference(
@@ -255,28 +256,24 @@ def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progre
         run,
         progress.so_far,
     )
-    progress.so_far = replace(progress.so_far, compared=seen)
+    progress.learn(compared=seen)
 
 
 def _without_verdict(tried: Tried, subject: Subject, control: Control, progress: Progress) -> Outcome:
     """No input runs; what is left to find out is whether the model runs without the file."""
-    progress.so_far = replace(progress.so_far, undecided=_undecided(tried))
+    failed = tried[0][1].outcome if tried else progress.so_far
+    undecided = NO_GUESS
+    if failed.failure is not None:
+        undecided = f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"
+    progress.learn(undecided=undecided, notes=failed.notes)
     if tried:
-        progress.so_far = replace(progress.so_far, notes=tried[0][1].outcome.notes)
         progress.enter("control")
         subject.release()
         other = control.build(tried[-1][1].setting)
-        told = contrast(other, tried, progress.so_far) if other is not None else ""
-        if told:
-            progress.so_far = replace(progress.so_far, undecided=f"{progress.so_far.undecided}; {told}")
+        passes = (forward(other, other.arguments(guess), progress.so_far) for guess, _ in tried if other is not None)
+        if any(run.outcome.failure is None for run in passes):
+            progress.learn(undecided=f"{undecided}; {CONTRAST}")
     return progress.so_far
-
-
-def _undecided(tried: Tried) -> str:
-    failed = tried[0][1].outcome if tried else None
-    if failed is None or failed.failure is None:
-        return NO_GUESS
-    return f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"
 
 
 CONTRAST = "with its own initial weights the model runs on the same input: a trained one may reject noise"
@@ -298,17 +295,16 @@ def redraw(subject: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> 
     """
     worth = [(guess, run) for guess, run in tried if _may_be_the_numbers(run.outcome)]
     for guess, run in worth[:_MOST_REDRAWN]:
+        failure = run.outcome.failure
         for draw, words in _DRAWS.items():
-            if draw != "uniform" and _has_made_nan(run.outcome):
-                break  # zeros would hide an overflow
-            other = attempt(subject, subject.arguments(_drawn(guess, draw)), base)
+            if draw != "uniform" and (failure is None or failure.origin is not None):
+                break  # the pass has made a NaN, and zeros would hide an overflow
+            drawn = (replace(given, draw=draw) if isinstance(given, RandomInput) else given for given in guess)
+            other = attempt(subject, subject.arguments(drawn), base)
             if other.outcome.is_good:
-                return other.noting(f"normal random numbers {_went_wrong(run.outcome)}; {words} ran")
+                wrong = "gave values that are not finite" if failure is None else f"failed ({failure.error})"
+                return other.noting(f"normal random numbers {wrong}; {words} ran")
     return None
-
-
-def _has_made_nan(outcome: Outcome) -> bool:
-    return bool(outcome.non_finite) or (outcome.failure is not None and outcome.failure.origin is not None)
 
 
 def _may_be_the_numbers(outcome: Outcome) -> bool:
@@ -318,22 +314,12 @@ def _may_be_the_numbers(outcome: Outcome) -> bool:
 
 
 def has_sound_weights(outcome: Outcome) -> bool:
-    """Return whether the module that made the first value that is not finite has weights that can be right, as far as
-    is known."""
+    """Return whether the first module to make a value that is not finite has weights that can be right."""
     return outcome.origin is None or not outcome.origin.broken
 
 
-def _drawn(guess: Guess, draw: Draw) -> Iterator[Input]:
-    yield from (replace(given, draw=draw) if isinstance(given, RandomInput) else given for given in guess)
-
-
-def _went_wrong(outcome: Outcome) -> str:
-    return f"failed ({outcome.failure.error})" if outcome.failure is not None else "gave values that are not finite"
-
-
 class Control:
-    """A second model of the factory. It is built when first asked for, once the first is gone: two large models need
-    not be in memory at once."""
+    """A second model of the factory, built once the first is gone: two need not be in memory at once."""
 
     def __init__(self, factory: str, factory_args: Any, first: Subject) -> None:
         self._factory = factory, factory_args
@@ -355,13 +341,6 @@ class Control:
             return None
         subject, _ = setting.prepare(model)
         return subject
-
-
-def contrast(control: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> str:
-    """Return what to add to a test without a verdict: that the control takes an input on which the loaded model
-    failed."""
-    runs = any(forward(control, control.arguments(guess), base).outcome.failure is None for guess, _ in tried)
-    return CONTRAST if runs else ""
 
 
 def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
@@ -427,8 +406,7 @@ def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
 
 
 def _backward(subject: Subject, run: Pass) -> Outcome:
-    """Backward under anomaly detection; where that stops at a value that is not finite, once more without it, to see
-    which parameters it reaches."""
+    """Go backward under anomaly detection; if that stops, again without it, to see what is reached."""
     import torch
 
     operator = where = ""
@@ -466,15 +444,12 @@ def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | No
     generator = torch.Generator().manual_seed(seed)
     real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
     given = (tensor for tensor in real if tensor.requires_grad and tensor.numel())
+    finite = (tensor.where(tensor.isfinite(), 0) if figures_of("", tensor).non_finite else tensor for tensor in given)
     parts = [
         (tensor * torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)).sum() / tensor.numel()
-        for tensor in (tensor.where(tensor.isfinite(), 0) if _is_masked(tensor) else tensor for tensor in given)
+        for tensor in finite
     ]
     return torch.stack([part.float() for part in parts]).sum() if parts else None
-
-
-def _is_masked(tensor: torch.Tensor) -> bool:
-    return figures_of("", tensor).non_finite > 0
 
 
 def _look(subject: Subject) -> Gradients:

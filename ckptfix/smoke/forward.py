@@ -138,8 +138,7 @@ def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load with ``strict=True``; raises ``NotLoadedError`` unless every floating parameter provably came from the
-    state_dict."""
+    """Load with ``strict=True``; raise ``NotLoadedError`` unless every floating parameter came from the file."""
     _fill_with_nan(model)
     # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
     assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
@@ -155,8 +154,7 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parameters that hold more NaN than the file gives them under any of their names (tied ones have
-    several)."""
+    """Return the parameters that hold more NaN than the file gives them under any of their names."""
     import torch
 
     names: dict[int, list[str]] = {}
@@ -286,8 +284,7 @@ class Trace:
 
 
 def _weights(module: nn.Module) -> tuple[Figures, ...]:
-    """Return the module's own tensors, and those of its children that cannot be right: its code may use them
-    directly."""
+    """Return the module's own tensors, and those of its children that cannot be right."""
     own, below = (
         [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)] for recurse in (False, True)
     )
@@ -333,8 +330,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model runs: where, with which seed, and the dtype that it was ``converted`` to as a whole, None for its
-    own."""
+    """How a model runs: where, with which seed, and ``converted`` to which dtype; None for its own."""
 
     device: torch.device
     seed: int = 0

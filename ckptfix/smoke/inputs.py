@@ -122,8 +122,7 @@ def _whole_channels(tensor: torch.Tensor) -> str:
 
 
 def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
-    """Return what to say of an image or a signal of which a channel is constant while others vary: its scaling went
-    wrong."""
+    """Return what to say if a channel of an image or signal is constant and others are not: a wrong scaling."""
     if tensor.ndim < 3 or not tensor.is_floating_point() or not tensor.numel() or tensor[0, 0].numel() < 2:
         return []
     flat = tensor.transpose(0, 1).flatten(1)
@@ -213,14 +212,12 @@ class Arguments:
         return {name: _listed(value) for name, value in made.items()}
 
     def first(self, size: int) -> Arguments:
-        """Return the first ``size`` of the batch; tensors of another first dimension have no part in it and stay
-        whole."""
+        """Return the first ``size`` of the batch; tensors of another first dimension stay whole."""
         batch = self.batch
         return self._with(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
 
     def doubled(self) -> Arguments:
-        """Return the batch twice, the second time with the last dimension reversed, so that no two samples are the
-        same."""
+        """Return the batch twice, the second time reversed along its last dimension, so that no samples are equal."""
         import torch
 
         batch = self.batch

@@ -117,8 +117,7 @@ def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
 
 
 def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
-    """Return the last stage, the outcome up to there, whether it is the answer, and that of another job. A line cut off
-    by a crash is nothing."""
+    """Return the last stage, the outcome so far, whether it is the answer, and that of another job."""
     stage, outcome, answered = "start", Outcome(), False
     for line in _text(path).splitlines(keepends=True):
         if not line.endswith("\n"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from ckptfix.core.smoke_result import Comparison
@@ -28,8 +28,7 @@ ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkp
 
 @dataclass(frozen=True)
 class Figures:
-    """The values of one tensor in short: how many are NaN or infinite, and the range of the finite ones (None without
-    any)."""
+    """How many values of a tensor are NaN or infinite, and the range of the finite ones (None without any)."""
 
     tensor: str
     shown: str
@@ -253,8 +252,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored values as one real, dense, floating tensor; empty for integers, which are always finite, and on
-    the meta device."""
+    """Return the stored values as one real, dense, floating tensor; empty for integers, and on the meta device."""
     import torch
 
     values = tensor.detach()
@@ -443,7 +441,7 @@ def _traceback(error: BaseException) -> str:
     if isinstance(error, TargetError):
         return error.traceback_text
     frames = error.__traceback__
-    while frames is not None and not _is_user_code(frames.tb_frame):
+    while frames is not None and not is_user_file(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     if frames is None:
         return ""
@@ -461,10 +459,6 @@ def user_line(calls: Iterable[tuple[str, int | str, str]]) -> str:
     """Return the first of these calls (file, line, function) that is in the user's code: ``model.py:12 in forward``."""
     found = (f"{Path(file).name}:{line} in {function}" for file, line, function in calls if is_user_file(file))
     return next(found, "")
-
-
-def _is_user_code(frame: FrameType) -> bool:
-    return is_user_file(frame.f_code.co_filename)
 
 
 def is_user_file(name: str) -> bool:

@@ -67,8 +67,7 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
 
 
 def compare_with_cpu(subject: Subject, run: Pass, base: Outcome) -> Comparison:
-    """Return what the CPU gives on the same input, against what this device gave. The model is on the CPU
-    afterwards."""
+    """Compare the outputs of this device with those of the CPU, on which the model is afterwards."""
     import torch
 
     dtype = dtype_name(subject.dtype)

@@ -13,7 +13,7 @@ from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.finding import FILE, Finding, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.settings import Settings
-from ckptfix.core.smoke_result import SmokeResult
+from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules.forward_devices_differ import forward_devices_differ
 from ckptfix.rules.forward_fails import forward_fails
@@ -32,7 +32,6 @@ from ckptfix.smoke.outcome import (
     INPUT,
     MODEL,
     Failure,
-    Figures,
     Gradients,
     Origin,
     Outcome,
@@ -78,7 +77,10 @@ def run_smoke(
     )
     ending = launch(asdict(job), settings.timeout)
     if lost_the_gpu(ending) and os.environ.get(_BLOCKING) != "1":
-        ending = _second(ending, launch(asdict(job), settings.timeout, {_BLOCKING: "1"}))
+        again = launch(asdict(job), settings.timeout, {_BLOCKING: "1"})
+        # The second answer counts, or the first if the error did not come again.
+        ending, note = (again, _TRUE_LINE) if lost_the_gpu(again) else (ending, _NOT_AGAIN)
+        ending = replace(ending, outcome=replace(ending.outcome, notes=(*ending.outcome.notes, note)))
     return judge(ending, settings.timeout)
 
 
@@ -88,12 +90,6 @@ def lost_the_gpu(ending: Ending) -> bool:
     if any(part is not None and part.failure is not None and is_sticky(part.failure.error) for part in parts):
         return True
     return not ending.answered and is_sticky(ending.printed)
-
-
-def _second(first: Ending, second: Ending) -> Ending:
-    """Return what counts after a second child: its answer, or the first where the error did not come again."""
-    told, note = (second, _TRUE_LINE) if lost_the_gpu(second) else (first, _NOT_AGAIN)
-    return replace(told, outcome=replace(told.outcome, notes=(*told.outcome.notes, note)))
 
 
 def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
@@ -133,8 +129,7 @@ def _complete(ending: Ending, timeout: float) -> Outcome:
 
 
 def _with_assert(outcome: Outcome, printed: str) -> Outcome:
-    """Return the outcome once it is known which assert a kernel printed. A derived input that was out of range proves
-    nothing."""
+    """Blame the input for a failed index assert of a kernel; a derived input proves nothing."""
     failure = outcome.failure
     if failure is None or not is_sticky(f"{failure.error} {printed}") or blame_of_assert(printed) != INPUT:
         return outcome
@@ -238,14 +233,11 @@ def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
         found.append(_non_finite(outcome))
     if outcome.training is not None:
         found += _in_training(outcome.training, outcome.is_good)
-    if outcome.devices is not None and not outcome.devices.unlike and not outcome.devices.is_close:
-        found.append(_differing(outcome))
-    return [*found, *_incomparable(outcome)]
+    return [*found, *_differing(outcome), *_incomparable(outcome)]
 
 
 def _not_run(outcome: Outcome) -> Finding:
-    """Return a warning and no error: the strict load was proven, and a guess that fails says nothing against the
-    file."""
+    """Return a warning and no error: a guess that fails says nothing against the file."""
     message = f"the forward test could not be run: {outcome.undecided}"
     return forward_fails.finding(
         Level.WARNING, message, evidence={"device": outcome.device}, remedies=(_INPUT, _NO_TEST)
@@ -405,19 +397,16 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
             )
 
 
-def _differing(outcome: Outcome) -> Finding:
+def _differing(outcome: Outcome) -> Iterator[Finding]:
     devices = outcome.devices
-    assert devices is not None
-    evidence = {"difference": devices.difference, "scale": devices.scale, "agreement": devices.agreement}
-    return forward_devices_differ.finding(
-        Level.WARNING,
-        f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: {devices}",
-        evidence=evidence,
-        remedies=(
-            Remedy(text="trust neither before you know which is wrong; update the driver and torch"),
-            _ON_CPU,
-        ),
-    )
+    if devices is not None and not devices.unlike and not devices.is_close:
+        yield forward_devices_differ.finding(
+            Level.WARNING,
+            f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: "
+            f"{devices}",
+            evidence=_distance(devices),
+            remedies=(*advise("trust neither before you know which is wrong; update the driver and torch"), _ON_CPU),
+        )
 
 
 def _incomparable(outcome: Outcome) -> Iterator[Finding]:
@@ -434,25 +423,26 @@ def _incomparable(outcome: Outcome) -> Iterator[Finding]:
         yield forward_incomparable.finding(
             Level.NOTE,
             f"the model is not repeatable: with the same weights its outputs differ, {seen}",
-            evidence={"difference": seen.difference, "scale": seen.scale, "agreement": seen.agreement},
+            evidence=_distance(seen),
             remedies=advise(
                 "look in the model's code for random numbers of numpy or the clock, and for a state that it keeps"
             ),
         )
 
 
+def _distance(seen: Comparison) -> dict[str, Any]:
+    return {"difference": seen.difference, "scale": seen.scale, "agreement": seen.agreement}
+
+
 def _origin(origin: Origin) -> dict[str, Any]:
+    weights = sorted(origin.weights, key=lambda figures: not (figures.is_broken or figures.is_negative_variance))
     return {
         "first_module": origin.module,
         "first_class": origin.kind,
         "first_output": str(origin.output),
         "first_inputs": [str(figures) for figures in origin.inputs],
-        "first_weights": [str(figures) for figures in sorted(origin.weights, key=_looks_sound)],
+        "first_weights": [str(figures) for figures in weights],
     }
-
-
-def _looks_sound(figures: Figures) -> bool:
-    return not (figures.is_broken or figures.is_negative_variance)
 
 
 def _kinds(origin: Origin) -> str:

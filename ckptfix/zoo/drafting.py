@@ -24,9 +24,9 @@ from ckptfix.known.recognition import Shapes, recognise
 from ckptfix.known.table import table
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.report.figures import elements
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.likeness import likeness_text
+from ckptfix.report.style import elements
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.naming import literal
 from ckptfix.zoo.places import Place

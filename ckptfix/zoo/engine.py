@@ -47,8 +47,7 @@ class Engine(Protocol):
 
 
 def patience(job: Job) -> float:
-    """Return the seconds after which a job counts as endless: half an hour, and a second for each MB. Its forward test
-    has its own limit."""
+    """Return the seconds after which a job counts as endless: half an hour, and a second for each MB."""
     timeout: float = job.treatment.settings.get("timeout", 0)
     return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
 

@@ -364,7 +364,7 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
     not there becomes an item with a fault."""
     entries = list(place.walk())
     caches = {match[1] for entry in entries if (match := _SNAPSHOT.match(entry.name))}
-    files = Files(entries, lambda name: _is_of_repository(name) or _is_blob(name, caches))
+    files = Files(entries, lambda name: not _REPOSITORY.isdisjoint(name.split("/")[:-1]) or _is_blob(name, caches))
     names = None if listed is None else [_below(place, text) for text in listed]
     chosen = _choice(patterns, names)
     items = [
@@ -416,10 +416,6 @@ def read_list(text: str) -> list[str]:
     if "\0" in text:
         return [name for name in text.split("\0") if name]
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-
-
-def _is_of_repository(name: str) -> bool:
-    return not _REPOSITORY.isdisjoint(name.split("/")[:-1])
 
 
 def _is_blob(name: str, caches: set[str]) -> bool:

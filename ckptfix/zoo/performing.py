@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
-from ckptfix.core.finding import Finding, Level, Placeholder, Remedy
+from ckptfix.core.finding import Level, Placeholder, Remedy
 from ckptfix.core.options import CHECK, Scope, flag_text, option_words, scope_of, settings_of
 from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
@@ -63,7 +63,6 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             sha256 = digest_of(job, path)
             written_sha256 = hashed.result() if hashed is not None else ""
     report = _with_name(job, replace(done.report, source=job.item.name), sha256)
-    settled = accepted(job, report)
     staged: tuple[Staged, ...] = ()
     facts: dict[str, Any] = {}
     if not is_refused(job, report):
@@ -83,9 +82,10 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
             goal = name_with_hash(goal, written_sha256, sha256)
             facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
             staged = (Staged(str(draft), goal, not _is_flushed_later(job)),)
+    settled = any(map(report.is_accepted, report.remaining))
     outcome = Outcome.ACCEPTED if settled else Outcome.REPAIRED if done.is_changed else Outcome.FINE
     decisions: list[dict[str, Any]] = []
-    if is_open(job, report):
+    if is_refused(job, report) or report.left:
         outcome, decisions = Outcome.DECISION, decisions_for(job, report)
     if (fault := fault_of_the_machine(job, report)) is not None:
         outcome = Outcome.FAILED
@@ -189,9 +189,8 @@ def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, An
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
     remarks = tuple(job.shown(remark, workplace) for remark in report.remarks)
-    settled = accepted(job, report)
     for finding, shown in zip(report.findings, data["findings"], strict=True):
-        shown["accepted"] = finding in settled
+        shown["accepted"] = finding not in report.fixed and report.is_accepted(finding)
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
 
 
@@ -204,8 +203,7 @@ def _with_name(job: Job, report: Report, sha256: str) -> Report:
 
 
 def perform(job: Job, scratch: Path) -> Done:
-    """Do a job, below a folder for temporary files. It returns whatever the file is, and leaves nothing in the folder
-    but what is staged."""
+    """Do a job, whatever the file is; leave in the folder for temporary files only what is staged."""
     began, peak = time.perf_counter(), Peak()
     workplace = Workplace(scratch, job.number)
     try:
@@ -314,37 +312,20 @@ def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Work
 KEEP = "keeps it as it is, and the findings in the manifest"
 
 
-def accepted(job: Job, report: Report) -> list[Finding]:
-    """Return the findings that the user accepts: they stay in the report, and stop nothing."""
-    return list(filter(report.is_accepted, report.remaining))
-
-
-def is_smoke_refused(job: Job, report: Report) -> bool:
-    """Return whether the forward test failed, and the user did not accept what it found."""
-    found = [finding for finding in report.remaining if finding.code.startswith("RUN") and finding.level > Level.NOTE]
-    is_accepted = bool(found) and not [finding for finding in found if finding not in accepted(job, report)]
-    return report.smoke is not None and report.smoke.passed is False and not is_accepted
-
-
 def is_refused(job: Job, report: Report) -> bool:
-    """Return whether no file may be written, for a reason that the report has."""
-    return is_smoke_refused(job, report) or bool(refusal(report, parsed_settings(job.treatment.settings)))
-
-
-def is_open(job: Job, report: Report) -> bool:
-    """Return whether something is left to decide."""
-    return is_refused(job, report) or bool(_left(job, report))
-
-
-def _left(job: Job, report: Report) -> list[Finding]:
-    settled = accepted(job, report)
-    return [finding for finding in report.remaining if finding.level > Level.NOTE and finding not in settled]
+    """Return whether no file may be written: the forward test failed, and the user did not accept what it found, or
+    for another reason that the report has."""
+    if report.failed_forward:
+        found = [each for each in report.remaining if each.code.startswith("RUN") and each.level > Level.NOTE]
+        if not found or not all(map(report.is_accepted, found)):
+            return True
+    return bool(refusal(report, parsed_settings(job.treatment.settings)))
 
 
 def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
     """Return the ways to settle a file, the recommended one first: repairs, those whose command is complete before the
     others, and then to accept it as it is."""
-    given, left = job.treatment.choices, _left(job, report)
+    given, left = job.treatment.choices, report.left
     ways = [_way(job, report, recommended(report))]
     ways += [_way(job, report, [remedy]) for finding in left for remedy in remedies_of(finding)]
     ways.sort(key=lambda way: way["command"] is None)
@@ -391,9 +372,7 @@ def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]
 def fault_of_the_machine(job: Job, report: Report) -> str | None:
     """Return why the forward test failed, if this machine is to blame and not the file: memory ran out, or the GPU is
     gone. That is not a decision: the next run tries again."""
-    if report.smoke is None or report.smoke.passed is not False:
-        return None
-    for finding in report.remaining:
+    for finding in report.remaining if report.failed_forward else ():
         if finding.evidence.get("blame") == ENVIRONMENT:
             return f"{job.item.name}: {finding.message}; fix that and run the same command again"
     return None

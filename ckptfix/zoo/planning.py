@@ -55,7 +55,12 @@ class Plan:
         """How many outputs claim a name below the destination."""
         names = {item.name for item in self.items}
         # A run for some of the files must not write over the outputs of the others.
-        beside = (name for source, record in self.known.items() if source not in names for name in _claimed(record))
+        beside = (
+            name
+            for source, record in self.known.items()
+            if source not in names
+            for name in record.output_parts or ((record.output,) if record.output is not None else ())
+        )
         claims = Counter({*OWN_NAMES, *beside})
         for item in self.items:
             if item.kind is not Kind.OTHER or self.others is not Others.SKIP:
@@ -191,7 +196,3 @@ def _names(item: Item, output: str) -> Iterable[str]:
     if item.kind is Kind.FOLDER:
         return (part.name for part in item.parts)
     return (output, *(join(dirname(output), basename(entry.name)) for entry in item.beside))
-
-
-def _claimed(record: Record) -> tuple[str, ...]:
-    return record.output_parts or ((record.output,) if record.output is not None else ())

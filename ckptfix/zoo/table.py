@@ -215,8 +215,7 @@ def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
 
 
 def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatment:
-    """Return the treatment with the options, by name, that were given for a single file. Raises ``UsageError`` if they
-    have no meaning any more."""
+    """Return the treatment with the options given for one file. Raises ``UsageError`` if they mean nothing now."""
     common = {**treatment.choices, "output": treatment.output}
     return _treatment("an earlier decision", treatment.patterns, common, decision, {}, treatment.place)
 

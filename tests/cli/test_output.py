@@ -6,7 +6,7 @@ import pytest
 from ckptfix.cli.console import Console
 from ckptfix.cli.output import ReportWriter
 from ckptfix.errors import UnreadableError
-from ckptfix.report.telling import Telling
+from ckptfix.report.advice import Telling
 from tests.report.samples import PREFIX, report
 
 

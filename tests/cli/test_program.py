@@ -289,6 +289,7 @@ def test_the_help_shows_every_option_once(command, tmp_path):
         ("ckptfix repair --dtype b", "bfloat16"),
         ("ckptfix repair --output-format j", "json"),
         ("ckptfix repair --drop", "--drop-mismatched"),
+        ("ckptfix repair --adapt p", "pos_embed=timm"),
     ],
 )
 def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from ckptfix.cli.rule import _rendered
+from ckptfix.cli.showing import _rendered
 from ckptfix.report.style import Paper
 from ckptfix.rules import RULES
 from tests.cli.programs import run_here

@@ -11,7 +11,7 @@ from torch import nn
 import ckptfix
 from ckptfix.explain import explain, judge
 from ckptfix.explain.format import Verdict
-from ckptfix.report.telling import Telling
+from ckptfix.report.advice import Telling
 
 PREFIX = (
     'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'

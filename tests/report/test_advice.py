@@ -10,9 +10,8 @@ import ckptfix
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
-from ckptfix.report.advice import advice_lines, next_command
+from ckptfix.report.advice import Mode, Telling, advice_lines, next_command
 from ckptfix.report.style import Paper
-from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.core.finding import counted
-from ckptfix.report.figures import cut, evidence_items, percent, quantity, size, tensor_text
+from ckptfix.report.style import cut, evidence_items, percent, quantity, size, tensor_text
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from xml.etree.ElementTree import fromstring
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
+from ckptfix.report.advice import Telling
 from ckptfix.report.ci import JUnitDocument
-from ckptfix.report.telling import Telling
 from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 
 

@@ -12,8 +12,8 @@ from jsonschema import Draft7Validator, ValidationError
 from requests_cache.backends.sqlite import SQLiteCache
 
 from ckptfix.core.finding import Blocks, Finding, Level
+from ckptfix.report.advice import Telling
 from ckptfix.report.ci import SarifLog
-from ckptfix.report.telling import Telling
 from ckptfix.rules import RULES
 from tests.report.samples import COUNTER, EXTRA, MISSING, PREFIX, report
 

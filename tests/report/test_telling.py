@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.report.telling import Telling, mark
+from ckptfix.report.advice import Telling, mark
 from tests.report.samples import EXTRA, MISMATCH, PREFIX, report
 
 

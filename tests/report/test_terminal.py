@@ -5,8 +5,8 @@ import pytest
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import SmokeResult
+from ckptfix.report.advice import Mode, Telling
 from ckptfix.report.style import Paper
-from ckptfix.report.telling import Mode, Telling
 from ckptfix.report.terminal import concise_lines, full_lines, headline
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 

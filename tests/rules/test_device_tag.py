@@ -22,7 +22,7 @@ SAMPLE = "imagenet_dataparallel_cuda3.pth"
 
 def context(*devices: str) -> Context:
     checkpoint = replace(open_state_dict({"weight": torch.ones(2)}), devices=devices)
-    return Context(checkpoint, None, None, Settings())
+    return Context(checkpoint, None, {}, Settings())
 
 
 def test_noop():

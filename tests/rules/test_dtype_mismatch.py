@@ -92,7 +92,7 @@ def test_overflow_is_found_in_the_values(dtype):
 
 
 def test_without_values_nothing_is_read():
-    blind = replace(context(state(torch.float32, 70000.0), module(torch.float16)), statistics=None)
+    blind = replace(context(state(torch.float32, 70000.0), module(torch.float16)), statistics={})
     (finding,) = dtype_mismatch.propose(blind)
     assert finding.level == Level.NOTE
 

@@ -65,7 +65,8 @@ def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
     model = torch.nn.Linear(4, 4)
     met = context(state, model, rename_map=RenameMap((MapRule("module.fc.weight", "fc.weight"),)))
     without: dict[Needs, dict[str, Any]] = {Needs.TARGET: {"target": None}, Needs.MAP: {"settings": Settings()}}
-    unmet = replace(met, **without.get(rule.needs, {"statistics": None}))
+    blind = {"statistics": {}, "settings": replace(met.settings, values=False)}
+    unmet = replace(met, **without.get(rule.needs, blind))
     assert not rule.needs.are_met(unmet)
     assert rule.needs.are_met(met) is (rule.needs is not Needs.FORWARD_TEST)
     assert list(rule.rule.propose(unmet)) == list(rule.propose(unmet)) == []
@@ -83,5 +84,5 @@ def test_the_test_lies_beside(module: str):
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.family == "VAL"], ids=lambda rule: rule.code)
 def test_values_are_left_alone_where_the_user_says_so(rule: Listed):
-    seen = replace(context({"w": torch.full((8, 8), float("nan"))}, values=False), statistics=None)
+    seen = replace(context({"w": torch.full((8, 8), float("nan"))}, values=False), statistics={})
     assert list(rule.rule.propose(seen)) == []

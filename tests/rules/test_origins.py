@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfix.core.edits import (
-    Assemble,
-    Cast,
-    Drop,
-    Edit,
-    Fill,
-    Rename,
-    Replace,
-    Tie,
-    Zero,
-)
+from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill, Rename, Replace, Tie, Zero
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.rules.origins import NEW, Origin, trace

@@ -230,25 +230,8 @@ def _plain_entries(directory: bytes) -> list[Member] | None:
     """Return the members of a directory whose names are ASCII, and whose entries end with them."""
     members, position, size = [], 0, len(directory)
     while position + ENTRY.size <= size:
-        (
-            signature,
-            _,
-            needed,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            nbytes,
-            length,
-            extra,
-            comment,
-            volume,
-            _,
-            attr,
-            place,
-        ) = ENTRY.unpack_from(directory, position)
+        signature, _, needed, flags, method, _, _, crc, packed, nbytes, *rest = ENTRY.unpack_from(directory, position)
+        length, extra, comment, volume, _, attr, place = rest
         position += ENTRY.size
         raw = directory[position : position + length]
         position += length

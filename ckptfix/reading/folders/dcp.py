@@ -79,8 +79,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """What a ``.metadata`` file says: the items by flat name, in the order in which they were saved, and the path of
-    each in the container."""
+    """What a ``.metadata`` file says: the items by flat name in the order of saving, and the path of each."""
 
     items: Mapping[str, StoredTensor | StoredObject]
     paths: Mapping[str, tuple[PathPart, ...]]

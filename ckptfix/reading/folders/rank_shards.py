@@ -38,8 +38,7 @@ FLAT_REMEDY = (
 
 @dataclass(frozen=True)
 class RankShard:
-    """What a file holds instead of weights, as a clause after its name; what would consolidate it; the keys in
-    question."""
+    """What a file holds instead of weights, as a clause; what would consolidate it; the keys in question."""
 
     what: str
     remedy: str
@@ -60,7 +59,9 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
         return RankShard(what, FLAT_REMEDY, flat)
-    members = entries or _members(root)
+    members = entries or next(
+        (found for found in _mappings(root, _SEARCH_DEPTH) if any(map(is_sharded, found.values()))), {}
+    )
     parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and is_sharded(value))
     if parts:
         return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", RANKS_REMEDY, parts)
@@ -132,11 +133,6 @@ def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
 def _is_weight(key: str) -> bool:
     leaf = key.rpartition(".")[2]
     return "weight" in leaf or "bias" in leaf
-
-
-def _members(value: Any) -> Mapping[Any, Any]:
-    """Return the sharded tensors' mapping of a file: the first in it that has any."""
-    return next((found for found in _mappings(value, _SEARCH_DEPTH) if any(map(is_sharded, found.values()))), {})
 
 
 def _mappings(value: Any, depth: int) -> Iterator[Mapping[Any, Any]]:

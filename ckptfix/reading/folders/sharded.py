@@ -308,8 +308,7 @@ class _Merge:
                 self.damage.append(Fact.of(kind, keys=tuple(keys)))
 
     def _contradict(self, key: str, names: list[str]) -> bool:
-        """Return whether shards hold different values for a key. Then the one of the index is meant, and without one,
-        none."""
+        """Return whether shards hold different values for a key: then the index decides, and without one, nothing."""
         first, *others = (self.opened[name].entries[key] for name in names)
         if all(is_same(first, other, self.path) for other in others):
             return False

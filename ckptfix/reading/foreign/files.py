@@ -264,11 +264,7 @@ def undo(content: Content) -> Undone | None:
         return None
     if _is_mangled(content):
         whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
-        return Undone(
-            Content(content.path, whole, None, content.member),
-            Fact(Kind.CRLF),
-            exact=True,
-        )
+        return Undone(Content(content.path, whole, None, content.member), Fact(Kind.CRLF), exact=True)
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
     if _has_header(content):
@@ -276,10 +272,8 @@ def undo(content: Content) -> Undone | None:
     start = min(_starts(content), default=None)
     if start is None:
         return None
-    return Undone(
-        WindowContent(content, start, len(content)),
-        Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)])),
-    )
+    cause = Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)]))
+    return Undone(WindowContent(content, start, len(content)), cause)
 
 
 def _has_header(content: Content) -> bool:

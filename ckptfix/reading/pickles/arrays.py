@@ -44,8 +44,7 @@ class NumpyArray:
             raise MalformedError("a numpy array with an invalid state")
 
     def spec(self, path: str) -> TensorSpec | None:
-        """Return the array as a tensor, the same one each time; None for strings, objects, records and dates, which
-        torch has no dtype for."""
+        """Return the array as a tensor, the same each time; None for element types that torch does not have."""
         if self._spec is not None:
             return self._spec
         code, order = numpy_type(self.dtype)
@@ -142,8 +141,7 @@ def dtype_label(dtype: Any) -> Any:
 
 
 def array_fields(array: NumpyArray) -> dict[str, Any]:
-    """Return an array that torch has no dtype for as plain data: its dtype, shape, and values, or their bytes where
-    they are no text."""
+    """Return an array without a dtype in torch as plain data: dtype, shape, and values as text or bytes."""
     code, order = numpy_type(array.dtype)
     data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
     if isinstance(data, str):

@@ -76,8 +76,7 @@ def dtype_name(value: Any) -> str:
 
 
 def storage_dtype(cls: Any) -> str:
-    """Return the dtype of a storage class: ``torch.FloatStorage``, ``torch.cuda.HalfStorage``,
-    ``torch.storage.UntypedStorage``."""
+    """Return the dtype of a storage class such as ``torch.cuda.HalfStorage``."""
     if isinstance(cls, Global):
         if (dtype := BY_STORAGE.get(cls.name)) is not None:
             return dtype.name

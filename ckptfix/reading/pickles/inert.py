@@ -241,8 +241,7 @@ class InertTable:
         return TensorSpec(dtype_name(dtype), sizes(size), sizes(stride), requires_grad=bool(requires_grad))
 
     def from_numpy(self, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
-        """``_rebuild_device_tensor_from_numpy`` and ``_rebuild_xla_tensor``: a tensor of an XLA or similar device,
-        saved as an array."""
+        """``_rebuild_device_tensor_from_numpy`` and its like: a tensor of another device, saved as an array."""
         spec = data.spec(self.path) if isinstance(data, NumpyArray) else data
         if not isinstance(spec, TensorSpec):
             return NotImplemented
@@ -356,8 +355,7 @@ def encode(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
 
 
 def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
-    """``copyreg._reconstructor(cls, base, state)``: an object of protocol 0 or 1; ``state`` fills a list, dict or
-    number base."""
+    """``copyreg._reconstructor(cls, base, state)`` of protocols 0 and 1; ``state`` fills a built-in base."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = table.call(cls, ())

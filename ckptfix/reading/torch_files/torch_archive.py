@@ -51,8 +51,7 @@ class TorchArchive(Protocol):
 
 
 def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> bytes:
-    """Return the whole of a member. Raises ``HostileError`` if it is larger than ``limit``, by default 64 MB or four
-    times the archive."""
+    """Return a member. Raises ``HostileError`` above ``limit``, by default 64 MB or four times the archive."""
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
         raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")

@@ -287,10 +287,6 @@ def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
         pending += inner
 
 
-def _is_whole(spec: TensorSpec) -> bool:
-    return spec.storage is not None and spec.nbytes == spec.storage.nbytes
-
-
 def _has_odd_strides(spec: TensorSpec) -> bool:
     """Return whether two elements share a place in the storage, although no dimension is expanded or the storage has
     room.
@@ -300,7 +296,7 @@ def _has_odd_strides(spec: TensorSpec) -> bool:
         return False
     reach = 0
     for stride, size in sorted(zip(spec.strides, spec.shape, strict=True)):
-        if size > 1 and (stride or _is_whole(spec)):
+        if size > 1 and (stride or (spec.storage is not None and spec.nbytes == spec.storage.nbytes)):
             if stride <= reach:
                 return True
             reach += stride * (size - 1)

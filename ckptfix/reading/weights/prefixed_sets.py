@@ -168,8 +168,7 @@ def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
 
 
 def _leaders(prefix: str) -> Iterator[str]:
-    """Yield what the network may be called that one under this prefix follows: `a.net.` and `a.student_net.` for
-    `a.teacher_net.`."""
+    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`."""
     parent, dot, name = prefix[:-1].rpartition(".")
     words = name.split("_")
     for at, leaders in _following(words).items():

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ckptfix.core.report import Report
-from ckptfix.report.telling import ABOUT_VALUES
+from ckptfix.report.advice import ABOUT_VALUES
 from ckptfix.values.statistics import histogram
 
 _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})

@@ -14,13 +14,13 @@ from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import next_command, remedies_text
+from ckptfix.report.advice import Mode, Telling, next_command, remedies_text
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.figures import cut, evidence_items
 from ckptfix.report.folding import folded_lines
+from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.likeness import likeness_commands, likeness_text
 from ckptfix.report.page.data import Budget, digest, script_json
-from ckptfix.report.telling import Mode, Telling
+from ckptfix.report.style import cut, evidence_items
 
 # What a row of the table holds, in this order.
 COLUMNS = "name outcome codes format tensors numel size share smoke seconds output error".split()
@@ -176,18 +176,16 @@ def _outcome(report: Report, telling: Telling) -> str:
         return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"
     if report.exit_code == 0:
         return "can be repaired" if report.edits else "already fine"
-    failed = report.smoke is not None and report.smoke.passed is False
     left = [finding for finding in report.remaining if finding.level > Level.NOTE]
     is_mendable = left and all(finding.is_fixable and not finding.needs_unsafe for finding in left)
-    return "can be repaired" if is_mendable and not report.obstacles and not failed else "needs a decision"
+    return (
+        "can be repaired" if is_mendable and not report.obstacles and not report.failed_forward else "needs a decision"
+    )
 
 
 def _size(source: str) -> int | None:
     """Return the bytes of a file, or of all files of a folder; None if there is no such file."""
-    path = Path(source)
     try:
-        if path.is_dir():
-            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return path.stat().st_size
+        return size_on_disk(Path(source))
     except (OSError, ValueError):
         return None

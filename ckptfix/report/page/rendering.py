@@ -63,7 +63,7 @@ def write_page(
     values. ``renames`` maps old names of files to new ones. ``dry_run`` says that nothing was written."""
     run = {
         "title": printable(title),
-        "facts": _words(facts),
+        "facts": [[str(name), str(value)] for name, value in (facts or {}).items()],
         "renames": dict(renames or {}),
         "dry_run": dry_run,
     }
@@ -106,10 +106,6 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
-
-
-def _words(facts: Mapping[str, Any] | None) -> list[list[str]]:
-    return [[str(name), str(value)] for name, value in (facts or {}).items()]
 
 
 @cache

@@ -6,8 +6,8 @@ import pytest
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.smoke_result import SmokeResult
+from ckptfix.report.advice import Mode, Telling
 from ckptfix.report.page import record_of, record_of_error
-from ckptfix.report.telling import Mode, Telling
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
 TWIN = (Remedy((("replace", ("VAL101",)), ("fill", "twin")), "takes them"),)

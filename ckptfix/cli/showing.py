@@ -1,0 +1,176 @@
+"""The commands that show something and write no checkpoint: ``inspect``, ``diff``, ``map`` and ``rule``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptfix.cli.console import write_output
+from ckptfix.cli.program import Argument, Run, rule_codes
+from ckptfix.errors import Opt, UsageError
+from ckptfix.report.style import Line, Span
+
+if TYPE_CHECKING:
+    import click
+    from click.shell_completion import CompletionItem
+
+# The library is imported inside the functions: --help and --version need nothing of it.
+
+
+class _Code(Argument):
+    """A rule's code, which a shell completes."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the codes that begin so."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(code) for code in rule_codes(incomplete)]
+
+
+ARGUMENTS = {
+    "inspect": (Argument("path", "PATH", "The checkpoint."),),
+    "diff": (Argument("a", "A", "One checkpoint."), Argument("b", "B", "The other one.")),
+    "map": (
+        Argument("a", "A", "A checkpoint, or a model (pkg.mod:factory, whose code runs)."),
+        Argument("b", "B", "The file or model whose names and layout are wanted."),
+    ),
+    "rule": (_Code("code", "CODE", "A rule's code or name, such as KEY101.", required=False),),
+}
+
+
+def inspect(run: Run, path: str) -> int:
+    """Show what is in a checkpoint.
+
+    It shows where the weights are, their names, shapes, dtypes, devices and ties, and what else the file holds. No
+    tensor is read."""
+    console, choices = run.console, run.choices
+    with console.guarding(path):
+        import ckptfix
+        from ckptfix.bytes.files import is_url
+        from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
+
+        form = choices.get("output_format", "full")
+        names = ("weights", "member", "salvage")
+        checkpoint = ckptfix.open_checkpoint(path, **{name: choices[name] for name in names if name in choices})
+        size = None if is_url(path) else size_on_disk(Path(path))
+        if form == "json":
+            write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
+        elif form == "concise":
+            console.write_plain(key_lines(checkpoint))
+        else:
+            console.write(inspection_lines(checkpoint, size, console.verbose, choices))
+    return 0
+
+
+def diff(run: Run, a: str, b: str) -> int:
+    """Show the differences between two checkpoints of any format.
+
+    It compares keys, keys with the same bytes under another name, shapes, dtypes, values, ties, _metadata, and what the
+    files hold beside the weights.
+
+    Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
+    console, choices = run.console, run.choices
+    with console.guarding():  # an error names which of the two files it is about
+        from ckptfix.comparison import diff as compare_files
+        from ckptfix.comparison.difference import difference_lines, difference_to_json
+
+        names = ("weights", "other_weights", "salvage", "values", "atol", "rtol")
+        settings = {name: choices[name] for name in names if name in choices}
+        difference = compare_files(a, b, **settings, progress=console.progress)
+        if choices.get("output_format") == "json":
+            write_output(json.dumps(difference_to_json(difference), indent=2, allow_nan=False) + "\n")
+        elif not (console.quiet and difference.is_empty):
+            console.write(difference_lines(difference, console.verbose))
+        return difference.exit_code
+
+
+def map(run: Run, a: str, b: str) -> int:
+    """Infer the map from the names and the layout of A to those of B, and print it.
+
+    No tensor is read, and nothing is written. With --output-format json, the result is a file for --rename-map, which
+    applies to other sizes of the same family and may be edited; with python, a function that needs torch only. With
+    --prove, A and B have to be models, and are run.
+
+    Exit codes: 0 each key of B has a source; 1 some have none or several, or nothing is proved; 2 a file cannot be
+    read."""
+    console, choices = run.console, run.choices
+    with console.guarding():
+        import ckptfix
+        from ckptfix.core.rename_map import AMBIGUOUS
+
+        names = ("weights", "other_weights", "prove", "input", "timeout")
+        found = ckptfix.infer_map(a, b, **{name: choices[name] for name in names if name in choices})
+        is_unproved = found.proof is not None and not found.proof.is_proved
+        form = choices.get("output_format", "full")
+        if form == "json":
+            write_output(found.json_text())
+        elif form == "python":
+            from ckptfix.maps.code import python_code
+
+            write_output(python_code(found))
+        else:
+            from ckptfix.maps.library import names as shipped
+            from ckptfix.report.edits import map_lines
+
+            console.write(map_lines(found))
+            how = "write it to a file with --output-format json, and give that to --rename-map"
+            if found.name in shipped():
+                how = f"--rename-map {found.name} (this map ships with ckptfix)"
+            if not is_unproved:
+                console.note(f"to apply it: {how}")
+        return int(is_unproved or bool(found.missing) or any(rule.label == AMBIGUOUS for rule in found.rules))
+
+
+def rule(run: Run, code: str | None) -> int:
+    """Print the manual of a rule.
+
+    It says what the rule finds, why that matters, when the fix is safe, with an example and sources."""
+    console, all = run.console, run.choices.get("all", False)
+    with console.guarding():
+        from ckptfix.rules import RULES
+
+        if all == (code is not None):
+            raise UsageError("name one rule, or list them with ", Opt("all"))
+        begun = [entry for entry in RULES if entry.code.startswith((code or "").upper())]
+        family = (code or "")[:3].upper()
+        if len(begun) > 1:  # all, or those of a family
+            console.write(f"{entry.code} {entry.name}: {_summary(entry.manual)}" for entry in begun)
+            return 0
+        known = {name: entry for entry in RULES for name in (entry.code.lower(), entry.name)}
+        code = code or ""
+        if code.lower() not in known:
+            close = difflib.get_close_matches(code.lower(), known, 1)
+            is_family = any(entry.code.startswith(family) for entry in RULES)
+            if is_family and not (close and known[close[0]].name == close[0]):
+                raise UsageError(f"there is no rule {code}; see the rules of its family: ckptfix rule {family}")
+            hint = f"did you mean {known[close[0]].code} {known[close[0]].name}?" if close else "see ckptfix rule --all"
+            raise UsageError(f"there is no rule {code}; {hint}")
+        manual = known[code.lower()].manual
+        console.write(_rendered(manual) if sys.stdout.isatty() else manual.splitlines())
+    return 0
+
+
+def _rendered(manual: str) -> Iterator[Line]:
+    """Yield a manual as a terminal shows it: headings without their marks, whole paragraphs, code in bold."""
+    for block in manual.split("\n\n"):
+        heading, _, rest = block.partition("\n") if block.startswith("#") else ("", "", block)
+        if heading:
+            yield (Span(heading.lstrip("# "), "note"),)
+        if rest.startswith(("```", "    ")):
+            yield from (f"  {line}" for line in rest.splitlines() if not line.startswith("```"))
+        elif rest:
+            for item in re.split(r"\n(?=[-*] )", rest):
+                parts = " ".join(map(str.strip, item.split("\n"))).split("`")
+                yield ("  ", *(Span(part, "strong") if odd % 2 else part for odd, part in enumerate(parts)))
+        yield ""
+
+
+def _summary(manual: str) -> str:
+    """Return the first line of a manual without the code and name that it begins with."""
+    first = manual.partition("\n")[0]
+    return first.partition(": ")[2] or first
