@@ -165,7 +165,7 @@ def _rendered(manual: str) -> Iterator[Line]:
             yield from (f"  {line}" for line in rest.splitlines() if not line.startswith("```"))
         elif rest:
             for item in re.split(r"\n(?=[-*] )", rest):
-                parts = " ".join(map(str.strip, item.split("\n"))).split("`")
+                parts = " ".join(line.strip() for line in item.split("\n")).split("`")
                 yield ("  ", *(Span(part, "strong") if odd % 2 else part for odd, part in enumerate(parts)))
         yield ""
 
