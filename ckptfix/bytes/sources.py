@@ -187,7 +187,14 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
 
     What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
+    if isinstance(source, JoinedBytes):
+        for each in source.within(start, stop):
+            yield from stream(*each)
+        return
     place = located(source)
+    if place is None and isinstance(source, WindowBytes):
+        yield from stream(source.source, source.offset + start, source.offset + stop)
+        return
     # Asked last: of a protocol, that takes as long as to read a small tensor.
     pieced = source if place is None and isinstance(source, PiecedBytes) else None
     if place is None and pieced is None:

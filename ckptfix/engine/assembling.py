@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from ckptfix.bytes.sources import JoinedBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble
-from ckptfix.core.parts import Part, PartsError, check_bijection, extent, full
+from ckptfix.core.parts import Bounds, Part, PartsError, Shape, check_bijection, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
+from ckptfix.reading.folders.chunks import RowMajorBytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
 
 
 def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, list[tuple[str, TensorSpec]]]:
@@ -52,12 +57,8 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
                 f"{checkpoint.path}: {part.source} is {spec.dtype} ({spec.layout}) and cannot become a part of "
                 f"{edit.key}, which is {edit.dtype}; the plan belongs to another file"
             )
-    pieces = [_piece(specs[part.source], part, checkpoint.path) for part in edit.parts]
-    source = _joined(edit, pieces)
-    if source is None:
-        boxes = (Box(tuple(start for start, _ in part.place), extent(part.place)) for part in edit.parts)
-        chunks = [(box, _InOrder(piece, checkpoint.path)) for box, piece in zip(boxes, pieces, strict=True)]
-        source = ChunkedBytes(edit.shape, first.itemsize, chunks)
+    pieces = [(part.place, _piece(specs[part.source], part, checkpoint.path)) for part in edit.parts]
+    source = _joined(edit.shape, pieces) or AssembledBytes(edit.shape, first.itemsize, pieces)
     storage = Storage(
         edit.key,
         source,
@@ -67,27 +68,33 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
     return replace(first, shape=edit.shape, strides=strides, storage=storage, offset=0, math_bits={})
 
 
-def _joined(edit: Assemble, pieces: Sequence[TensorSpec]) -> ByteSource | None:
-    """Return the bytes of pieces that are ranges of their storages, one after another, such as a third of a fused
-    projection, or a stack: a writer then copies them within the file system, which takes half the time."""
-    ranges = {}
-    for part, piece in zip(edit.parts, pieces, strict=True):
-        is_range = piece.storage is not None and piece.is_contiguous and not piece.math_bits and piece.nbytes > 0
-        if not is_range or part.place[1:] != full(edit.shape)[1:] or piece.storage is None:
+def _joined(shape: Shape, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> ByteSource | None:
+    """Return the bytes of pieces that are one after another in the tensor, such as the layers of a stack. Those that
+    are ranges of their storages a writer copies within the file system, which takes half the time."""
+    sources: dict[Bounds, ByteSource] = {}
+    for place, piece in pieces:
+        outer = next((axis for axis, (start, stop) in enumerate(place) if stop - start != 1), len(place))
+        if place[outer + 1 :] != full(shape)[outer + 1 :] or piece.storage is None:
             return None
-        ranges[part.place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
-    first, *others = [ranges[place] for place in sorted(ranges)]
+        if piece.is_contiguous:
+            sources[place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
+        else:
+            sources[place] = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
+    first, *others = [sources[place] for place in sorted(sources) if sources[place].nbytes] or sources.values()
     return JoinedBytes((first, *others)) if others else first
 
 
 def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     """Return the box of a part as a tensor of the same storage, in the order of its axes."""
+    if spec.math_bits:  # torch resolves them
+        ordered = Storage(part.source, RowMajorBytes(spec, path))
+        spec = replace(spec, storage=ordered, offset=0, strides=contiguous_strides(spec.shape), math_bits={})
     offset = spec.offset + sum(start * step for (start, _), step in zip(part.box, spec.strides, strict=True))
     piece = replace(spec, shape=extent(part.box), offset=offset)
     if part.view:
-        if not piece.is_contiguous or piece.math_bits:
-            source = _InOrder(piece, path)
-            piece = replace(piece, storage=Storage(part.source, source), offset=0, math_bits={})
+        if not piece.is_contiguous:
+            source = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
+            piece = replace(piece, storage=Storage(part.source, source), offset=0)
         piece = replace(piece, shape=part.view, strides=contiguous_strides(part.view))
     if part.axes:
         shape, strides = (tuple(sizes[axis] for axis in part.axes) for sizes in (piece.shape, piece.strides))
@@ -95,16 +102,86 @@ def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     return piece
 
 
-class _InOrder(RowMajorBytes):
-    """The bytes of a piece in row-major order. One that has to be put in order is kept until the next one is read."""
+PANEL = 32 << 20  # bytes that are put together at a time: for each panel of a transposed tensor, all of it is read
+SLAB = 4 << 20  # bytes that are read at a time
+CACHED = 16  # rows that are transposed together, so that what they write is still in the cache: 2 to 4 times as fast
+
+
+class AssembledBytes:
+    """The row-major bytes of a tensor that is put together from boxes of others, with their axes in any order."""
+
+    def __init__(self, shape: Shape, itemsize: int, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> None:
+        self.nbytes = prod(shape) * itemsize
+        self._shape, self._itemsize = shape, itemsize
+        self._pieces = [(place, _shaped(piece, extent(place))) for place, piece in pieces if piece.numel]
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop``."""
-        if self.spec.is_contiguous and not self.spec.math_bits:
-            return super().read(start, stop)
-        return _ordered(self)[start:stop]
+        return memoryview(b"".join(self.pieces(start, stop)))
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes ``start`` to ``stop``, in panels of whole rows."""
+        if start == stop:
+            return
+        inner = contiguous_strides(self._shape)
+        depth = next((at for at, numel in enumerate(inner) if numel * self._itemsize <= PANEL), 0)
+        row, rows = inner[depth] * self._itemsize, self._shape[depth]
+        at = start // row
+        while at * row < stop:
+            outer, first = divmod(at, rows)
+            last = min(first + max(PANEL // row, 1), rows, -(-stop // row) - outer * rows)
+            index = [outer * rows * inner[depth] // inner[axis] % self._shape[axis] for axis in range(depth)]
+            box = (*((each, each + 1) for each in index), (first, last), *full(self._shape[depth + 1 :]))
+            panel = memoryview(self._panel(box).data).cast("B")
+            yield panel[max(start - at * row, 0) : stop - at * row]
+            at += last - first
+
+    def _panel(self, box: Bounds) -> Array:
+        import numpy as np
+
+        panel = np.empty(extent(box), f"u{self._itemsize}" if self._itemsize <= 8 else "c16")
+        for place, piece in self._pieces:
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, place, strict=True))
+            if all(start < stop for start, stop in common):
+                out = panel[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))]
+                begins = (a - c for (a, _), (c, _) in zip(common, place, strict=True))
+                offset = piece.offset + sum(map(int.__mul__, begins, piece.strides))
+                _fill(out, piece, offset, piece.strides)
+        return panel
 
 
-@lru_cache(maxsize=1)
-def _ordered(piece: _InOrder) -> memoryview:
-    return RowMajorBytes(piece.spec, piece.path).read(0, piece.nbytes)
+def _shaped(piece: TensorSpec, shape: Shape) -> TensorSpec:
+    """Return the piece with its elements, in row-major order, in another shape."""
+    if piece.shape != shape and not piece.is_contiguous:
+        source = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
+        piece = replace(piece, storage=Storage("", source), offset=0)
+    return piece if piece.shape == shape else replace(piece, shape=shape, strides=contiguous_strides(shape))
+
+
+def _fill(out: Array, piece: TensorSpec, offset: int, strides: Shape) -> None:
+    """Copy elements of the storage of a piece, from an offset on and with these strides, into an array."""
+    import numpy as np
+
+    assert piece.storage is not None, "what is assembled has values"
+    axes = sorted(range(out.ndim), key=lambda axis: (out.shape[axis] == 1, -strides[axis]))
+    steps = [strides[axis] for axis in axes if out.shape[axis] > 1] or [1]
+    out = out.transpose(axes)
+    out = out.reshape(out.shape[: len(steps)] or 1)  # what is left out is of one element
+    inner_shape: Shape = out.shape[1:]
+    reach = 1 + sum((size - 1) * step for size, step in zip(inner_shape, steps[1:], strict=True))
+    if reach * out.itemsize > SLAB and out.ndim > 1:
+        for at in range(len(out)):
+            _fill(out[at], piece, offset + at * steps[0], tuple(steps[1:]))
+        return
+    count = max(SLAB // out.itemsize - reach, 0) // max(steps[0], 1) + 1
+    inner = min(range(out.ndim), key=lambda axis: out.strides[axis])
+    rows = CACHED if inner != out.ndim - 1 else max(out.shape)
+    for first in range(0, len(out), count):
+        block = out[first : first + count]
+        begin = offset + first * steps[0]
+        end = begin + (len(block) - 1) * steps[0] + reach
+        data = piece.storage.source.read(begin * out.itemsize, end * out.itemsize)
+        view: Array = np.ndarray(block.shape, out.dtype, data, 0, [step * out.itemsize for step in steps])
+        for at in range(0, block.shape[inner], rows):
+            some = (*(slice(None),) * inner, slice(at, at + rows))
+            block[some] = view[some]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptfix
 from ckptfix.core.edits import Assemble, Drop, Rename
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
+from ckptfix.core.rename_map import MapRule, RenameMap
+from ckptfix.engine import assembling
 from ckptfix.errors import PlanError
 
 
@@ -66,6 +69,37 @@ def test_it_is_written_and_taken_back(tmp_path, suffix):
     again = torch.load(back)
     assert again.keys() == state().keys()
     assert all(torch.equal(again[key], value) for key, value in state().items())
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.complex128])
+def test_large_tensors_are_put_together_panel_by_panel(tmp_path, monkeypatch, suffix, dtype):
+    """With panels and slabs of a few rows, so that a small tensor has many."""
+    if (suffix, dtype) == (".safetensors", torch.complex128):
+        dtype = torch.complex64
+    monkeypatch.setattr(assembling, "PANEL", 300)
+    monkeypatch.setattr(assembling, "SLAB", 200)
+    numbers = torch.randint(0, 200, (3, 35, 24)).to(dtype)
+    before = {"a": numbers[0], "b": numbers[1], "c": numbers[2], "cube": torch.randint(0, 200, (5, 6, 40)).to(dtype)}
+    torch.save(before, tmp_path / "a.pth")
+    rules = (
+        MapRule("{a,b}", "ab", ("concat dim 1", "(x d t) i -> i (x t d) with d=5 t=7")),
+        MapRule("c", "c.{l,r}", ("a b -> b a", "split 1:3")),
+        MapRule("cube", "{e}.cube", ("a b c -> c b a", "unstack")),
+    )
+    repaired = ckptfix.repair(
+        tmp_path / "a.pth", output=tmp_path / f"b{suffix}", rename_map=RenameMap(rules), values=False, force=True
+    )
+    done = load_file(tmp_path / "b.safetensors") if suffix == ".safetensors" else torch.load(tmp_path / "b.pth")
+    both = torch.cat([before["a"], before["b"]], 1)
+    assert torch.equal(done["ab"], both.view(1, 5, 7, 48).permute(3, 0, 2, 1).reshape(48, 35))
+    assert torch.equal(torch.cat([done["c.l"], done["c.r"]]), before["c"].t())
+    assert torch.equal(torch.stack([done[f"{at}.cube"] for at in range(40)]), before["cube"].permute(2, 1, 0))
+    ckptfix.repair(
+        tmp_path / f"b{suffix}", output=tmp_path / "c.pth", plan=repaired.plan.inverse(), values=False, force=True
+    )
+    again = torch.load(tmp_path / "c.pth")
+    assert all(torch.equal(again[key], value) for key, value in before.items())
 
 
 def test_two_names_of_one_tensor_stay_one():
