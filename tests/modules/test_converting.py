@@ -34,7 +34,7 @@ SMALL = {
 }
 SIZES = {name: size for size, names in SMALL.items() for name in names.split()}
 
-OWN = {
+OWN: dict[str, dict[str, object]] = {
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"], "text_config.num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_vl_moe": {
@@ -80,8 +80,8 @@ def converted_types():
 
 def class_of(name):
     if name in ELSEWHERE:
-        module, _, last = ELSEWHERE[name].rpartition(".")
-        made = getattr(importlib.import_module(f"transformers.{module}"), last)
+        path, _, last = ELSEWHERE[name].rpartition(".")
+        made = getattr(importlib.import_module(f"transformers.{path}"), last)
         return made.config_class, made
     if hasattr(transformers, name):
         return getattr(transformers, name).config_class, getattr(transformers, name)
