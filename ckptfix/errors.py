@@ -6,13 +6,13 @@ ckptfix is a bug of ours."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 LONGEST = 2000  # characters of a message: names in a file may be of any length
 
 
-@dataclass(frozen=True)
-class Opt:
+class Opt(Struct, frozen=True):
     """An option in a message. The library writes ``fill="target"``, the command line ``--fill target``.
 
     ``Opt("fill")`` is the option without a value: ``fill=``, ``--fill``."""

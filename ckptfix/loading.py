@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Blocks, counted

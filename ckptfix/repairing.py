@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
@@ -46,8 +48,7 @@ if TYPE_CHECKING:
     from ckptfix.rules.rule import Twin
 
 
-@dataclass(frozen=True)
-class Repair(Displayed):
+class Repair(Displayed, Struct, frozen=True):
     """The outcome of a repair: the report, the plan, and the repaired checkpoint as a lazy view.
 
     ``is_changed`` says whether a file written from it differs from the source."""

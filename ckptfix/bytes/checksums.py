@@ -12,9 +12,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
+
+from msgspec import Struct
 
 from ckptfix.bytes.sources import SECTOR, stream
 from ckptfix.bytes.threads import background, batched, side_by_side
@@ -168,8 +169,7 @@ WORD = 8  # bytes that are looked at together when a hole is searched
 _STEP = SECTOR // WORD // 2
 
 
-@dataclass(frozen=True)
-class Hole:
+class Hole(Struct, frozen=True):
     """The longest run of zero words of a storage, in bytes. Runs below ``SECTOR`` bytes need not be found."""
 
     start: int

@@ -10,7 +10,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from http.client import HTTPResponse
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
 from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from msgspec import Struct
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.transfers import Patience, PlaceError, TransferError, persistently
@@ -183,8 +184,7 @@ def _opened(request: Request, token: str | None) -> HTTPResponse:
     return answer
 
 
-@dataclass(frozen=True)
-class _HttpRanges:
+class _HttpRanges(Struct, frozen=True):
     """A file of an HTTP server. ``token`` is for that server only, and not for one that it redirects to."""
 
     name: str
@@ -216,8 +216,7 @@ class _HttpRanges:
         )
 
 
-@dataclass(frozen=True)
-class _StoreRanges:
+class _StoreRanges(Struct, frozen=True):
     """A file of a file system of fsspec."""
 
     system: AbstractFileSystem

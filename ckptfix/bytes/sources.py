@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_url
 from ckptfix.bytes.limits import Bounds
@@ -20,8 +21,7 @@ from ckptfix.errors import Opt, UnreadableError
 BLOCK = 1 << 20  # bytes read at a time: so few that they are still in the processor's cache when they are looked at
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class FileBytes:
+class FileBytes(Struct, frozen=True, eq=False):
     """A range of a file."""
 
     file: OpenFile
@@ -36,8 +36,7 @@ class FileBytes:
         return memoryview(data)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class MemoryBytes:
+class MemoryBytes(Struct, frozen=True, eq=False):
     """Bytes in memory."""
 
     buffer: bytes | bytearray | memoryview
@@ -52,8 +51,7 @@ class MemoryBytes:
         return memoryview(self.buffer).cast("B")[start:stop]
 
 
-@dataclass(frozen=True, eq=False)
-class SwappedBytes:
+class SwappedBytes(Struct, frozen=True, eq=False):
     """A storage of a big-endian machine: its elements of ``width`` bytes, turned round when they are read."""
 
     source: ByteSource
@@ -76,8 +74,7 @@ class SwappedBytes:
 _UNSIGNED = {2: "H", 4: "I", 8: "Q"}  # the type code of `array` for an unsigned number of that many bytes
 
 
-@dataclass(frozen=True, eq=False)
-class WindowBytes:
+class WindowBytes(Struct, frozen=True, eq=False):
     """A range of another source."""
 
     source: ByteSource
@@ -134,8 +131,7 @@ class LateBytes:
         return self.inner.read(start, stop)
 
 
-@dataclass(eq=False)
-class SoughtBytes:
+class SoughtBytes(Struct, eq=False, dict=True):
     """Bytes whose place is sought when they are asked for: finding it is a request over a network."""
 
     nbytes: int
@@ -240,8 +236,7 @@ def blocks_of(data: memoryview) -> Iterator[memoryview]:
         yield data[start : start + BLOCK]
 
 
-@dataclass(eq=False)
-class Content:
+class Content(Struct, eq=False, weakref=True):
     """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
@@ -256,7 +251,7 @@ class Content:
     salvage: bool = False
     damage: list[Fact] = field(default_factory=list)
     account: Bounds | None = None
-    size: int = field(init=False)
+    size: int = 0
 
     def __post_init__(self) -> None:
         self.size = len(self.buffer)  # asked for with every storage
@@ -327,21 +322,24 @@ class WindowBuffer(RangeBuffer):
 class WindowContent(Content):
     """A range of another content, as a content of its own; its sources point into the outer file."""
 
-    def __init__(self, outer: Content, start: int, stop: int) -> None:
-        super().__init__(outer.path, WindowBuffer(outer.buffer, start, stop), outer.file)
-        self._outer, self._start = outer.source(start, stop - start), start
+    outer: ByteSource = MemoryBytes(b"")
+
+    @classmethod
+    def of(cls, outer: Content, start: int, stop: int) -> WindowContent:
+        """Return the range from ``start`` to ``stop``."""
+        window = WindowBuffer(outer.buffer, start, stop)
+        return cls(outer.path, window, outer.file, outer=outer.source(start, stop - start))
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
         """Return a range of the window."""
-        return WindowBytes(self._outer, offset, nbytes)
+        return WindowBytes(self.outer, offset, nbytes)
 
 
 SECTOR = 512  # bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less
 _ZEROS = bytes(BLOCK)
 
 
-@dataclass(frozen=True, eq=False)
-class TornBytes:
+class TornBytes(Struct, frozen=True, eq=False):
     """A storage of ``nbytes`` of which only the first ``whole`` are there, in ``source``."""
 
     path: str

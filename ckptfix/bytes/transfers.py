@@ -12,11 +12,12 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from typing import TypeVar
+
+from msgspec import Struct
 
 from ckptfix.errors import CkptfixError
 
@@ -141,8 +142,7 @@ def _asked_pause(error: BaseException) -> float:
         return 0.0
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(Struct, frozen=True):
     """How often something is tried, and the seconds between the tries: about ``first``, twice that, and so on,
     ``longest`` at most, and what a server asks for up to ``asked``.
 

@@ -12,11 +12,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
+from msgspec import Struct, field
 
 from ckptfix.core.progress import SMALL, Task, watched_by
 from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
@@ -29,8 +29,7 @@ LIVE, SELDOM = 0.2, 10.0
 _SETTLED = 1.0  # seconds of a task after which its rate says how long the rest takes
 
 
-@dataclass
-class Meter:
+class Meter(Struct):
     """Watches the work on one file. ``show`` takes a text ``every`` so many seconds; ``clock`` counts them."""
 
     show: Callable[[str], None]
@@ -130,8 +129,7 @@ def handle_signals() -> None:
             signal.signal(number, stop)
 
 
-@dataclass
-class Console:
+class Console(Struct):
     """Where a command writes.
 
     ``failures`` holds the message of every error that was told. ``is_hopeless`` once something failed that all files

@@ -6,9 +6,10 @@ import codecs
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run

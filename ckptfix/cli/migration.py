@@ -7,8 +7,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from ckptfix.cli.console import Console, bytes_text, time_text, write_output
 from ckptfix.core.finding import counted
@@ -38,8 +39,7 @@ _TO_BE_READ = (Outcome.DECISION, Outcome.UNREADABLE, Outcome.FAILED)
 _NAMED = 3  # files of a group that are named
 
 
-@dataclass
-class MigrationMeter:
+class MigrationMeter(Struct):
     """Shows how far a migration is: on one line of the terminal, or on a new one every ten seconds."""
 
     console: Console
@@ -105,8 +105,7 @@ def _name(outcome: Outcome, dry_run: bool) -> str:
     return "to be repaired" if dry_run and outcome is Outcome.REPAIRED else outcome.value
 
 
-@dataclass
-class _Group:
+class _Group(Struct):
     """Files that need the same decision."""
 
     record: dict[str, Any]

@@ -8,10 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
@@ -29,8 +30,7 @@ class _Document(Protocol):
     def text(self) -> str: ...
 
 
-@dataclass
-class ReportWriter:
+class ReportWriter(Struct):
     """Writes reports one after another; documents come at the end, and a page too, where one is asked for.
 
     ``exit_code`` is the worst so far."""

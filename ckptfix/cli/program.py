@@ -6,13 +6,13 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Struct
 
 from ckptfix.cli.console import Console, handle_signals, open_streams, write_output
 from ckptfix.core.config import Configuration, load_configuration
@@ -33,8 +33,7 @@ COMMANDS = {
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Struct, frozen=True):
     """What a command is run with: the options by name, from the command line or the configuration file.
 
     ``given`` holds the options that stand on the command line."""

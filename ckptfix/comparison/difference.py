@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.edits import Rename
@@ -22,8 +24,7 @@ Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 Texts = Mapping[str, tuple[str | None, str | None]]
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(Struct, frozen=True):
     """One of the two checkpoints, in figures.
 
     ``damaged`` are the keys whose bytes fail their checksum: what is said of their values is not about what was saved.
@@ -38,8 +39,7 @@ class Side:
     lost: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(Struct, frozen=True):
     """How far the numbers of two tensors of one shape are apart.
 
     ``differing`` of ``numel`` elements have other bytes, or other values where the dtypes differ; ``first`` is the
@@ -65,8 +65,7 @@ class Gap:
         return not self.differing and not self.unread
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """A tensor that both sides have under one name."""
 
     key: str
@@ -74,8 +73,7 @@ class Pair:
     b: TensorSpec
 
 
-@dataclass(frozen=True)
-class Difference(Displayed):
+class Difference(Displayed, Struct, frozen=True):
     """All that is different between checkpoint A and checkpoint B.
 
     ``renamed`` maps keys of A to the keys of B that hold the same bytes, ``shapes`` and ``dtypes`` are pairs of one

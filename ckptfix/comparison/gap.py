@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.comparison.difference import Gap
 from ckptfix.core.dtypes import DTYPES
@@ -19,8 +20,7 @@ from ckptfix.values.walk import OVERLAP, Walk
 BLOCK = 1 << 16  # elements that are compared in one go
 
 
-@dataclass(frozen=True)
-class SideBySide:
+class SideBySide(Struct, frozen=True):
     """Two strided tensors of one shape, each with a storage, and the order in which their elements are met."""
 
     a: TensorSpec
@@ -127,8 +127,7 @@ def _in_step(left: Iterator[Array], right: Iterator[Array]) -> Iterator[tuple[Ar
         a, b = a[count:], b[count:]
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(Struct, frozen=True):
     """What still counts as equal: |a - b| ≤ ``absolute`` + ``relative`` · |b|, as ``torch.allclose`` has it."""
 
     absolute: float = 0.0

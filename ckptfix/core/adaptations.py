@@ -7,8 +7,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.errors import Opt, UsageError
 
@@ -33,8 +34,7 @@ WITH_GRIDS = (POS_EMBED, WINDOW_BIAS)
 Grid = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Adaptation:
+class Adaptation(Struct, frozen=True):
     """One ``--adapt``: ``name`` is the kind of tensor, ``keys`` a pattern of those it is for, ``old`` and ``new`` the
     grids of the file and of the model, if they were given."""
 

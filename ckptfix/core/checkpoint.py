@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.facts import Fact
@@ -21,8 +23,7 @@ IN_MEMORY = "memory"  # the format name of a state_dict that never was a file
 PathPart = str | int  # one step into a container: a key of a dict, an attribute of an object, or an index of a list
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A state_dict that was found in a container: its place, its number of tensors and of elements."""
 
     path: tuple[PathPart, ...]
@@ -53,8 +54,7 @@ class TensorReader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Checkpoint(Displayed):
+class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     """A state_dict and the container around it, read lazily.
 
     ``entries`` holds the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the
@@ -85,14 +85,17 @@ class Checkpoint(Displayed):
     member: str = ""
     picked: Mapping[str, str] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
-    copies: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
-    reader: TensorReader | None = field(default=None, repr=False, compare=False)
-    # What was worked out from this very view and takes a walk over all of it, by who worked it out.
-    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    copies: Mapping[str, TensorSpec] = field(default_factory=dict)
+    reader: TensorReader | None = None
 
     def __repr__(self) -> str:
         place = "" if not self.container else f", state_dict at {path_name(self.container)}"
         return f"<Checkpoint {self.path}: {self.format}{place}, {counted(len(self.specs), 'tensor')}>"
+
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """What was worked out from this very view and takes a walk over all of it, by who worked it out."""
+        return {}
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

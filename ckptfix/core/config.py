@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Configuration:
+class Configuration(Struct, frozen=True):
     """The options of a configuration file by name (``for_torch``), and where they come from."""
 
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint
@@ -16,8 +17,7 @@ from ckptfix.core.target import PARAMETER, Target
 TRAINED = frozenset({"donor", "twin", "adapter", "tie"})
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(Struct, frozen=True):
     """How much of the target came from the file, by number of elements; tied tensors count once.
 
     ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path), and

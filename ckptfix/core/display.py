@@ -5,16 +5,16 @@ The words are made in rooms that this one does not know, so they are registered 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 Row = tuple[str, ...]
 
 _MOST_ROWS = 30
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(Struct, frozen=True):
     """``lines`` are what ``print`` shows of an object, ``rows`` those of its table; None: the lines."""
 
     lines: Callable[[Any], Iterable[str]]

@@ -4,12 +4,12 @@ One table, free of torch, so that work on names never imports it. Sources: ``tor
 ``c10/core/ScalarType.h`` for the names and sizes, ``torch/storage.py`` for the typed storage classes, the safetensors
 format for its tags (https://github.com/huggingface/safetensors#format)."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class DType:
+
+class DType(Struct, frozen=True, dict=True):
     """One element type: its torch name, bytes per element, storage class in pickles, and tag in safetensors, if any."""
 
     name: str

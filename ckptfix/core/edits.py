@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckptfix.core.parts import Part, Shape, full
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(Struct, frozen=True):
     """One change of a checkpoint, as data: it prints, goes to JSON and back, and never holds a callback.
 
     ``keeps_values`` is whether the elements of its ``key`` stay those that were trained, though perhaps in another
@@ -22,11 +23,10 @@ class Edit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as a JSON object; ``edit`` names its kind."""
-        return {"edit": self.kind, **vars(self)}  # texts and sizes: nothing in it would have to be copied
+        return {"edit": self.kind, **asdict(self)}  # texts and sizes: nothing in it would have to be copied
 
 
-@dataclass(frozen=True)
-class Rename(Edit):
+class Rename(Edit, frozen=True):
     """Give an entry another key. ``_metadata`` of its modules follows.
 
     It is not an ``Assemble`` of one whole part: the entry need not be a tensor, and may be changed in the same step.
@@ -38,8 +38,7 @@ class Rename(Edit):
     to: str
 
 
-@dataclass(frozen=True)
-class RenameModule(Edit):
+class RenameModule(Edit, frozen=True):
     """Give a row of ``_metadata`` another module path, where the keys have the right names already."""
 
     kind: ClassVar[str] = "rename-module"
@@ -48,8 +47,7 @@ class RenameModule(Edit):
     to: str
 
 
-@dataclass(frozen=True)
-class Drop(Edit):
+class Drop(Edit, frozen=True):
     """Take an entry out."""
 
     kind: ClassVar[str] = "drop"
@@ -57,8 +55,7 @@ class Drop(Edit):
     key: str
 
 
-@dataclass(frozen=True)
-class Fill(Edit):
+class Fill(Edit, frozen=True):
     """Put a tensor in that the file does not have.
 
     ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
@@ -73,8 +70,7 @@ class Fill(Edit):
     donor_key: str | None = None
 
 
-@dataclass(frozen=True)
-class Replace(Edit):
+class Replace(Edit, frozen=True):
     """Put other values in the place of a tensor's. Its key, dtype and shape stay.
 
     ``origin`` says where they come from: ``zeros`` and ``ones`` (the statistics of a fresh norm), ``data`` (statistics
@@ -90,8 +86,7 @@ class Replace(Edit):
     place: str | None = None
 
 
-@dataclass(frozen=True)
-class Zero(Edit):
+class Zero(Edit, frozen=True):
     """Set numbers of a tensor to zero, all ``non-finite`` or all ``subnormal`` ones; the others stay as they are."""
 
     kind: ClassVar[str] = "zero"
@@ -100,8 +95,7 @@ class Zero(Edit):
     which: str
 
 
-@dataclass(frozen=True)
-class Tie(Edit):
+class Tie(Edit, frozen=True):
     """Supply a key from another one of the same checkpoint; the two share their storage."""
 
     kind: ClassVar[str] = "tie"
@@ -110,8 +104,7 @@ class Tie(Edit):
     to: str
 
 
-@dataclass(frozen=True)
-class Cast(Edit):
+class Cast(Edit, frozen=True):
     """Convert a tensor to another dtype."""
 
     kind: ClassVar[str] = "cast"
@@ -121,8 +114,7 @@ class Cast(Edit):
     dtype: str
 
 
-@dataclass(frozen=True)
-class Dequantise(Edit):
+class Dequantise(Edit, frozen=True):
     """Multiply the codes of a matrix by the scales under another key: one for all, one for each row, or one for each
     square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales."""
 
@@ -134,8 +126,7 @@ class Dequantise(Edit):
     scheme: str
 
 
-@dataclass(frozen=True)
-class Assemble(Edit):
+class Assemble(Edit, frozen=True):
     """Make a tensor of parts of others, which are used up: reshaped, split, fused, stacked or transposed layers.
 
     The ``Assemble`` edits of a step use each element of the tensors that they name exactly once."""
@@ -165,8 +156,7 @@ class Assemble(Edit):
 PAD_TARGET = "vocab=pad:target"  # the recipe that adds rows of the model's own initial values
 
 
-@dataclass(frozen=True)
-class Adapt(Edit):
+class Adapt(Edit, frozen=True):
     """Make a tensor of another shape, by a recipe of ``--adapt``: ``pos_embed=timm``.
 
     ``source`` is the key in the file; another one than ``key`` stays there too. ``grids`` are the rows and columns of
@@ -190,8 +180,7 @@ class Adapt(Edit):
         return max(new, 0) * prod(self.shape[1:])
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
@@ -221,8 +210,7 @@ class Delta:
         return f"{self.adapter}={self.weight:g}" if self.weight != 1 else self.adapter
 
 
-@dataclass(frozen=True)
-class MergeAdapter(Edit):
+class MergeAdapter(Edit, frozen=True):
     """Add to a tensor what the layers of adapters make of it, one after another; or take it off again (``undo``)."""
 
     kind: ClassVar[str] = "merge-adapter"
@@ -234,11 +222,10 @@ class MergeAdapter(Edit):
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as a JSON object, its deltas as objects."""
-        return {**super().to_json(), "deltas": [vars(delta) for delta in self.deltas]}
+        return {**super().to_json(), "deltas": [asdict(delta) for delta in self.deltas]}
 
 
-@dataclass(frozen=True)
-class Plain(Edit):
+class Plain(Edit, frozen=True):
     """Turn an object of a class into plain data that ``torch.load(weights_only=True)`` accepts.
 
     ``where`` is its place in the container (``args``), ``before`` its class, ``after`` what it becomes (``dict``,
@@ -251,8 +238,7 @@ class Plain(Edit):
     after: str
 
 
-@dataclass(frozen=True)
-class Retag(Edit):
+class Retag(Edit, frozen=True):
     """Write the tensors without the device they were saved from (``cuda:3``), which may not exist elsewhere."""
 
     kind: ClassVar[str] = "retag"
@@ -261,8 +247,7 @@ class Retag(Edit):
     to: str = "cpu"
 
 
-@dataclass(frozen=True)
-class Rewrite(Edit):
+class Rewrite(Edit, frozen=True):
     """Write the file anew from what is whole of it. ``cause`` is what was wrong with it."""
 
     kind: ClassVar[str] = "rewrite"
@@ -270,8 +255,7 @@ class Rewrite(Edit):
     cause: str
 
 
-@dataclass(frozen=True)
-class Disarm(Edit):
+class Disarm(Edit, frozen=True):
     """Leave out everything but the tensors of the state_dict, so that nothing is left that could run."""
 
     kind: ClassVar[str] = "disarm"
@@ -279,8 +263,7 @@ class Disarm(Edit):
     payload: str
 
 
-@dataclass(frozen=True)
-class Regroup(Edit):
+class Regroup(Edit, frozen=True):
     """Give the optimizer at ``where`` new groups of parameters; the ``Moments`` edits of the same step fill them.
 
     ``like`` has for each group the number of the old group whose hyperparameters it has."""
@@ -291,8 +274,7 @@ class Regroup(Edit):
     like: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Moments(Edit):
+class Moments(Edit, frozen=True):
     """Give a group of an optimizer its next parameter, which is ``key`` in the result.
 
     Its state is that of the old id ``source``, with elementwise tensors in another ``shape`` if that is given, or is
@@ -314,8 +296,7 @@ class Moments(Edit):
         return given | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})
 
 
-@dataclass(frozen=True)
-class Omit(Edit):
+class Omit(Edit, frozen=True):
     """Leave out what is at a place of the container beside the weights."""
 
     kind: ClassVar[str] = "omit"

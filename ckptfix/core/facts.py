@@ -5,9 +5,10 @@ Readers make facts, and rules and reports decide by their kinds. Only ``wording`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct, field
 
 
 class Kind(Enum):
@@ -126,8 +127,7 @@ class Kind(Enum):
     MOST_IN_ATTRIBUTES = "most-in-attributes"
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(Struct, frozen=True):
     """Something that is true of a file: its kind, the place (a key, a file, a place in the container; ``.`` is the
     whole), and the numbers and names that belong to it, as the words of the kind in ``wording`` use them.
 
@@ -136,7 +136,10 @@ class Fact:
 
     kind: Kind
     place: str = "."
-    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.place))
 
     @classmethod
     def of(cls, kind: Kind, place: str = ".", **data: Any) -> Fact:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Flag, IntEnum, auto
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.core.edits import Edit
 
@@ -28,8 +29,7 @@ class Level(IntEnum):
     ERROR = 2
 
 
-@dataclass(frozen=True)
-class Fix:
+class Fix(Struct, frozen=True):
     """Edits that cure a finding. ``asked``: the user's own flag asked for exactly this, whatever its applicability."""
 
     edits: tuple[Edit, ...]
@@ -47,8 +47,7 @@ class Blocks(Flag):
     FILLING = auto()
 
 
-@dataclass(frozen=True)
-class Placeholder:
+class Placeholder(Struct, frozen=True):
     """A value of an option that only the user can give. An option with one is shown, but makes no command."""
 
     name: str
@@ -62,8 +61,7 @@ NAME = Placeholder("NAME")
 MODEL = Placeholder("PKG.MOD:FACTORY")
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(Struct, frozen=True):
     """One way to deal with a finding.
 
     ``options`` are settings by their Python names with the values to give them (True for a switch). ``text`` goes on
@@ -88,8 +86,7 @@ def advise(text: str) -> tuple[Remedy, ...]:
 UNSAFE_FIXES: tuple[str, object] = ("unsafe_fixes", True)  # the option that applies every unsafe fix
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One thing that is wrong, or worth knowing, about a checkpoint.
 
     ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct, field
 
 
 class Fit(Enum):
@@ -20,8 +21,7 @@ class Fit(Enum):
     NEAR = "near"  # most keys and shapes are: this is not the model, but nothing known is nearer
 
 
-@dataclass(frozen=True)
-class Likeness:
+class Likeness(Struct, frozen=True):
     """A known architecture that a state_dict is or is like.
 
     ``names`` are the models of this structure, such as ``timm/resnet50``, the plainest first, and ``versions`` the
@@ -33,15 +33,18 @@ class Likeness:
 
     names: tuple[str, ...]
     fit: Fit
-    versions: Mapping[str, str] = field(hash=False)
+    versions: Mapping[str, str]
     prefix: str = ""
     outside: int = 0
-    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     matching: int = 0
     tensors: int = 0
     missing: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.fit, self.prefix))
 
     @property
     def is_named(self) -> bool:

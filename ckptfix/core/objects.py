@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.core.spec import TensorSpec
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class Global:
+class Global(Struct, frozen=True, eq=False):
     """The name of a class or function in a pickle. It is never resolved."""
 
     module: str
@@ -28,8 +28,7 @@ def _no_pairs() -> Mapping[Any, Any]:
     return _NO_PAIRS
 
 
-@dataclass(eq=False, repr=False, slots=True)
-class Opaque:
+class Opaque(Struct, eq=False):
     """An object whose class stays closed: the class's name, the arguments it was made with, and what was put in
     afterwards.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.adaptations import below
 from ckptfix.core.likeness import KNOWN
@@ -55,8 +56,7 @@ class Scope(Enum):
     ONE_FILE = auto()
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(Struct, frozen=True):
     """An option of one or more commands.
 
     ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.

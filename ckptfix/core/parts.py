@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+from msgspec import Struct
 
 Shape = tuple[int, ...]
 Bounds = tuple[tuple[int, int], ...]  # a box of a tensor: where it starts and stops along each axis
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """``source[box].reshape(view).permute(axes)``, laid into the box ``place``; without ``axes`` the order stays."""
 
     source: str

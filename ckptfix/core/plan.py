@@ -5,8 +5,9 @@ A plan is a row of steps; each step sees the result of those before it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.dtypes import DTYPES
@@ -18,16 +19,14 @@ from ckptfix.errors import PlanError
 PLAN_VERSION = 1  # the version of a plan's JSON form
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Struct, frozen=True):
     """The edits that one rule proposed, applied together."""
 
     rule: str
     edits: tuple[Edit, ...]
 
 
-@dataclass(frozen=True)
-class Plan(Displayed):
+class Plan(Displayed, Struct, frozen=True):
     """What will be done to a checkpoint, step by step."""
 
     steps: tuple[Step, ...] = ()
@@ -125,14 +124,14 @@ def _edit(data: Mapping[str, Any]) -> Edit:
 
 def _fields(kind: type[Edit | Delta], edit: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a part of a plan. Raises ``PlanError`` for one that is unknown, or of another type."""
-    known = {field.name: field.type for field in fields(kind)}
+    known = {name: kind.__annotations__[name] for name in kind.__struct_fields__}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     if not values.keys() <= known.keys():
         raise PlanError(
             f"the plan's edit {edit} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
         )
     for name, value in values.items():
-        if not _FITS[str(known[name])](value):
+        if not _FITS[known[name]](value):
             raise PlanError(f"the plan's edit {edit} has the {name} {value!r:.40}; write the plan again")
     return values
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from ckptfix.errors import UsageError
 
@@ -37,8 +38,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-@dataclass
-class Task:
+class Task(Struct):
     """A pass over bytes: what is done (``writing model.pth``), how many of how many are after it."""
 
     name: str
@@ -79,8 +79,7 @@ def progress(bar: Callable[..., Bar] | None = None) -> Iterator[None]:
         bars.close()
 
 
-@dataclass
-class _Bars:
+class _Bars(Struct):
     """Watches tasks, each with a bar of its own."""
 
     make: Callable[..., Bar]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import counted
@@ -25,8 +26,7 @@ LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be
 AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
 
-@dataclass(frozen=True)
-class MapRule:
+class MapRule(Struct, frozen=True):
     """One line of a map: the keys of the source, the keys of the target, and what is done on the way.
 
     ``label`` says how far an inferred rule can be trusted, empty for one written by hand; one that is ``ambiguous`` is
@@ -53,8 +53,7 @@ class MapRule:
 _FIELDS = ("from", "to", "steps", "label", "alternatives", "optional")
 
 
-@dataclass(frozen=True)
-class RenameMap(Displayed):
+class RenameMap(Displayed, Struct, frozen=True):
     """The rules of a map, in order. ``name`` is the file or the library that they come from.
 
     ``missing`` are the keys of the target that an inferred map has no source for, ``unused`` the keys of the source

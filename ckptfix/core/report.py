@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
 REPORT_VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
 
 
-@dataclass(frozen=True)
-class Report(Displayed):
+class Report(Displayed, Struct, frozen=True):
     """The account of one file.
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
@@ -54,8 +55,8 @@ class Report(Displayed):
     output: str | None = None
     remarks: tuple[str, ...] = ()
     likeness: Likeness | None = None
-    figures: Mapping[str, TensorStatistics] = field(default_factory=dict, repr=False)
-    layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
+    layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     place: tuple[str | int, ...] = ()
     written_as: str = ""
     accepted: tuple[str, ...] = ()
@@ -154,7 +155,7 @@ class Report(Displayed):
             "edits": _edits(self.edits),
             "coverage": coverage and plain(asdict(coverage) | {"share": coverage.share}),
             "obstacles": list(self.obstacles),
-            "smoke": self.smoke and plain(asdict(self.smoke)),
+            "smoke": self.smoke and plain(self.smoke),
             "output": self.output,
             "dry_run": self.is_dry_run,
             "refused": self.is_withheld and not self.is_dry_run,
@@ -235,6 +236,8 @@ def plain(value: object) -> Any:
         if math.isfinite(value):
             return float(value)
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Struct):
+        value = asdict(value)
     if isinstance(value, _MAPPINGS):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, _LISTS) and not isinstance(value, bytes | bytearray | memoryview):

@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
+
+from msgspec import Struct
 
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
@@ -103,8 +104,7 @@ class RepairSettings(CheckSettings, total=False):
     compare: str | None
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """What the user asked for.
 
     ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.finding import counted
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """How far the outputs of two runs on the same input are apart.
 
     ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
@@ -50,8 +48,7 @@ class Comparison:
         return f"against {self.against}: largest difference {self.difference:.2g} ({rounding}){classes}{known}"
 
 
-@dataclass(frozen=True)
-class SmokeResult:
+class SmokeResult(Struct, frozen=True):
     """What the forward test saw. ``passed`` None means that it gave no verdict, for the reason in ``note``.
 
     ``device`` is where it ran (``cpu``, ``cuda:0``), ``inputs`` and ``outputs`` describe tensors as text (``float32[2,
@@ -68,8 +65,7 @@ class SmokeResult:
     compared: Comparison | None = None
 
 
-@dataclass(frozen=True)
-class Equivalence:
+class Equivalence(Struct, frozen=True):
     """What came of running the file's model and the target with the same random weights on the same input.
 
     ``chosen`` is the number of the map with which the outputs are equal, None if there is none. ``difference`` is the
@@ -111,12 +107,3 @@ class Equivalence:
         if self.open:
             return f"the outputs of both models are equal (to {far}{unlike}), but show not all of the map"
         return f"verified: the outputs of both models are equal (to {far}{unlike})"
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Equivalence:
-        """Return what ``dataclasses.asdict`` made plain."""
-        return cls(**{name: _frozen(value) for name, value in data.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 
 
 class Geometry:
-    """What follows from a tensor's dtype, shape, strides and offset.
-
-    A repair asks for it dozens of times for each tensor. So what takes a walk over the dimensions is kept, in fields
-    that are no part of equality."""
+    """What follows from a tensor's dtype, shape, strides and offset."""
 
     __slots__ = ()
 
@@ -24,17 +24,10 @@ class Geometry:
     strides: tuple[int, ...]
     offset: int
 
-    _numel: int | None
-    _is_contiguous: bool | None
-
     @property
     def numel(self) -> int:
         """Number of elements (1 for a 0-d tensor)."""
-        numel = self._numel
-        if numel is None:
-            numel = math.prod(self.shape)
-            object.__setattr__(self, "_numel", numel)
-        return numel
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
@@ -55,11 +48,7 @@ class Geometry:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after another in row-major order."""
-        known = self._is_contiguous
-        if known is None:
-            known = self.numel == 0 or _is_row_major(self.shape, self.strides)
-            object.__setattr__(self, "_is_contiguous", known)
-        return known
+        return self.numel == 0 or _is_row_major(self.shape, self.strides)
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -74,6 +63,7 @@ class Geometry:
         return first, -(-(offset + count) * itemsize // per_byte) if count else first
 
 
+@lru_cache(maxsize=1 << 12)  # a repair asks dozens of times for each tensor, and many tensors are of one shape
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     step, axis = 1, len(shape)
     if axis != len(strides):
@@ -107,12 +97,8 @@ def _nothing() -> Mapping[str, Any]:
     return _NOTHING  # one for all: a file may have a hundred thousand tensors
 
 
-class _Referable:
-    __slots__ = ("__weakref__",)  # what is known of a storage's checksum is kept beside it for as long as it lives
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Storage(_Referable):
+# What is known of a storage's checksum is kept beside it for as long as it lives.
+class Storage(Struct, frozen=True, eq=False, weakref=True):
     """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
 
     ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
@@ -132,8 +118,7 @@ class Storage(_Referable):
         return self.source.nbytes
 
 
-@dataclass(frozen=True)
-class Quantizer:
+class Quantizer(Struct, frozen=True):
     """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors."""
 
     scheme: str
@@ -149,8 +134,7 @@ class Quantizer:
         return (self.scheme, *values, self.axis)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec(Geometry):
+class TensorSpec(Geometry, Struct, frozen=True):
     """A tensor without its values.
 
     ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``core.dtypes``). A strided tensor
@@ -164,14 +148,15 @@ class TensorSpec(Geometry):
     storage: Storage | None = None
     offset: int = 0
     layout: str = "strided"
-    parts: Mapping[str, TensorSpec] = field(default_factory=_nothing, hash=False)
+    parts: Mapping[str, TensorSpec] = field(default_factory=_nothing)
     quantizer: Quantizer | None = None
     requires_grad: bool = False
     is_parameter: bool = False
     is_coalesced: bool | None = None
-    math_bits: Mapping[str, bool] = field(default_factory=_nothing, hash=False)
-    _numel: int | None = field(default=None, init=False, repr=False, compare=False)
-    _is_contiguous: bool | None = field(default=None, init=False, repr=False, compare=False)
+    math_bits: Mapping[str, bool] = field(default_factory=_nothing)
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.shape, self.strides, self.storage, self.offset, self.layout))
 
     @property
     def has_data(self) -> bool:
@@ -231,8 +216,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, eq=False)
-class Region:
+class Region(Struct, frozen=True, eq=False):
     """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another. ``align`` is the size of
     the largest element among them, of which ``start`` is a multiple."""
 

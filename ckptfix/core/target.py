@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct, field
 
 from ckptfix.core.buffers import is_buffer_name
 from ckptfix.core.dtypes import DTYPES
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 PARAMETER, BUFFER = "parameter", "buffer"
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(Struct, frozen=True):
     """One tensor that the target wants: ``kind`` is ``parameter`` or ``buffer``; a lazy parameter has shape None."""
 
     dtype: str
@@ -38,8 +38,7 @@ class Slot:
         return 0 if self.shape is None else math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(Struct, frozen=True, dict=True):
     """The tensors that a strict load wants.
 
     ``slots`` in the order of the model's own state_dict. ``entries`` are wanted keys that hold no tensor (packed

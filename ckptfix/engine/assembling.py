@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import JoinedBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
 
 
-@dataclass(frozen=True)
-class Supplies:
+class Supplies(Struct, frozen=True):
     """Where new values come from: the model's own initialisation, the donor of ``--fill FILE``, or the user's data."""
 
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -53,7 +54,7 @@ def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], supplies: S
 def changed(checkpoint: Checkpoint, spec: object, edit: Edit, supplies: Supplies) -> TensorSpec:
     """Return what an edit makes of a tensor. Raises ``PlanError`` if it is not the tensor that the edit is about."""
     if not isinstance(spec, TensorSpec):
-        raise _foreign(checkpoint, f"{vars(edit)['key']} is not a tensor and cannot be changed")
+        raise _foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
     return CHANGES[type(edit)](checkpoint, spec, edit, supplies)
 
 

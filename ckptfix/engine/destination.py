@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.plan import Plan
@@ -31,8 +32,7 @@ def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings) -> bool:
     return checkpoint.format == torch_zip.NAME and settings.is_for_torch_before(FIRST_ZIP)
 
 
-@dataclass(frozen=True)
-class Destination:
+class Destination(Struct, frozen=True):
     """Where the result goes, and as what: ``form`` is ``pth``, ``safetensors`` or ``universal``.
 
     ``like`` is the file whose permissions it gets, ``backup_of`` the source whose old content is kept. Without

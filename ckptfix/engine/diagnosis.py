@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.adaptations import HEAD, adaptation
 from ckptfix.core.buffers import COUNTED_SINCE
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """What the rules found, what will be done about it, and the checkpoint as it will be then."""
 
     findings: tuple[Finding, ...]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup

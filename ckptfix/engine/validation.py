@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.core.adaptations import adaptation
 from ckptfix.core.options import CHECK, REPAIR, library_settings, settings_of

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.config import parse_toml
 from ckptfix.core.wording import no_option, quoted, typed
@@ -21,8 +23,7 @@ from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Struct, frozen=True, dict=True):
     """What is known of one message.
 
     ``example`` is a genuine message. A message is this one if one of ``patterns`` is found in it; case does not matter,
@@ -98,8 +99,7 @@ FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # what stands in a command for a file o
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """What is known beside the text: the file, the flags that name its model, word by word, the path of the state_dict
     in the container, and the subscripts that lead to it from what torch.load returns (``['model']``)."""
 
@@ -109,8 +109,7 @@ class Subject:
     place: tuple[str | int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """What a text means.
 
     ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is

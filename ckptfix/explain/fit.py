@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
@@ -25,8 +26,7 @@ from ckptfix.rules.wrapper_segment import MODULE, WRAPPER_SEGMENTS
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Mismatch:
+class Mismatch(Struct, frozen=True):
     """What a message says of a file and a model.
 
     ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
@@ -176,8 +176,7 @@ _WRAPPERS = {
 _FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # keys that fit: most of a model does, and is not in the message
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(Struct, frozen=True):
     """One thing to do: a command of ckptfix, a change of the user's code, or a step that ``text`` tells.
 
     ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (which gives the state_dict) in code, and
@@ -188,8 +187,7 @@ class Advice:
     code: str = ""
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """What the keys and shapes in a message say beyond the record: sentences, each with the keys that it is about, and
     the advice that follows from them."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report
@@ -19,8 +20,7 @@ _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
 _OF_TARGET = ("KEY", "BUF", "FIT")  # the families of rules that compare with a model
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Whether the file has what the message tells of.
 
     ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.

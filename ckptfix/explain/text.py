@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+
+from msgspec import Struct
 
 LONGEST = 2_000_000  # characters that are looked at: the end of a log is where the error stands
 
@@ -73,8 +74,7 @@ _LINKS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(Struct, frozen=True, dict=True):
     """One exception of a text, or a text that holds none: its lines without noise, and how it came about."""
 
     lines: tuple[str, ...]

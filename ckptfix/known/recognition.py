@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.likeness import Fit, Likeness
@@ -54,8 +55,7 @@ _LIBRARIES = (
 _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(Struct, frozen=True):
     """Names and shapes as one way of reading the keys gives them, without what says nothing of the architecture."""
 
     shapes: Shapes
@@ -65,8 +65,7 @@ class _View:
     outside: int = 0
 
 
-@dataclass(frozen=True)
-class _Match:
+class _Match(Struct, frozen=True):
     """A structure that was compared with a view."""
 
     structure: Structure

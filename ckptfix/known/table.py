@@ -18,12 +18,13 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_transient
 from ckptfix.core.likeness import KNOWN
@@ -47,8 +48,7 @@ _ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
 Sizes = Mapping[str, int]  # chosen sizes by their letter
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Struct, frozen=True):
     """A model of a library, ``timm/resnet50``, and the sizes that it has without arguments."""
 
     name: str
@@ -60,8 +60,7 @@ class Model:
         return self.name.partition("/")[0]
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(Struct, frozen=True, dict=True):
     """What some models have in common: all names and shapes, except for the sizes that a user chooses.
 
     ``tokens`` has for each tensor its sign (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and its

@@ -6,8 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import groupby
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Bounds, Part, Shape, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
@@ -23,8 +25,7 @@ MANY = 4
 LETTERS = "nmklijpqrstuvwxyz"
 
 
-@dataclass(frozen=True)
-class _Instance:
+class _Instance(Struct, frozen=True):
     """Tensors of the source that become tensors of the target, with nothing else involved."""
 
     source: str

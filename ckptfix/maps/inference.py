@@ -6,11 +6,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
@@ -37,8 +39,7 @@ CONVERTED = 0.75
 COUNTER = "num_batches_tracked"
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
 
     parts: tuple[Part, ...]
@@ -46,8 +47,7 @@ class Match:
     alternatives: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Inference:
+class Inference(Struct, frozen=True):
     """The map: a match for each key of the target that has one, and the shapes of both sides.
 
     ``maps`` are the shipped maps that it comes from, ``origin`` the library whose own loader says so, or ``values`` if

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import gcd, prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Bounds, Part, Shape, extent, full, merged
 
@@ -22,8 +24,7 @@ _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
 Grid = list[list[tuple[str, Shape]]]  # tensors by their number in a stack, and then by their place among several
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """Where one tensor is several: the share of each (None: equal ones) and the axis."""
 
     shares: tuple[int, ...] = ()
@@ -45,8 +46,7 @@ class Cut:
         return f"{word}{shares}{f' dim {self.axis}' if self.axis else ''}"
 
 
-@dataclass(frozen=True)
-class Rearrange:
+class Rearrange(Struct, frozen=True):
     """Axes in another order; those in one group are one axis of the tensor."""
 
     before: tuple[tuple[str, ...], ...]
@@ -110,8 +110,7 @@ def _rearrange(text: str) -> Rearrange | None:
     return Rearrange(sides[0], sides[1], sizes)
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(Struct, frozen=True):
     """What is done to the tensors of a rule."""
 
     concat: Cut | None = None

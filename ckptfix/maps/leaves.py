@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
@@ -12,8 +14,7 @@ from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True):
     """A tensor or a box of it, seen with its axes in ``axes`` order; ``order`` is its place in the file."""
 
     key: str
@@ -120,8 +121,7 @@ def _runs(leaves: Leaves) -> dict[int, dict[Shape, set[str]]]:
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     """Modules side by side with the roles of one fused module, and the rows of each role."""
 
     sizes: dict[str, int]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 _PIECE = re.compile(r"\{[^{}]*\}|\*|[^{}*]+|.", re.DOTALL)
 _NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?|(\d+)-([a-z])")
@@ -18,8 +20,7 @@ _NUMBER = re.compile(r"(\d*)([a-z])([+-]\d+)?|(\d+)-([a-z])")
 Binding = Mapping[str, int | str]
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """What a key may have at a place. ``name`` is the same for what has the same value."""
 
     name: str
@@ -58,8 +59,7 @@ class Variable:
         return str(number)
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(Struct, frozen=True, dict=True):
     """A pattern of keys, as texts and variables."""
 
     pieces: tuple[str | Variable, ...]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
@@ -25,8 +26,7 @@ NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes name
 INITIAL = "initial_accumulator_value"
 
 
-@dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Struct, frozen=True):
     """The state of an optimizer in a container: a row for each id, and the groups of ids."""
 
     path: tuple[PathPart, ...]
@@ -134,8 +134,7 @@ def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """The parameters of a model in the order of ``named_parameters()``, and its modules' class names, if known."""
 
     shapes: Mapping[str, Shape]
@@ -209,8 +208,7 @@ def _ultralytics(layout: Layout, key: str) -> str:
     return "bias" if "bias" in key else "norm" if layout.is_norm(key) or "logit_scale" in key else "weight"
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(Struct, frozen=True):
     """How a trainer groups parameters: ``label`` names the group of one. The groups are in the given ``order``, all of
     them even if empty, else in that of first appearance."""
 
@@ -260,8 +258,7 @@ of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``so
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Naming:
+class Naming(Struct, frozen=True):
     """The names of an optimizer's ids, and how they are known.
 
     ``recipe`` is None if the names are in the file itself, or those of its groups in reverse. ``own_shapes`` counts the

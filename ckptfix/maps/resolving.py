@@ -6,7 +6,9 @@ import difflib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full
 from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
@@ -18,8 +20,7 @@ Shapes = Mapping[str, Shape]
 Cell = tuple[int | str, int | str]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(Struct, frozen=True):
     """A tensor of the target: its shape, its parts, and the rule that says so."""
 
     shape: Shape
@@ -27,8 +28,7 @@ class Move:
     rule: MapRule
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Struct, frozen=True):
     """A rule with its patterns and steps parsed.
 
     ``joined`` and ``parted`` are the variables that only one side has: several tensors there are one on the other side.

@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
+
+from msgspec import Struct, field
 
 from ckptfix.core.parts import Shape
 from ckptfix.maps.assignment import assign
@@ -29,8 +30,7 @@ Key = tuple[tuple[Path, ...], ...]  # a template: the paths of its leaves on bot
 Choice = tuple[Key, Path, Path]  # a pair of subtrees of a template that belong together
 
 
-@dataclass(frozen=True, slots=True)
-class Pooled:
+class Pooled(Struct, frozen=True):
     """One leaf of a template: its path in the template, and the leaf of each instance."""
 
     path: Path
@@ -41,8 +41,7 @@ class Pooled:
         return tuple(leaf.shape for leaf in self.leaves), STATISTICS.get(self.path[-1] if self.path else "", "")
 
 
-@dataclass(eq=False)
-class Node:
+class Node(Struct, eq=False):
     """A subtree of a template: the path that leads to it, and its leaves with their places in the template.
 
     ``order`` is where it comes among the leaves, from 0 to 1."""
@@ -64,8 +63,7 @@ class Label(IntEnum):
     VERIFIED = 3  # both models, run on the same input, give equal outputs
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """One leaf of a template: the leaves of its instances on both sides, and how far each match can be trusted."""
 
     source: tuple[Leaf, ...]
@@ -74,16 +72,14 @@ class Decision:
     alternatives: tuple[tuple[Leaf, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(Struct, frozen=True):
     source: Node
     target: Node
     label: Label
     alternatives: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
+class _Pool(Struct, frozen=True):
     """Both sides of one template, and the label of each instance so far."""
 
     source: list[Pooled]
@@ -91,8 +87,7 @@ class _Pool:
     labels: tuple[Label, ...]
 
 
-@dataclass
-class Matcher:
+class Matcher(Struct):
     """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool.
 
     ``without`` are pairs that must not be chosen; ``choices`` are those that were chosen though others would have done,

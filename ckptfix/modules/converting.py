@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -33,8 +34,7 @@ class _UntraceableError(NotImplementedError):
     """What was done to a traced tensor does not only move its elements."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     """Elements of a key of the file, and where the box that they fill begins."""
 
     source: str

@@ -10,11 +10,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module

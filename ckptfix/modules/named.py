@@ -17,11 +17,12 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
@@ -207,8 +208,7 @@ _SPEC = re.compile(r"(\w+):(.+?)(?:\(((?:\s*[\w.]+\s*=.*)?)\)|\[((?:\s*[\w.]+\s*
 _JSON = {"true": True, "false": False, "null": None, "none": None}
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(Struct, frozen=True):
     """The parts of ``SCHEME:NAME(KEY=VALUE, …)``; square brackets do as well, as a shell does less to them."""
 
     scheme: str

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptfix.errors import TargetError, UsageError
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True)
-class Recalibration:
+class Recalibration(Struct, frozen=True):
     """What was measured: how many batches and samples, and the names of the layers."""
 
     batches: int

@@ -8,9 +8,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
@@ -66,8 +68,7 @@ _PROMPTS = frozenset(
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-@dataclass(frozen=True)
-class AdapterLayer:
+class AdapterLayer(Struct, frozen=True):
     """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
     ``bias``, ``scale``, ``tokens``, ``alpha``)."""
 
@@ -80,8 +81,7 @@ class AdapterLayer:
     is_embedding: bool = False
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(Struct, frozen=True):
     """An adapter: its layers, and the tensors that it has whole. ``path`` is empty for one inside of its base."""
 
     path: str

@@ -5,8 +5,9 @@ To add one: a module with ``read(content)``, and its line in ``FORMATS``."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
+
+from msgspec import Struct
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
@@ -21,8 +22,7 @@ from ckptfix.reading.weights.document import Document
 # Readers and what only damaged files need are imported when such a file comes, so that the first answer is quick.
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(Struct, frozen=True):
     """A format: its name, the module that reads it, and the test of how its bytes begin."""
 
     name: str

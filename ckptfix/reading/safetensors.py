@@ -13,8 +13,9 @@ import json
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import BLOCK, Content, TornBytes, unfilled_from

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from mmap import ACCESS_COPY, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
 from ckptfix.bytes.files import OpenFile

@@ -15,11 +15,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from msgspec import Struct, field
 
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
@@ -35,8 +36,7 @@ _MANUALS = {rule.code: rule for rule in RULES}
 _MOST_KEYS = 100
 
 
-@dataclass
-class SarifLog:
+class SarifLog(Struct):
     """One run of ckptfix over any number of files. ``version`` is that of ckptfix."""
 
     version: str

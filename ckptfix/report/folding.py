@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 MAX_NAMES = 6  # more alternatives than this are no longer read at a glance, unless they are numbers
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
@@ -19,8 +20,7 @@ Slot = tuple[str, ...]  # the alternatives of one segment, in a fixed order
 Pattern = tuple[Slot, ...]
 
 
-@dataclass(frozen=True)
-class Fold:
+class Fold(Struct, frozen=True):
     """The keys of a full product of alternatives. ``spec`` is what they have in common beside the pattern."""
 
     slots: Pattern

@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
+
+from msgspec import Struct
 
 _CODES = {
     "error": "1;31",
@@ -27,8 +28,7 @@ _CODES = {
 _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "≥": ">=", "≤": "<=", "≈": "~"})  # noqa: RUF001 - the signs are the point
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong``, ``faint`` or ``command``.
 
     A line with a command in it is never broken: it has to work when it is pasted."""
@@ -40,8 +40,7 @@ class Span:
 Line = str | tuple[str | Span, ...]  # one line: text, or pieces of it
 
 
-@dataclass(frozen=True)
-class Paper:
+class Paper(Struct, frozen=True):
     """What a stream can show: colours or not, its encoding, and the columns that lines are broken at, 0 for none."""
 
     color: bool = False

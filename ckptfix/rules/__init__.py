@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
+
+from msgspec import Struct
 
 from ckptfix.core.finding import Finding
 from ckptfix.core.objects import has_optimizer
@@ -38,8 +39,7 @@ class Needs(Enum):
         return self is Needs.NAMES
 
 
-@dataclass(frozen=True)
-class Listed:
+class Listed(Struct, frozen=True, dict=True):
     """A rule in the list. Its module is imported when it has something to look at, or when its manual is read: half of
     the rules need values, and most of the rest of these a target."""
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.core.adaptations import (
     DEPTH,
@@ -68,8 +69,7 @@ _BY_NAME = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(Struct, frozen=True):
     """Tensors that one recipe makes fit.
 
     ``recipes`` are those that can, the one of the model's own library first, whose name is ``library`` if it is known.

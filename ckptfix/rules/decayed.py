@@ -48,10 +48,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Replace
@@ -147,8 +148,7 @@ def _started_so(matrix: _Matrix, witness: Witness) -> bool:
     return not is_layers_own(matrix.key) and matrix.reference == BY_FAN_IN
 
 
-@dataclass(frozen=True)
-class _Matrix:
+class _Matrix(Struct, frozen=True):
     """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind."""
 
     key: str
@@ -288,8 +288,7 @@ PARALLEL = 0.99  # cosine from which on a momentum is parallel to its weight
 AGREES = (0.5, 2.0)  # between these the logarithms of two shares are of one order
 
 
-@dataclass(frozen=True)
-class Corroboration:
+class Corroboration(Struct, frozen=True):
     """What is known of one matrix. None, or an empty text, is what the file does not say.
 
     ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found."""
@@ -347,8 +346,7 @@ class Corroboration:
         return "; " + "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class Witness:
+class Witness(Struct, frozen=True, dict=True):
     """The optimizer and the counters of a file."""
 
     context: Context

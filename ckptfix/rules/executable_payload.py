@@ -30,7 +30,8 @@ https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fick
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptfix.core.edits import Disarm, Plain
 from ckptfix.core.facts import Kind

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.edits import Edit, Moments, Regroup
 from ckptfix.core.parts import Part
@@ -47,8 +49,7 @@ class Step(NamedTuple):
     parts: tuple[Part, ...] = ()
 
 
-@dataclass(frozen=True)
-class Followed:
+class Followed(Struct, frozen=True):
     """An optimizer in step with the result: ``groups`` are those of the result, each with the old one that it is like.
 
     ``anew`` are the parameters of the result that start without a state though the optimizer had one of what they are
@@ -119,8 +120,7 @@ class Followed:
         return self.like, self.groups
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """The parameters of the file that an optimizer may have, and which new ones belong to it."""
 
     layout: Layout

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
@@ -30,8 +32,7 @@ _DROPPED = 3  # leading segments of a layer's name that the base may lack
 _OUTER = frozenset("model base_model module language_model text_model transformer".split())
 
 
-@dataclass
-class Merge:
+class Merge(Struct):
     """What the adapters change in a checkpoint: the deltas of each key, in order, and what is added."""
 
     deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))

@@ -32,7 +32,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint
@@ -297,8 +298,7 @@ def _stems(key: str) -> Iterator[str]:
     return (key[:at] for at in range(last, len(key)) if key[at] in "._")
 
 
-@dataclass
-class _Sum:
+class _Sum(Struct):
     """The tensors below a module on one side."""
 
     numel: int = 0

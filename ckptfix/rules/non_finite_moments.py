@@ -21,7 +21,8 @@ Unsafe: the state of these parameters is left out, and starts anew as for a new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -80,8 +81,7 @@ def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
     return Origin(shape=edit.shape, parts=parts, is_trained=is_trained)
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(Struct, frozen=True):
     """The checkpoint before and after the edits of a plan, as an optimizer sees it: its parameters."""
 
     before: Mapping[str, TensorSpec]

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise, Drop, Edit
@@ -70,8 +71,7 @@ _NAMES = (
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
 
 
-@dataclass
-class QuantisedLayer:
+class QuantisedLayer(Struct):
     """The keys of a quantised layer by their part of the name, and the format."""
 
     parts: dict[str, str] = field(default_factory=dict)

@@ -32,7 +32,8 @@ The notation of axes is that of einops (https://einops.rocks)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles

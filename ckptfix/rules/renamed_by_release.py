@@ -45,8 +45,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rename
@@ -65,8 +66,7 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(Struct, frozen=True):
     """A module's rewrite: the name of a tensor before and after, with fields of ``_FIELDS`` in braces."""
 
     what: str

@@ -49,10 +49,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict, replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
 from ckptfix.core.edits import Edit, Replace
@@ -58,8 +59,7 @@ def replaces(settings: Settings, code: str, key: str) -> bool:
     return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in settings.replace)
 
 
-@dataclass(frozen=True)
-class Replacements:
+class Replacements(Struct, frozen=True, dict=True):
     """The values that ``--fill`` offers for the broken tensors of a checkpoint."""
 
     context: Context

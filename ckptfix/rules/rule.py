@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.plan import Plan
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 Figures = Mapping[str, TensorStatistics]  # by key
 
 
-@dataclass(frozen=True)
-class Twin:
+class Twin(Struct, frozen=True):
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
     runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts``
     and ``ties`` are those of ``Target``."""
@@ -36,8 +36,7 @@ class Twin:
     ties: tuple[tuple[str, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(Struct, frozen=True, dict=True):
     """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
 
     ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; none under
@@ -59,8 +58,7 @@ class Context:
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """A rule: its code and name, its manual (the docstring of its module), and the generator that proposes."""
 
     code: str

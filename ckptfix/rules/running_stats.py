@@ -30,7 +30,8 @@ torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361"
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Edit
@@ -118,8 +119,7 @@ def _is_finite(figures: TensorStatistics) -> bool:
     return not figures.nonfinite
 
 
-@dataclass(frozen=True)
-class _RunningStatistics:
+class _RunningStatistics(Struct, frozen=True):
     """The statistics of one norm."""
 
     variance_key: str

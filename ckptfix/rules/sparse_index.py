@@ -20,7 +20,8 @@ https://pytorch.org/docs/stable/generated/torch.sparse.check_sparse_tensor_invar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptfix.core.finding import Blocks, Finding, Level, advise, counted
 from ckptfix.core.spec import TensorSpec

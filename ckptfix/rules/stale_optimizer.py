@@ -38,8 +38,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.coverage import obstacles

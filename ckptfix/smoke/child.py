@@ -10,12 +10,12 @@ import json
 import os
 import resource
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from msgspec import convert, to_builtins
+
 from ckptfix.smoke.launch import die_with
-from ckptfix.smoke.outcome import from_plain
 
 _GRACE = 30.0  # seconds after the time limit at which the child ends by itself, should the parent be gone
 
@@ -35,13 +35,13 @@ def main() -> None:
         if "twins" in order["job"]:
             from ckptfix.smoke.equivalence import compare_twins
 
-            _tell(answer, {"said": asdict(compare_twins(order["job"]))})
+            _tell(answer, {"said": to_builtins(compare_twins(order["job"]))})
             return
         from ckptfix.smoke.exam import Job, examine
 
-        job = from_plain(Job, order["job"])
-        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": asdict(so_far)}))
-        _tell(answer, {"outcome": asdict(outcome)})
+        job = convert(order["job"], Job)
+        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": to_builtins(so_far)}))
+        _tell(answer, {"outcome": to_builtins(outcome)})
         faulthandler.cancel_dump_traceback_later()
 
 

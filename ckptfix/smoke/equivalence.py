@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import convert
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -95,7 +97,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
         ending = launch(job, settings.timeout)
         if not ending.answered:
             return Equivalence(doubt=death(ending, settings.timeout).error)
-        return Equivalence.from_json(ending.said)
+        return convert(ending.said, Equivalence)
 
     shapes = {key: slot.shape for key, slot in twin.slots.items() if slot.shape is not None}
     return Twin(shapes, prove, twin.converts, twin.ties)

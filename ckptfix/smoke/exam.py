@@ -10,9 +10,11 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import TargetError, UnreadableError
@@ -47,8 +49,7 @@ _NOT_RUN = "the model did not run"
 Tried = list[tuple[Guess, Pass]]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """What is to be examined: the file, the factory that builds its model, and how to run it."""
 
     file: str

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptfix.core.parts import Bounds, Shape, extent
 
@@ -27,8 +28,7 @@ DIFFERENT = 1e-6
 _SAMPLES = 256
 
 
-@dataclass(frozen=True, eq=False)
-class Unit:
+class Unit(Struct, frozen=True, eq=False):
     """A box of a tensor of the target, and where its values come from."""
 
     source: str

@@ -7,8 +7,10 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.finding import counted
 from ckptfix.errors import CkptfixError, Opt, UsageError
@@ -210,8 +212,7 @@ def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeErr
     return NotLoadedError(f"the strict load found {said or lines[-1]}", (*missing, *unexpected, *reshaped))
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(Struct, frozen=True):
     path: str
     module: nn.Module
     inputs: tuple[Figures, ...]
@@ -297,8 +298,7 @@ def _figures(values: dict[str, Any]) -> tuple[Figures, ...]:
     return tuple(figures_of(name, tensor) for name, tensor in tensors_in(values))
 
 
-@dataclass
-class Subject:
+class Subject(Struct):
     """The model under test, and where it runs. ``dtype`` is that of its floating inputs; a second try may change it,
     and the whole model with it: then it ``is_converted``."""
 
@@ -325,11 +325,11 @@ class Subject:
 
     def release(self) -> None:
         """Let go of the model, so that another finds room; the subject has none from then on."""
-        vars(self).pop("model", None)
+        if hasattr(self, "model"):
+            del self.model
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """How a model runs: where, with which seed, and ``converted`` to which dtype; None for its own."""
 
     device: torch.device
@@ -345,8 +345,7 @@ class Setting:
         return subject, notes
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """A forward pass: what came of it, on what and how it ran, and its outputs with their names."""
 
     outcome: Outcome

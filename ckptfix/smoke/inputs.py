@@ -13,9 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import dtype_name, values_of
@@ -36,8 +38,7 @@ _FORMS = (
 Draw = Literal["normal", "uniform", "ones", "zeros"]
 
 
-@dataclass(frozen=True)
-class RandomInput:
+class RandomInput(Struct, frozen=True):
     """A tensor of random numbers: floats, or integers ``bounds[0] <= value < bounds[1]``. ``name`` None is positional.
 
     ``draw`` says how floats are made; of integers ``ones`` and ``zeros`` are the highest and the lowest."""
@@ -52,8 +53,7 @@ class RandomInput:
         return f"{self.name}={shape}" if self.name else shape
 
 
-@dataclass(frozen=True)
-class FileInput:
+class FileInput(Struct, frozen=True):
     """The tensors of a file: one is positional (or ``name``), those of a mapping are keywords."""
 
     path: str
@@ -185,8 +185,7 @@ def _is_trained(norm: Any) -> bool:
     return not (bool((norm.running_mean == 0).all()) and bool((norm.running_var == 1).all()))
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(Struct, frozen=True):
     """What ``forward`` is called with; ``notes`` is what was done to it, ``warnings`` what is odd about it."""
 
     args: tuple[torch.Tensor, ...] = ()

@@ -13,19 +13,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec import Struct, convert, field
+
 from ckptfix.errors import Opt, UsageError
-from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, from_plain, user_line
+from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, user_line
 from ckptfix.writing.atomic import temporary_folder_beside
 
 TAIL = 4096  # how many of the last bytes that the user's model printed are kept
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(Struct, frozen=True):
     """How the child ended. Not ``answered`` means that it crashed, was killed, or ran out of time.
 
     ``stage`` is the last one that it named, ``stack`` the Python stack of a crash, ``printed`` the tail of what the
@@ -126,7 +126,7 @@ def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
         if "said" in said:
             return stage, outcome, True, said["said"]
         stage, answered = said.get("stage", stage), "outcome" in said
-        outcome = from_plain(Outcome, said["outcome" if answered else "so_far"])
+        outcome = convert(said["outcome" if answered else "so_far"], Outcome)
     return stage, outcome, answered, {}
 
 

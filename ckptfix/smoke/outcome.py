@@ -3,16 +3,15 @@ this."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, TargetError
@@ -26,8 +25,7 @@ AFTERTHOUGHTS = ("devices", "control", "compare")
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # whose fault a failure is
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(Struct, frozen=True):
     """How many values of a tensor are NaN or infinite, and the range of the finite ones (None without any)."""
 
     tensor: str
@@ -61,8 +59,7 @@ class Figures:
         return ": ".join(filter(None, (f"{self.tensor} {self.shown}", ", ".join(filter(None, (bad, span))))))
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """The first module whose inputs were finite and whose output was not."""
 
     module: str
@@ -87,8 +84,7 @@ class Origin:
         return f"{self.module}.{tensor}" if self.module else tensor
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why the model did not run.
 
     ``error`` is one line; ``module`` and ``kind`` name the innermost module that was running, ``where`` the line of the
@@ -113,8 +109,7 @@ class Failure:
         return module + (f"{',' if module else ''} at {self.where}" if self.where else "")
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(Struct, frozen=True):
     """What a backward pass left behind, by the names of the parameters.
 
     ``missing`` have none, though they want one. ``operator`` and ``where`` are the backward function that first made a
@@ -139,8 +134,7 @@ class Gradients:
         return "gradients: " + (", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to train")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What the child saw. ``failure`` None and no ``non_finite``: the model ran and gave finite values.
 
     ``derived`` means that the input came from the model and not from the user; ``undecided`` says why there is no
@@ -178,21 +172,6 @@ class Outcome:
         return bool(self.non_finite) and not any(figures.nan or figures.positive_inf for figures in self.non_finite)
 
 
-def from_plain(kind: Any, data: Any) -> Any:
-    """Return a value of a type from the plain data that ``dataclasses.asdict`` and JSON made of it."""
-    if data is None:
-        return None
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        make: Any = kind
-        return make(**{name: from_plain(hints[name], value) for name, value in data.items()})
-    if get_origin(kind) is tuple:
-        return tuple(from_plain(get_args(kind)[0], value) for value in data)
-    if get_origin(kind) in (Union, UnionType):
-        return from_plain(get_args(kind)[0], data)
-    return data
-
-
 def module_name(path: str, kind: str) -> str:
     """Return a module as a reader looks for it: ``features.3 (Conv2d)``; the model itself has no path."""
     return f"{path} ({kind})" if path else f"the model itself ({kind})"
@@ -224,6 +203,8 @@ def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    import dataclasses
+
     if isinstance(value, Mapping):
         yield from ((f".{key}", part) for key, part in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):

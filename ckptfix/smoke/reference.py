@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.settings import SOURCE, Settings
@@ -95,8 +97,7 @@ def compare_with_cpu(subject: Subject, run: Pass, base: Outcome) -> Comparison:
 _NAMES = Settings(select=FOR_LOADING, values=False)
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(Struct, frozen=True):
     """A checkpoint file, what it is called in the report, and how it is opened."""
 
     file: str

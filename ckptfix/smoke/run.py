@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint, path_name
@@ -75,9 +77,9 @@ def run_smoke(
         settings.backward,
         reference and replace(reference, file=str(Path(reference.file).absolute())),
     )
-    ending = launch(asdict(job), settings.timeout)
+    ending = launch(to_builtins(job), settings.timeout)
     if lost_the_gpu(ending) and os.environ.get(_BLOCKING) != "1":
-        again = launch(asdict(job), settings.timeout, {_BLOCKING: "1"})
+        again = launch(to_builtins(job), settings.timeout, {_BLOCKING: "1"})
         # The second answer counts, or the first if the error did not come again.
         ending, note = (again, _TRUE_LINE) if lost_the_gpu(again) else (ending, _NOT_AGAIN)
         ending = replace(ending, outcome=replace(ending.outcome, notes=(*ending.outcome.notes, note)))

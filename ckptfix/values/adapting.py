@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, Adapt
@@ -134,8 +136,7 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
     return _made(spec, edit, ChunkedBytes(edit.shape, spec.itemsize, chunks))
 
 
-@dataclass(frozen=True, eq=False)
-class _NewRows:
+class _NewRows(Struct, frozen=True, eq=False, dict=True):
     """The bytes of rows that the file does not have."""
 
     spec: TensorSpec

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full, used_in_full
 from ckptfix.maps.inference import Inference, Match

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,8 +25,7 @@ else:
     Array = Any  # numpy takes longer to import than a small file to read
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(Struct, frozen=True, dict=True):
     """How the numbers of one element type are stored.
 
     ``unit`` is numpy's type of one stored number, of which an element has ``units`` (two for a complex one).
@@ -69,8 +69,7 @@ class Encoding:
         return np.stack(kinds).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class _Minifloat:
+class _Minifloat(Struct, frozen=True):
     """A float of 8 bits: a sign, ``exponent`` bits, the rest mantissa; ``specials`` is how it spells NaN and Inf."""
 
     exponent: int
@@ -176,8 +175,7 @@ def _table(values: Array) -> Callable[[Array], Array]:
     return look_up
 
 
-@dataclass(frozen=True)
-class Narrowing:
+class Narrowing(Struct, frozen=True):
     """What a cast to a narrower float loses: finite magnitudes above ``largest`` do not stay finite, and those up to
     ``vanishing`` become zero.
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import located
 from ckptfix.bytes.threads import side_by_side

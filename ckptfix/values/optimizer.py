@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
@@ -23,8 +24,7 @@ HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 COUNTERS = ("global_step", "step", "steps", "iteration", "iter", "num_steps", "num_updates")
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(Struct, frozen=True):
     """What the optimizer did to one parameter.
 
     ``second_moments`` are Adam's averages of the squared gradient, ``momentum`` the buffer of SGD. ``initial_lr`` is

@@ -9,7 +9,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, is_buffer_name, split_key
 from ckptfix.core.checkpoint import Checkpoint
@@ -142,8 +143,7 @@ def kind(key: str, spec: TensorSpec) -> str:
     return "embedding" if is_embedding(key) else "linear"
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(Struct, frozen=True):
     """The norm layer that follows a matrix: its keys by their last segment (``weight``, ``running_var`` …)."""
 
     keys: Mapping[str, str]

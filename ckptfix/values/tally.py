@@ -8,7 +8,9 @@ is known, so everything follows from how often each is there."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckptfix.values.decode import Array, Encoding, Narrowing
 
@@ -19,8 +21,7 @@ BLOCK = 1 << 16
 SAFE_TO_SQUARE = (1e-140, 1e140)
 
 
-@dataclass
-class Tally:
+class Tally(Struct):
     """What was counted in ``numel`` numbers. ``minimum`` to ``rms`` are over the finite ones; the moments are kept as
     averages, which cannot overflow. ``first`` is the index of the first element that is not finite."""
 
@@ -54,7 +55,8 @@ class Tally:
     def add(self, other: Tally) -> None:
         """Join the figures of another run; indices count from one place."""
         if not self.numel:
-            vars(self).update(vars(other))
+            for name, value in asdict(other).items():
+                setattr(self, name, value)
             return
         before, here = self.finite, other.finite
         if not before:

@@ -6,7 +6,8 @@ container; some write both into one, under other names. Writers that cannot stor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.spec import TensorSpec
@@ -26,8 +27,7 @@ _TIED = (*_EMBEDDINGS, *_HEADS)
 SHARED = 0.9  # share of the keys that two sets of weights have in common, from which on they are of one model
 
 
-@dataclass(frozen=True)
-class Twin:
+class Twin(Struct, frozen=True):
     """The other copy of a tensor: ``place`` is the name of its set in the container, empty for the same state_dict."""
 
     place: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec import Struct
 
 from ckptfix.bytes.sources import stream
 from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
@@ -20,8 +21,7 @@ OVERLAP = 64  # How often, on average, a view may repeat the elements of its sto
 Dims = tuple[tuple[int, int], ...]  # sizes and strides, in elements
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(Struct, frozen=True, dict=True):
     """A walk through a non-empty strided tensor with a storage."""
 
     spec: TensorSpec

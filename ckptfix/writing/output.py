@@ -8,10 +8,11 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from msgspec import Struct
+from msgspec.structs import replace
 from packaging.version import Version
 
 from ckptfix.bytes.copying import Copied, Copier
@@ -54,8 +55,7 @@ def without_state_dict(checkpoint: Checkpoint, root: object) -> Checkpoint:
     return replace(checkpoint, entries={}, metadata=None, container=("",), root=root)
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(Struct, frozen=True):
     """A file that was written, perhaps not on the disk yet, and what of it was found equal to its source."""
 
     path: Path
@@ -127,8 +127,7 @@ def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
     ]
 
 
-@dataclass(frozen=True)
-class ShardNames:
+class ShardNames(Struct, frozen=True):
     """The names of the files of one sharded checkpoint; ``output`` is the name that a single file would have."""
 
     output: Path

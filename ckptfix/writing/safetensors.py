@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, BinaryIO
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import is_open, note_checksum, prove, proving
 from ckptfix.bytes.copying import LARGE, PAGE, Copier

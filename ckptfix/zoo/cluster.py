@@ -12,9 +12,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.zoo.engine import TICK, patience
@@ -29,8 +31,7 @@ _AHEAD = 2  # jobs in flight for each processor: one runs, and one is there when
 _CRASHES, _LOSSES = 2, 5
 
 
-@dataclass
-class RayEngine:
+class RayEngine(Struct):
     """Runs jobs on the Ray cluster at ``address``, or on one of this machine that ends with the run.
 
     ``workers`` is the most that run at the same time, None for as many as the cluster has processors. ``scratch`` is

@@ -17,10 +17,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.copying import CHUNK

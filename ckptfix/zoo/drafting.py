@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from textwrap import wrap
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
@@ -45,8 +47,7 @@ class Confidence(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(Struct, frozen=True):
     """An architecture. ``model`` or ``like`` is the line of the table; ``needs`` is the package that has it."""
 
     title: str

@@ -15,11 +15,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
 from ckptfix.smoke.launch import die_with, signal_name
@@ -143,8 +145,7 @@ def _asked(worker: Worker, model: str) -> str | None:
     return fault
 
 
-@dataclass
-class LocalEngine:
+class LocalEngine(Struct):
     """Runs jobs in ``count`` processes at most, within a budget. ``scratch`` is a folder for temporary files."""
 
     count: int

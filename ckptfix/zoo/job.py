@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
@@ -24,8 +25,7 @@ class Others(str, Enum):
     SKIP = "skip"
 
 
-@dataclass(frozen=True)
-class Workplace:
+class Workplace(Struct, frozen=True):
     """Where one job has its temporary files: all begin with its number, so that they are found if it dies.
 
     Most jobs write one file, and a folder for it would cost more than the file."""
@@ -52,8 +52,7 @@ class Workplace:
                 left.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """What is to be done with one item."""
 
     number: int  # names its temporary files; unique in a run
@@ -118,8 +117,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class Staged:
+class Staged(Struct, frozen=True):
     """A finished file of the scratch folder, and its name below the destination."""
 
     path: str
@@ -127,8 +125,7 @@ class Staged:
     is_flushed: bool = False
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Struct, frozen=True):
     """What came of a job. ``staged`` are the files that the driver still has to put in place.
 
     ``weights`` is the line of ``weights.jsonl``, as ``journal.line_of`` gives it: the driver only writes it."""

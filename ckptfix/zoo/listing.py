@@ -20,11 +20,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes import decoders
 from ckptfix.bytes.sources import Content
@@ -160,8 +162,7 @@ class Kind(str, Enum):
     OTHER = "other"  # not a checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(Struct, frozen=True):
     """One checkpoint of a zoo, or one other file."""
 
     # Below the root. Of a FOLDER: what is to be opened, which is the folder itself (DCP, an unpacked torch file, shards

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import lru_cache
@@ -19,6 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from ckptfix.errors import UsageError, WriteError
 
@@ -188,8 +190,7 @@ class Outcome(str, Enum):
     OTHER = "other"  # not a checkpoint: copied or left out, as `--others` says
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """One file, or one folder that is a checkpoint: a line of the manifest. ``docs/manifest.md`` has what each field
     means. Paths are relative to the two roots, with ``/`` between their parts."""
 

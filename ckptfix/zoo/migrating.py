@@ -17,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.committing import Committer
@@ -40,16 +41,14 @@ _QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
 _EACH = 1_000_000  # bytes that take as long as opening a file and writing its record
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """How fast a migration is: bytes of sources a second, and the seconds that are left."""
 
     rate: float
     seconds_left: float
 
 
-@dataclass
-class Summary:
+class Summary(Struct):
     """The counts of a migration, while it runs and afterwards. ``bytes`` are those of the sources."""
 
     files: int = 0
@@ -109,8 +108,7 @@ class Summary:
 MakeEngine = Callable[[Path], Engine]  # makes the engine of a migration, with a folder for temporary files
 
 
-@dataclass(frozen=True)
-class Migration:
+class Migration(Struct, frozen=True):
     """What came of a migration: the counts, and the manifest and weights of the whole zoo, line by line."""
 
     source: str

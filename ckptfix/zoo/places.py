@@ -14,9 +14,10 @@ import shutil
 import stat
 import unicodedata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.remote import file_system, read_range, stamp_of
 from ckptfix.bytes.transfers import AbsentError, NoSpaceError, PlaceError, TransferError, explained, persistently
@@ -49,8 +50,7 @@ FETCHING: dict[str, dict[str, Any]] = {
 SENDING: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 2}, "s3a": {"max_concurrency": 2}}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One file of a place, as the listing shows it."""
 
     name: str  # below the root, with `/` between the parts
@@ -63,8 +63,7 @@ class Entry:
     special: bool = False
 
 
-@dataclass(frozen=True)
-class LocalPlace:
+class LocalPlace(Struct, frozen=True):
     """A local folder, by its path or as ``file://`` URL."""
 
     name: str
@@ -154,8 +153,7 @@ def _local_entry(name: str, status: os.stat_result) -> Entry:
     return Entry(name, status.st_size, str(status.st_mtime_ns))
 
 
-@dataclass
-class _Walk:
+class _Walk(Struct):
     """One walk: the path of its root, and each folder that it has entered, with the name under which it did."""
 
     root: str
@@ -228,8 +226,7 @@ def _is_folder(child: os.DirEntry[str]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class RemotePlace:
+class RemotePlace(Struct, frozen=True):
     """A place behind a URL. Keys and endpoints come from where the backend looks for them: its environment variables
     and files, and the configuration of fsspec."""
 

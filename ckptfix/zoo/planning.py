@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from posixpath import basename, dirname, join
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.job import Job, Others
@@ -28,8 +30,7 @@ class Status(Enum):
     BY_HAND = "an output was put in its place by hand"
 
 
-@dataclass
-class Plan:
+class Plan(Struct, dict=True):
     """What a migration does with the items of a zoo. ``known`` is what an earlier run wrote down, by source."""
 
     items: list[Item]

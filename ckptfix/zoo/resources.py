@@ -8,8 +8,9 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct, field
 
 MEBI = 1 << 20
 _PROCESS = 64 * MEBI  # Python and ckptfix, and the block that bytes go through
@@ -28,8 +29,7 @@ _FIRST_VERSION, _SECOND_VERSION = (
 _CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """What a job may take: bytes of memory, and of temporary space."""
 
     memory: int
@@ -48,8 +48,7 @@ def cost_of(size: int, runs_model: bool, fetches: bool) -> Cost:
     return Cost(memory, 2 * size if fetches else 0)
 
 
-@dataclass
-class Budget:
+class Budget(Struct):
     """The room that is left. A job that is larger than all of it runs when no other does."""
 
     memory: int

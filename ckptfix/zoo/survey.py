@@ -12,10 +12,11 @@ import shutil
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
+
+from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind as FactKind
@@ -44,8 +45,7 @@ HOLDERS = frozenset(
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True, dict=True):
     """Names and shapes without the prefixes of wrappers, and without what comes and goes between releases."""
 
     shapes: Shapes
@@ -66,8 +66,7 @@ class Layout:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(Struct, frozen=True):
     """What was seen of one checkpoint. Without a layout it could not be read, and ``fault`` says why."""
 
     name: str
@@ -242,8 +241,7 @@ _ALIKE = 3  # files whose names differ only in numbers, from which on a pattern 
 _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(Struct, frozen=True):
     """The checkpoints of one layout; those that hold several state_dicts apart from those that hold one."""
 
     layout: Layout

@@ -17,11 +17,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from ckptfix.core.adaptations import adaptation
 from ckptfix.core.config import parse_toml
@@ -51,8 +53,7 @@ _SHOWN = 80  # characters of its patterns that name a table in messages
 _TARGET = ("model", "model_args", "like")
 
 
-@dataclass(frozen=True)
-class Treatment:
+class Treatment(Struct, frozen=True, dict=True):
     """The settings of ``repair`` for the files that match. It is plain data, for a worker or another node.
 
     ``settings`` are fields of ``core.settings.Settings``, and ``choices`` what the user wrote, for the command that
@@ -125,8 +126,7 @@ class Treatment:
             yield from (("model", each) for each in places if Path(each).is_file())
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Struct, frozen=True, dict=True):
     """What to do with each file of a zoo. The empty one gives every file the repairs that need no target."""
 
     treatments: tuple[Treatment, ...] = ()

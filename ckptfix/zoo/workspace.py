@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.errors import UsageError, WriteError
 from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers
@@ -30,8 +31,7 @@ _YOUNG = 60.0  # seconds for which a folder that no process holds may be one tha
 _SHARE = 20  # sending the journals may take one part in this many of the time, however large they become
 
 
-@dataclass
-class Workspace:
+class Workspace(Struct):
     """The journals of a migration, and a folder for temporary files."""
 
     destination: Place

@@ -6,12 +6,12 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import ckptfix
 from ckptfix.bytes.checksums import is_sound, prove_ahead

@@ -107,7 +107,7 @@ def test_an_archive_between_others(tmp_path: Path, mapped: bool) -> None:
     path.write_bytes(b"".join(archives))
     outer = Content.of_file(str(path)) if mapped else Content(str(path), path.read_bytes())
     start = len(archives[0])
-    window = WindowContent(outer, start, start + len(archives[1]))
+    window = WindowContent.of(outer, start, start + len(archives[1]))
     assert zipfile.ZipFile(window.buffer).read("a") == b"second"  # type: ignore[call-overload]  # it reads, seeks and tells
     place = archives[1].index(b"second")
     source = window.source(place, 6)

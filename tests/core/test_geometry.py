@@ -50,7 +50,7 @@ def test_a_copy_answers_as_its_model(again):
 
 
 def test_a_changed_spec_is_asked_anew():
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     spec = TensorSpec("float32", (2, 3), (3, 1))
     asked(spec)

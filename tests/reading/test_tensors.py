@@ -108,7 +108,7 @@ def test_what_torch_refuses_is_said_in_one_line():
 def test_only_the_bytes_that_a_tensor_covers_are_read():
     taken = []
 
-    class Watched(MemoryBytes):
+    class Watched(MemoryBytes, frozen=True):
         def read(self, start: int, stop: int) -> memoryview:
             taken.append((start, stop))
             return super().read(start, stop)

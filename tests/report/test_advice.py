@@ -1,9 +1,9 @@
 import itertools
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import ckptfix

@@ -1,10 +1,10 @@
 import json
 import os
 from collections import OrderedDict
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Candidate, Checkpoint
 from ckptfix.core.facts import Fact, Kind

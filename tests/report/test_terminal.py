@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level

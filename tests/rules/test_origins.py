@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill, Rename, Replace, Tie, Zero
@@ -63,13 +65,11 @@ def test_origins(steps, origins):
     assert traced(*steps) == origins
 
 
-class Merge(Edit):
+class Merge(Edit, frozen=True):
     """An edit of a later version, which says nothing of what it does."""
 
-    kind = "merge"
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "key", "a")
+    kind: ClassVar[str] = "merge"
+    key: str = "a"
 
 
 def test_what_an_unknown_edit_touches_starts_anew():

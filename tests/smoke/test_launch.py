@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 from ckptfix.errors import UsageError
 from ckptfix.smoke.exam import Job
@@ -22,7 +22,7 @@ from tests.smoke.conftest import Save
 
 
 def start(file: str, factory: str, timeout: float = 120) -> Ending:
-    return launch(asdict(Job(file, f"tests.smoke.models:{factory}", device="cpu")), timeout)
+    return launch(to_builtins(Job(file, f"tests.smoke.models:{factory}", device="cpu")), timeout)
 
 
 def is_running(pid: int) -> bool:
@@ -76,7 +76,7 @@ def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> No
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from /proc")
 def test_a_limit_of_memory_is_met_with_a_smaller_batch_and_half_precision(save: Save) -> None:
     job = Job(save(models.Net()), "tests.smoke.second_tries:Limited", inputs=("4x3x16x16",), device="cpu")
-    outcome = launch(asdict(job), 120).outcome
+    outcome = launch(to_builtins(job), 120).outcome
     assert outcome.is_good
     assert outcome.inputs == ("bfloat16[1, 3, 16, 16]",)
     assert outcome.notes == (

@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from msgspec import convert, to_builtins
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -29,7 +31,6 @@ from ckptfix.smoke.outcome import (
     describe,
     diagnose,
     figures_of,
-    from_plain,
     holds_for_any_input,
     is_cudnn_failure,
     is_dtype_mismatch,
@@ -65,7 +66,7 @@ FAILURE = Failure("forward", "checkpoint", "ValueError: no", "head", "Linear", "
     ],
 )
 def test_json_and_back(outcome: Outcome) -> None:
-    assert from_plain(Outcome, json.loads(json.dumps(asdict(outcome)))) == outcome
+    assert convert(json.loads(json.dumps(to_builtins(outcome))), Outcome) == outcome
 
 
 def test_figures_read_as_a_line() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import asdict
 from torch import Tensor, nn
 
 from ckptfix.core.finding import Level
@@ -220,10 +221,10 @@ def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) 
     file = save(models.Net())
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for given in (Settings(), settings("source"), settings(file)):
-        checked_settings(vars(given), "pkg:build")
+        checked_settings(asdict(given), "pkg:build")
     for name in ("absent.pth", "notes.txt"):
         with pytest.raises(CkptfixError, match=name):
-            checked_settings(vars(settings(str(tmp_path / name))), "pkg:build")
+            checked_settings(asdict(settings(str(tmp_path / name))), "pkg:build")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_a_reference_is_opened_before_anything_runs(save: Save, tmp_path: Path) 
 )
 def test_a_comparison_without_meaning_is_refused(given: Settings, has_factory: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        open_source(net(), checked_settings(vars(given), "pkg:build" if has_factory else None))
+        open_source(net(), checked_settings(asdict(given), "pkg:build" if has_factory else None))
 
 
 LOGITS = torch.tensor([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0]])

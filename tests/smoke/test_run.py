@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.settings import Settings

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
+from msgspec.structs import fields
 
 from ckptfix.values.decode import Encoding
 from ckptfix.values.tally import Tally

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
@@ -50,7 +51,7 @@ def checkpoint_of(state_dict: Mapping[str, torch.Tensor], **rest: object) -> Che
     """A state_dict as a Checkpoint; ``rest`` sets further fields."""
     storages: dict[int, Storage] = {}
     entries = {key: spec_of(tensor.detach(), storages) for key, tensor in state_dict.items()}
-    return replace(Checkpoint("model.pth", "test", entries), **rest)  # type: ignore[arg-type]  # the fields are the test's business
+    return replace(Checkpoint("model.pth", "test", entries), **rest)
 
 
 def source_of(checkpoint: Checkpoint, key: str) -> MemorySource:

@@ -1,8 +1,8 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from ckptfix.reading.live import spec_of_tensor

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import ckptfix
@@ -304,6 +305,6 @@ def test_a_name_of_python_2_is_said_as_that_of_python_3():
 )
 def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
     checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}}, tmp_path))
-    checkpoint = dataclasses.replace(checkpoint, root={"state_dict": {}, "x": value})
+    checkpoint = replace(checkpoint, root={"state_dict": {}, "x": value})
     loaded = torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)
     assert loaded["x"] == str(value.cls) or loaded["x"]["class"] == str(value.cls)

@@ -7,12 +7,12 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 

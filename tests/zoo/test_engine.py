@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from ckptfix.errors import UsageError

@@ -16,12 +16,13 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save
 
 from ckptfix.bytes.transfers import ForbiddenError

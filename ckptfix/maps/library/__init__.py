@@ -9,9 +9,10 @@ import difflib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
@@ -53,8 +54,7 @@ def _broken_header(record: bytes) -> tarfile.TarInfo | None:
     return _header(bytes(mended))
 
 
-@dataclass
-class TarFiles:
+class TarFiles(Struct):
     """The files of an archive. After the walk, ``damage`` says what is wrong with it.
 
     An archive that is cut short still gives its last file, with the size that it ought to have."""

@@ -11,10 +11,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import PurePath
 from threading import Lock
 from typing import Any, BinaryIO
+
+from msgspec import Struct
 
 from ckptfix.bytes import decoders
 from ckptfix.bytes.decoders import FAULTS
@@ -102,8 +103,7 @@ Blocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
 What is wrong with the file is added to the list; the blocks then end early."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(Struct, frozen=True):
     """A file in an archive: its name, its first bytes, what gives its blocks, and why it is closed, if it is."""
 
     name: str
@@ -135,8 +135,7 @@ def expand(path: str, member: str, blocks: Blocks) -> Content:
 _FIRST, _PACKED, _EXPANDED = 1 << 10, 64 << 10, 1 << 20
 
 
-@dataclass
-class Stream:
+class Stream(Struct):
     """The packed bytes from ``position`` to ``stop`` of a content, and what makes a decoder for them.
 
     Once its blocks are out, ``position`` is after the stream where it ``ended`` as it should. Else it stopped at a
@@ -219,8 +218,7 @@ _STREAMS, _STREAM = 10_000, 512
 _GZIP_HEADER = re.compile(rb"\x1f\x8b\x08([\0-\x1f]).{6}", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Compression:
+class Compression(Struct, frozen=True):
     """A kind of stream: its name, how it begins, the suffixes that name it, and what makes a decoder for it."""
 
     name: str
@@ -356,8 +354,7 @@ class UnpackedMembers:
             member.place = begin
 
 
-@dataclass(eq=False)
-class PackedBytes:
+class PackedBytes(Struct, eq=False):
     """A packed member of an archive: bytes ``start`` to ``stop`` of its content, unpacked when it is first read."""
 
     members: UnpackedMembers

@@ -8,9 +8,10 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+from msgspec import Struct
 
 from ckptfix.bytes.decoders import METHODS
 from ckptfix.bytes.sources import Content
@@ -23,8 +24,7 @@ _USUAL = 128  # bytes of a header that are looked at in one go: few names are lo
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
 
 
-@dataclass(slots=True)
-class Member:
+class Member(Struct):
     """What the directory of an archive says of a member, under the names that ``zipfile.ZipInfo`` gives it.
 
     ``orig_filename`` is the name as it is written, and ``filename`` ends before the first zero in it."""

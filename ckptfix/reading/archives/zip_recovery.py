@@ -17,9 +17,10 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.decoders import zip_decoder
 from ckptfix.bytes.files import RangeBuffer
@@ -53,8 +54,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
-@dataclass
-class FoundMembers:
+class FoundMembers(Struct):
     """What is left of an archive: the members in the order of the file, and where the data of open ones begins."""
 
     content: Content
@@ -174,8 +174,7 @@ def _member(content: Content, header: int, start: int) -> Member:
 _LOOK = 1 << 13  # bytes that a look at a claim counts as, beside those that are looked at
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """What a record says of a member: where its data begins, and what of it."""
 
     start: int
@@ -229,8 +228,7 @@ _RECORD = re.compile(
 _PLACE_DIGITS = 10  # digits of a number that is such a place
 
 
-@dataclass
-class ZipIndex:
+class ZipIndex(Struct):
     """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, where
     that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
     no directory to go by. ``damage`` says what is wrong; an archive that merely
@@ -525,5 +523,5 @@ def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[
             return plain, start
     archive = zipfile.ZipFile(stream)
     # The fields have the names that ZipInfo gives them.
-    members = [Member(*(getattr(info, name) for name in Member.__slots__)) for info in archive.infolist()]
+    members = [Member(*(getattr(info, name) for name in Member.__struct_fields__)) for info in archive.infolist()]
     return members, archive.start_dir

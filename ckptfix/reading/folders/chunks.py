@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
@@ -19,8 +21,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(Struct, frozen=True):
     """A part of a tensor: where it begins and how large it is, in elements of each dimension."""
 
     offsets: tuple[int, ...]
@@ -71,8 +72,7 @@ def _any_overlap(boxes: Sequence[Box], dimensions: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, eq=False)
-class RowMajorBytes(PartedBytes):
+class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
     """The bytes of a tensor in row-major order, however it is strided in its storage."""
 
     spec: TensorSpec

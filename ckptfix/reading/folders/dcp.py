@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, WindowContent, is_torn
@@ -35,8 +37,7 @@ from ckptfix.reading.torch_files import torch_zip
 from ckptfix.reading.weights.document import Document
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(Struct, frozen=True):
     """A range of a file of the folder."""
 
     file: str
@@ -44,8 +45,7 @@ class Location:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
 
     A chunk that several ranks saved is there several times."""
@@ -65,8 +65,7 @@ class StoredTensor:
         return TensorSpec(self.dtype, self.shape, contiguous_strides(self.shape))
 
 
-@dataclass(frozen=True)
-class StoredObject:
+class StoredObject(Struct, frozen=True):
     """Something that is not a tensor, pickled by torch.save."""
 
     location: Location | None
@@ -77,8 +76,7 @@ class StoredObject:
         return {self.location.file} if self.location is not None else set()
 
 
-@dataclass(frozen=True)
-class StoredMetadata:
+class StoredMetadata(Struct, frozen=True):
     """What a ``.metadata`` file says: the items by flat name in the order of saving, and the path of each."""
 
     items: Mapping[str, StoredTensor | StoredObject]
@@ -299,7 +297,7 @@ class _Reading:
         is_cut = stop > len(outer)
         if is_cut and location.offset >= len(outer):
             raise UnreadableError(f"{location.file} is cut short")
-        content = WindowContent(outer, location.offset, min(stop, len(outer)))
+        content = WindowContent.of(outer, location.offset, min(stop, len(outer)))
         content.account = self.bounds
         if not is_zip(content):
             raise UnreadableError(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content, TornBytes, is_torn
 from ckptfix.core.facts import Fact, Kind

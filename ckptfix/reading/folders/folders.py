@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
@@ -19,8 +21,7 @@ from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 
 
-@dataclass(frozen=True)
-class FolderFormat:
+class FolderFormat(Struct, frozen=True):
     """A folder that is a checkpoint: its name, what it looks like, and how it is read."""
 
     name: str

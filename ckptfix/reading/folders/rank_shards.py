@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
@@ -36,8 +37,7 @@ FLAT_REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class RankShard:
+class RankShard(Struct, frozen=True):
     """What a file holds instead of weights, as a clause; what would consolidate it; the keys in question."""
 
     what: str

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
@@ -24,8 +25,7 @@ PACKED = (".gz", ".bz2", ".xz")  # how the names of shards end that were compres
 INDEX_LIMIT = 256 << 20  # bytes of the largest index that is parsed; a million keys take a third of it
 
 
-@dataclass(frozen=True)
-class Numbering:
+class Numbering(Struct, frozen=True):
     """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``."""
 
     stem: str
@@ -51,8 +51,7 @@ class Numbering:
         return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
 
 
-@dataclass(frozen=True)
-class ShardIndex:
+class ShardIndex(Struct, frozen=True):
     """Which key is in which file, in the order of the index; ``total_size`` is its sum of all tensors, in bytes."""
 
     path: str
@@ -125,8 +124,7 @@ class Folder(Protocol):
         name that leads out of the folder."""
 
 
-@dataclass(frozen=True)
-class LocalFolder:
+class LocalFolder(Struct, frozen=True, dict=True):
     """A folder of this machine."""
 
     path: Path
@@ -152,8 +150,7 @@ class LocalFolder:
         return frozenset(self.names())
 
 
-@dataclass(frozen=True)
-class RemoteFolder:
+class RemoteFolder(Struct, frozen=True, dict=True):
     """The folder of a URL. An HTTP server does not list it, so what an index names is taken to be there."""
 
     url: str

@@ -10,9 +10,10 @@ from __future__ import annotations
 from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name

@@ -16,9 +16,10 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.bytes.sources import BLOCK, Content, WindowContent
 from ckptfix.core.facts import Fact, Kind
@@ -246,8 +247,7 @@ _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _MANGLED_LINES = 4  # line feeds, all of them after a carriage return, that are no accident
 
 
-@dataclass(frozen=True)
-class Undone:
+class Undone(Struct, frozen=True):
     """The content without the damage, and what the damage is.
 
     Where it is ``exact``, the undoing is right only if the file is whole then: there is no telling which tensors are.
@@ -273,7 +273,7 @@ def undo(content: Content) -> Undone | None:
     if start is None:
         return None
     cause = Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)]))
-    return Undone(WindowContent(content, start, len(content)), cause)
+    return Undone(WindowContent.of(content, start, len(content)), cause)
 
 
 def _has_header(content: Content) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.core.config import parse_toml
 
@@ -29,8 +30,7 @@ _PART = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(Struct, frozen=True):
     """How the bytes of a file begin ``at`` a place, what it then is, and what to do."""
 
     what: str

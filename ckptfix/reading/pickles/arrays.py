@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.dtypes import BY_NUMPY
@@ -16,8 +18,7 @@ from ckptfix.reading.pickles.claims import checked, sizes
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 
-@dataclass(eq=False, slots=True)
-class NumpyArray:
+class NumpyArray(Struct, eq=False):
     """A numpy array that was never made: its state is kept as the pickle gives it.
 
     ``is_plain`` says that it is of numpy's own class, whose state has one form."""
@@ -27,7 +28,7 @@ class NumpyArray:
     fortran: bool = False
     data: Any = b""
     is_plain: bool = False
-    _spec: TensorSpec | None = field(default=None, repr=False)
+    _spec: TensorSpec | None = None
 
     def build(self, state: Any) -> None:
         """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.dtypes import BY_STORAGE, DTYPES
@@ -17,8 +18,7 @@ from ckptfix.reading.pickles.stream import MalformedError
 EXPANDED_LIMIT = 1 << 30
 
 
-@dataclass(eq=False, slots=True)
-class TypedStorage:
+class TypedStorage(Struct, eq=False):
     """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
 
     storage: Storage

@@ -13,8 +13,10 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.bytes.limits import bounded_keys, shown
 from ckptfix.bytes.sources import MemoryBytes
@@ -77,8 +79,7 @@ def _per_channel(values: Any, dtype: str) -> Any:
     return TensorSpec(dtype, (len(values),), (1,), Storage("channels", MemoryBytes(data)))
 
 
-@dataclass
-class InertTable:
+class InertTable(Struct):
     """Answers the calls of a pickle. ``nested`` reads the bytes of a whole file inside the pickle
     (``_load_from_bytes``).
 

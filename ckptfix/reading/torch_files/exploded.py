@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.limits import Bounds
@@ -41,8 +42,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     return document
 
 
-@dataclass(frozen=True, eq=False)
-class NamedBytes:
+class NamedBytes(Struct, frozen=True, eq=False):
     """A file that is opened for each read: a folder may have more files than a process may hold open."""
 
     path: str
@@ -53,8 +53,7 @@ class NamedBytes:
         return FileBytes(OpenFile(self.path), 0, self.nbytes).read(start, stop)
 
 
-@dataclass
-class FolderArchive:
+class FolderArchive(Struct, dict=True):
     """The files of a folder by their names below it."""
 
     path: str

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import TornBytes
@@ -64,8 +65,7 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
 LeftOf = Callable[[str | None, int], ByteSource | None]
 
 
-@dataclass
-class Reading:
+class Reading(Struct, dict=True):
     """One reading of an archive, and the damage that it meets.
 
     Storages that are not whole are torn where ``left_of`` knows what is left of a damaged archive; without it they are

@@ -9,8 +9,10 @@ is the object, in which a persistent id is the key of a tensor or storage. See `
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content, TornBytes, WindowBytes
 from ckptfix.core.dtypes import DTYPES
@@ -70,8 +72,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
 
 
-@dataclass
-class _Reader:
+class _Reader(Struct):
     content: Content
     parts: dict[str, tuple[int, int]]
     objects: dict[int, TypedStorage | TensorSpec] = field(default_factory=dict)

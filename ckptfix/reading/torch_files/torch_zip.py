@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 import zipfile
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
@@ -44,8 +45,7 @@ _LONGEST = 1 << 12  # bytes of a small member
 _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
 
 
-@dataclass
-class Archive:
+class Archive(Struct, dict=True):
     """The members of a torch zip file by their names below the archive's root folder."""
 
     content: Content

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.dtypes import DTYPES
@@ -134,8 +136,7 @@ def _document(
     return Document(reading.archive.path, NAME, entries, metadata, names, remarks, reading.damage)
 
 
-@dataclass(frozen=True)
-class ScriptClass:
+class ScriptClass(Struct, frozen=True):
     """What the source of a class says: whether it is a module, its parameters, and its buffers where it lists them."""
 
     is_module: bool
@@ -175,8 +176,7 @@ def _class(base: str, body: str) -> ScriptClass:
     return ScriptClass(base == "Module", listed.get("__parameters__", ()), listed.get("__buffers__"))
 
 
-@dataclass
-class _Walk:
+class _Walk(Struct):
     """One walk over the modules of an archive. A module with two names gives its tensors under both, as in torch."""
 
     path: str

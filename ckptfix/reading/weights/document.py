@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import PathPart
@@ -18,8 +19,7 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError, Words
 
 
-@dataclass
-class Document:
+class Document(Struct):
     """A parsed file.
 
     ``root`` is the inert object tree. ``metadata`` is torch's ``_metadata`` where the format carries it outside the

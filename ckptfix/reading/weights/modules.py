@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
@@ -69,8 +70,7 @@ def module_parts(value: Any) -> Mapping[str, Any] | None:
     return attributes if all(isinstance(attributes.get(name), dict) for name in _PARTS) else None
 
 
-@dataclass
-class _Gatherer:
+class _Gatherer(Struct):
     """One walk over a tree of modules."""
 
     path: str

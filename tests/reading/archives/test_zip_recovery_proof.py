@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.reading.archives.zip_recovery import Claim, Proof

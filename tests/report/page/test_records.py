@@ -1,7 +1,7 @@
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.likeness import Fit, Likeness

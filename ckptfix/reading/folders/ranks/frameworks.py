@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import ReadContent, Reader
 from ckptfix.reading.weights.document import Document
 
 
-@dataclass(frozen=True)
-class Framework:
+class Framework(Struct, frozen=True):
     """How the ranks of a framework are read. What its files are called is in ``names.py``.
 
     ``find`` returns the folder in which the ranks are by the names in it: a folder itself, or one below it.

@@ -14,9 +14,10 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.core.checkpoint import PathPart, path_name
 from ckptfix.core.facts import Fact, Kind
@@ -48,14 +49,13 @@ _DEPTH = 32
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
 
 
-@dataclass(frozen=True)
-class RankSet:
+class RankSet(Struct, frozen=True):
     """Files of one save: what their names have in common, and each under its rank; ``world`` is 0 if not named."""
 
     stem: str
     world: int
     suffix: str
-    files: Mapping[int, Path] = field(compare=False)
+    files: Mapping[int, Path]
 
     @property
     def pattern(self) -> str:
@@ -112,8 +112,7 @@ def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> 
         return merge.document()
 
 
-@dataclass
-class _Collected:
+class _Collected(Struct):
     """What the ranks hold under one path: boxes of a whole tensor, stretches of it, or the same plain tensor."""
 
     shape: tuple[int, ...] = ()

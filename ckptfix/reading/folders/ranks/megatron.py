@@ -12,10 +12,11 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind

@@ -5,7 +5,8 @@ It imports no reader, since every file that is opened is looked up here."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 ZERO_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 ZERO_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
@@ -22,8 +23,7 @@ NUMBERED = re.compile(
 _WORD = re.compile(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)")
 
 
-@dataclass(frozen=True)
-class RankNames:
+class RankNames(Struct, frozen=True):
     """One kind of files that several ranks write, by their paths below the folder that is the checkpoint.
 
     The groups of the pattern tell one from another. A file for which a word of ``_WORD`` does not speak is of no kind.

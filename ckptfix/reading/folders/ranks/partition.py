@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, merge_parts
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(Struct, frozen=True):
     """How a tensor is divided: along an axis, or not at all (None), in which case every rank has a copy.
 
     ``stacked`` matrices lie one after another along the axis, and each of them is divided by itself. ``holders`` ranks
@@ -28,8 +29,7 @@ class Split:
 WHOLE = Split(None)
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """The names of tensors that are divided in one way; the pattern is the end of a name."""
 
     pattern: re.Pattern[str]
@@ -95,8 +95,7 @@ def narrowed(spec: TensorSpec, axis: int, start: int, length: int) -> TensorSpec
     return replace(spec, shape=shape, offset=spec.offset + start * spec.strides[axis])
 
 
-@dataclass
-class Joining:
+class Joining(Struct):
     """The joining of the state_dicts of ranks: what is said of copies that differ."""
 
     path: str

@@ -21,10 +21,12 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind
@@ -192,8 +194,7 @@ def _of_parameters(split_of: Splits) -> Splits:
     return lambda name, parts: split_of(name, parts) if parts[0].shape and parts[0].numel else WHOLE
 
 
-@dataclass
-class _States:
+class _States(Struct):
     """What the optimizer states of one rank say, as inert data."""
 
     masters: list[TensorSpec]
@@ -216,8 +217,7 @@ class _States:
         return [number for group in groups for number in group.get("params", ()) if type(number) is int]
 
 
-@dataclass
-class Masters:
+class Masters(Struct):
     """What the data-parallel ranks hold together: the fp32 masters, and the optimizer's state by name."""
 
     tensors: dict[str, TensorSpec]
@@ -256,8 +256,7 @@ def joined_masters(
     )
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(Struct, frozen=True):
     """What is flat in one group: the ranks that hold a partition of it, and the names and shapes in it, in order."""
 
     group: int
