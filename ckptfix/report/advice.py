@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Rename, RenameModule
@@ -28,8 +29,7 @@ class Mode(Enum):
     REPAIR = "repair"
 
 
-@dataclass(frozen=True)
-class Telling:
+class Telling(Struct, frozen=True):
     """How to tell a report.
 
     ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
