@@ -10,7 +10,9 @@ import errno
 import io
 import os
 import stat
+import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -35,7 +37,7 @@ class OpenFile:
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
+            self.descriptor = _descriptor(path) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
             kind = MissingFileError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"{path}: {_why_closed(path, error)}") from error
@@ -94,6 +96,25 @@ class OpenFile:
         )
 
 
+def _descriptor(path: str) -> int:
+    """Open a file. A checkpoint may consist of ten thousands of files, all of which stay open: if this process may not
+    open any more, it takes what the system allows it."""
+    try:
+        return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_ON_MACOS if sys.platform == "darwin" else most, most))
+    return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+
+
+_MOST_ON_MACOS = 10240  # it calls its limit infinite, and refuses more than OPEN_MAX
+
+
 def _stamp(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
@@ -104,6 +125,8 @@ def _why_closed(path: str, error: OSError | ValueError) -> str:
         return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
         return "is not a regular file; save its content to one first"  # a socket
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return "cannot be opened: too many files are open; raise the limit of the system (ulimit -n)"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     is_closed = isinstance(error, PermissionError)
     return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"

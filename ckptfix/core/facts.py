@@ -91,6 +91,7 @@ class Kind(Enum):
     STRAY_FILE = "stray-file"
     RANK_COPIES = "rank-copies"
     RANK_LEFT_OUT = "rank-left-out"
+    RANK_REPEATED = "rank-repeated"
     MASTERS = "masters"
     PACKED_MEMBERS = "packed-members"
     FLATTENED = "flattened"

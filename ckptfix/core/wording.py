@@ -22,8 +22,10 @@ def clause(fact: Fact) -> str:
 
 
 def clauses(facts: Iterable[Fact]) -> str:
-    """Return the clauses of several facts as one."""
-    return "; ".join(map(clause, facts))
+    """Return the clauses of several facts as one, the first few in full."""
+    found = list(facts)
+    rest = len(found) - _LISTED
+    return "; ".join(map(clause, found[:_LISTED])) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def first_names(names: Sequence[object]) -> str:
@@ -241,6 +243,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.UNNAMED_LOSS: "{lost}",
     Kind.STRAY_FILE: "holds nothing of this checkpoint",
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
+    Kind.RANK_REPEATED: "holds the same values as {other}",
     Kind.FLATTENED: "the weights are flattened: the files have their names, but not their shapes",
     Kind.MASTERS: "the weights are the fp32 masters of a training in {dtype}",
     Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections import OrderedDict
@@ -245,3 +246,36 @@ def test_a_tag_leads_nowhere_else(tmp_path: Path, tag: str) -> None:
     (tmp_path / "inside" / "latest").write_text(tag)
     with pytest.raises((HostileError, UnreadableError)):
         ckptfix.open_checkpoint(tmp_path / "inside")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "folder"])
+def test_a_rank_that_is_no_file_is_missing(tmp_path: Path, kind: str) -> None:
+    write_zero(tmp_path, TENSORS, world=2)
+    file = tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file.unlink()
+    make: dict[str, Callable[[Path], None]] = {
+        "pipe": os.mkfifo,
+        "loop": lambda path: path.symlink_to(path.name),
+        "folder": Path.mkdir,
+    }
+    make[kind](file)
+    assert outcome(tmp_path) == REFUSED
+
+
+def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
+    """A rank is a file that stays open; a thousand links to one of them are ranks that are not there."""
+    for name, links in (("genuine", 0), ("links", 1000)):
+        write_zero(tmp_path / name, TENSORS, world=40)
+        for rank in range(40, 40 + links):
+            file = tmp_path / name / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            file.symlink_to("zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(list(Path("/dev/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
+    try:
+        assert ckptfix.open_checkpoint(tmp_path / "genuine").keys() == list(TENSORS)
+        with pytest.raises(UnreadableError, match="other ranks than the 40") as raised:
+            ckptfix.open_checkpoint(tmp_path / "links")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(str(raised.value)) < 2000

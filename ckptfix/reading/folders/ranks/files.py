@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
@@ -26,6 +27,8 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, Arithm
 _LISTED = 4
 _TAG_LIMIT = 1 << 10
 _FACTS = 4096
+# Bytes of a storage that are looked at, and how many different ones constant tensors have at most.
+_LOOKED_AT, _FEW = 4096, 8
 
 _Rank = TypeVar("_Rank")
 
@@ -128,6 +131,20 @@ class RankFiles:
             names = (pattern.format(rank) for rank in range(world) if rank not in present)
             first = tuple(next(names) for _ in range(min(absent, _LISTED)))
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
+
+    def note_repeated(self, held: Mapping[str, Any]) -> None:
+        """Note files whose tensors are those of another one, by their checksums: one was copied over the other.
+
+        Tensors of hardly more than one value are alike by right."""
+        seen: dict[tuple[object, ...], str] = {}
+        for name, tree in held.items():
+            stored = list(dict.fromkeys(spec.storage for spec in tensors_in(tree) if spec.storage is not None))
+            sums = tuple((storage.nbytes, storage.crc32) for storage in stored)
+            if not sums or None in [crc for _, crc in sums] or (other := seen.setdefault(sums, name)) == name:
+                continue
+            starts = (bytes(storage.source.read(0, min(storage.nbytes, _LOOKED_AT))) for storage in stored)
+            if any(len(set(start)) > _FEW for start in starts):
+                self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         """Return the merged document."""

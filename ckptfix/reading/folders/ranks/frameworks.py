@@ -42,11 +42,13 @@ def read_ranks(folder: Path, salvage: bool, read: ReadContent) -> Document | Non
 
 
 def has_ranks(folder: Path) -> bool:
-    """Return whether a folder is one that ranks wrote, by the names in it; False if only the files themselves tell.
+    """Return whether a folder is one that ranks wrote, by the names in it, or by the first file if names do not tell.
 
     Raises ``UnreadableError`` if it holds several such checkpoints."""
     try:
-        return any(form.find(folder) is not None for form in FRAMEWORKS if form.find is not fsdp.find)
+        return any(form.find(folder) is not None for form in FRAMEWORKS if form.find is not fsdp.find) or fsdp.is_named(
+            folder
+        )
     except OSError:
         return False  # the reader of the folder says why
 

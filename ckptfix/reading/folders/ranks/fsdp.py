@@ -45,6 +45,9 @@ from ckptfix.reading.weights.document import Document
 NAME = FSDP
 
 _DEPTH = 32
+# Bytes of a file in which its pickle names the first tensors, and what it says of those of ranks.
+_HEAD = 64 << 10
+_MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 # Keys of numbers that are the same in all ranks of one save.
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
 
@@ -79,20 +82,32 @@ def find(folder: Path) -> Path | None:
     return folder if any(len(found.files) > 1 or found.world > 1 for found in rank_sets(folder)) else None
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder; None if its files hold no tensors of ranks.
+def is_named(folder: Path) -> bool:
+    """Return whether a file of the set that would be read says near its start that it holds tensors of ranks."""
+    if (found := _chosen(folder)) is None:
+        return False
+    with next(iter(found.files.values())).open("rb") as opened:
+        head = opened.read(_HEAD)
+    return any(mark in head for mark in _MARKS)
 
-    Of several sets, the one of the model is read."""
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder; None if its files hold no tensors of ranks."""
+    found = _chosen(folder)
+    return None if found is None else read_set(folder, found, salvage, read)
+
+
+def _chosen(folder: Path) -> RankSet | None:
+    """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
+    several."""
     sets = [found for found in rank_sets(folder) if len(found.files) > 1 or found.world > 1]
-    if len(sets) > 1:
-        models = [found for found in sets if found.stem.startswith("model")]
-        if len(models) != 1:
-            names = first_names([next(iter(found.files.values())).name for found in sets])
-            raise UnreadableError(
-                f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"
-            )
-        sets = models
-    return read_set(folder, sets[0], salvage, read) if sets else None
+    models = sets if len(sets) < 2 else [found for found in sets if found.stem.startswith("model")]
+    if len(models) != min(len(sets), 1):
+        names = first_names([next(iter(found.files.values())).name for found in sets])
+        raise UnreadableError(
+            f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"
+        )
+    return models[0] if models else None
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:

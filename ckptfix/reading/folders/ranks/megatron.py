@@ -140,6 +140,7 @@ class _Reading:
         first = roots[min(roots)]
         args = _arguments(first)
         self._check_iterations(found, roots)
+        self.files.note_repeated({found[numbers].parent.name: roots[numbers] for numbers in roots})
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         grid = self._grid(found, sizes)
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}

@@ -302,6 +302,8 @@ class Merging:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
         first = self._ranks[min(self._ranks)]
         self._check_alike(self._ranks, self.optim)
+        slices = {self.optim[rank].name: [made.masters, made.optimizer] for rank, made in self._ranks.items()}
+        self.files.note_repeated(slices)
         prefix = next(iter(self.optim.values())).name.partition("zero_pp_rank")[0]
         present = {rank: file for rank, file in self.optim.items() if rank in self._ranks}
         self.files.note_missing(first.world, present, prefix + self._name)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.bytes.files import OpenFile
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
+from tests.cli.programs import run_here
 from tests.reading.folders.ranks.genuine import tensors_of, unpacked
 
 OLD = ("fsdp1_sharded_w2_torch24", "fsdp2_w2_torch24")
@@ -192,3 +194,17 @@ def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
     (finding,) = [found for found in ckptfix.check(rank_file(folder, 1)).findings if found.code == "FIL105"]
     assert "one rank's part of 14 sharded tensors" in finding.message
     assert "put the files of all ranks into one folder" in remedies_text(finding.remedies)
+
+
+def test_a_check_reads_every_rank_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = unpacked("fsdp2_w4", tmp_path)
+    opened: list[str] = []
+    first = OpenFile.__init__
+
+    def count(file: OpenFile, path: str, descriptor: int | None = None) -> None:
+        opened.append(path)
+        first(file, path, descriptor)
+
+    monkeypatch.setattr(OpenFile, "__init__", count)
+    assert run_here("check", "--no-values", folder, cwd=tmp_path).returncode == 0
+    assert len(opened) == len(set(opened)) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
@@ -400,3 +402,17 @@ def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
     for settings in ({"output": rank}, {"in_place": True}):
         with pytest.raises(UsageError):
             ckptfix.repair(source, **settings)
+
+
+def test_a_file_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
+    write_zero(tmp_path, {"w": torch.arange(64.0)}, world=2)
+    first, second = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+    shutil.copy(tmp_path / first, tmp_path / second)
+    (mark,) = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
+    assert (mark.place, mark.data["other"]) == (second, first)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_ranks_of_constant_weights_are_alike_by_right(tmp_path: Path, value: float) -> None:
+    write_zero(tmp_path, {"w": torch.full((64,), value)}, world=2)
+    assert not [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
